@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+# Which build of torch: the one for CUDA where there is a GPU (and on macOS, where there is only one),
+# else the one for CPUs, so that no gigabytes of CUDA packages arrive on a machine that cannot use them.
+PINNED := $(shell grep '^torch==' constraints.txt)
+TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
+
+.PHONY: demo test check format venv bench clean
+
+demo: venv  ## the same small model trained with one big batch and with micro-batches
+	$(BIN)/python examples/quickstart.py
+
+test: venv  ## every test, doctests and the README's own code included
+	$(BIN)/python -m pytest
+
+check: venv  ## lint, format and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv  ## microseconds a micro-step, beside the peers
+	$(BIN)/python benchmarks/overhead.py
+
+venv: .venv/.complete  ## a .venv with all extras
+
+.venv/.complete: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	@$(PIP) '$(TORCH)' || { echo; \
+	  echo "No build '$(TORCH)' was found. Point pip at PyTorch's index for CPU builds (PIP_EXTRA_INDEX_URL, see"; \
+	  echo "'Start locally' on PyTorch's site), or take the large build for CUDA: make venv TORCH='$(PINNED)'"; exit 1; }
+	$(PIP) --editable '.[train,bench,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,523 @@
+"""`Accumulator`: you drive the micro-batches, it makes one exact optimizer step of each window.
+
+The main path is `batches` -> `backward` -> `step`; everything below it checks a call, or opens and closes a window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.gradients import Gradients
+from macrobatch.sync import When, sync_for
+from macrobatch.update import NonFinite, StepResult, Update
+from macrobatch.window import Items, Reduction, Window, checked_items, is_zero
+
+Remainder = Literal["step", "drop", "carry"]
+T = TypeVar("T")
+Batch = TypeVar("Batch")
+
+
+class Accumulator:
+    """Accumulates gradients over micro-batches and takes exactly the step of the one big batch.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from macrobatch import Accumulator
+    >>> model = nn.Linear(3, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> loader = [(torch.randn(n, 3), torch.randn(n, 1)) for n in (5, 2, 7, 4, 1)]
+    >>> acc = Accumulator(model, optimizer, steps=2, max_norm=1.0)
+    >>> for x, y in acc.batches(loader):
+    ...     loss = nn.functional.mse_loss(model(x), y)  # a mean over the micro-batch
+    ...     acc.backward(loss, items=len(x))
+    ...     if result := acc.step():                    # None until the window closes
+    ...         print(result.step, result.micro_batches, result.items.item())
+    1 2 7
+    2 2 11
+    3 1 1
+
+    Until `step`, ``.grad`` holds an undivided sum: clipping, unscaling or clearing it by hand is an error.
+
+    Args:
+        model: a module, or a list of modules, compiled or not.
+        optimizer: one or a list. They may hold parameters of the given models only.
+        steps: micro-batches in a window: an int, or ``f(optimizer_step) -> int`` for a ramp.
+        scheduler: one or a list, stepped once for each optimizer step that is taken.
+        max_norm: clips the norm of all parameters of all given models together.
+        scaler: a ``torch.amp.GradScaler``. Its scale stays constant inside a window; an overflow skips the step.
+        reduction: "mean" or "sum": what the losses handed to `backward` are.
+        sync: "window" or "micro": when gradients travel between ranks. In one process they never do.
+        gather: "window" or "micro": how long FSDP2 keeps parameters gathered.
+        remainder: what becomes of a short last window: "step" (exactly scaled), "drop", "carry" into the next epoch.
+        accumulate_dtype: sums the gradients of lower-precision parameters in this dtype, e.g. ``torch.float32``.
+        nonfinite: what an infinite or NaN gradient does. "raise": noticed on the device without stalling it, so there
+            the error may come when the next window closes; it names the window, and a fused optimizer does not take
+            the poisoned step. "skip": nothing changes, and the result says so. "keep": no check.
+        process_group: the ranks to average over.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        steps: int | Callable[[int], int] = 1,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        max_norm: float | None = None,
+        scaler: GradScaler | None = None,
+        reduction: Reduction = "mean",
+        sync: When = "window",
+        gather: When = "micro",
+        remainder: Remainder = "step",
+        accumulate_dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = "raise",
+        process_group: object = None,
+    ) -> None:
+        self._models = _all_of(nn.Module, model, "model")
+        self._optimizers = _all_of(Optimizer, optimizer, "optimizer")
+        self._steps = steps if callable(steps) else checked_steps(steps, "steps")
+        self._scaler = _checked_scaler(scaler)
+        self._reduction: Reduction = _checked_choice("reduction", reduction, Reduction)
+        self._remainder: Remainder = _checked_choice("remainder", remainder, Remainder)
+        self._accumulate_dtype = _checked_dtype(accumulate_dtype)
+        self._sync = sync_for(self._models, sync=sync, gather=gather, process_group=process_group)
+        self._update = Update(
+            _checked_optimizers(self._optimizers),
+            _checked_schedulers(scheduler, self._optimizers),
+            scaler=self._scaler,
+            max_norm=_checked_norm(max_norm),
+            nonfinite=_checked_choice("nonfinite", nonfinite, NonFinite),
+            counts_on_host=callable(steps),
+        )
+        self._named_parameters()  # an optimizer of some other model is an error here already
+        self._windows = 0  # how many were closed or discarded
+        self._window: Window | None = None
+        self._gradients: Gradients | None = None
+        self._inputs: Sequence[nn.Parameter] | None = None
+        self._expects: Literal["batch", "backward", "step"] = "batch"  # which call comes next
+        self._last: bool | None = None  # whether the micro-batch under way was said to close the window
+        self._epoch: object = None  # which `batches` is the current one
+        self._carried = False  # the open window was left open by the end of an epoch
+        self._broken = False  # a backward failed half-way in the open window
+
+    # ------------------------------------------------------------------------------------------ the main path
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of `loader`, each to be followed by its `backward` and by `step`.
+
+        A loader with a length is not read ahead; any other iterable is, by one batch, to know where it ends.
+        """
+        if self._accumulated and not self._carried:
+            raise UsageError(
+                f"batches() over an open window: {self._open_window().micro_batches} micro-batches of window "
+                f"{self._open_window().number} have had no step. Close it with step(now=True), or drop it with "
+                "discard()."
+            )
+        self._expects = "batch"
+        self._epoch = object()
+        return self._iterate(loader, self._epoch)
+
+    def backward(self, loss: Tensor, items: Items = None) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: of the micro-batch: a mean over its items, or their sum (``reduction``).
+            items: what the loss is a mean over: an int, or a tensor with one number, which the host never reads. None
+                weighs every micro-batch the same.
+        """
+        self._require_backward()
+        loss, items = checked_loss(loss), checked_items(items)
+        window, gradients = self._open_window(), self._open_gradients(loss)
+        seed = window.weigh(loss, items)
+        if self._scaler is not None:
+            seed = self._scaler.scale(seed).to(loss.dtype)
+        gradients.check_untouched()
+        self._run_backward(loss, seed, gradients, counts=not is_zero(items))
+        gradients.mark()
+        window.add(loss, items)
+        self._expects = "step"
+
+    def step(self, now: bool = False) -> StepResult | None:
+        """Take the optimizer step if the window is complete, else return None.
+
+        Args:
+            now: close the open window as it stands, e.g. after the last epoch under ``remainder="carry"``.
+        """
+        self._require_step(now)
+        if not self._accumulated or not (now or self.is_last):
+            self._expects = "batch"
+            return None
+        window, gradients = self._open_window(), self._gradients
+        assert gradients is not None, "a window with micro-batches has gradients"
+        gradients.check_untouched()
+        self._update.settle()
+        try:
+            return self._update.close(window, gradients)
+        finally:
+            self._drop_window()
+            self._expects = "batch"
+
+    def discard(self) -> None:
+        """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
+        self._drop_window()
+        if self._expects == "step":
+            self._expects = "batch"
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool | None = None) -> Iterator[None]:
+        """The forward and `backward` of one micro-batch, for loops without a loader.
+
+        >>> model = nn.Linear(2, 1)
+        >>> acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        >>> for _ in range(2):
+        ...     with acc.micro_batch():
+        ...         acc.backward(model(torch.ones(4, 2)).mean(), items=4)
+        ...     result = acc.step()
+        >>> result.items
+        tensor(8)
+
+        Args:
+            last: whether this one closes the window; None: ``steps`` decides.
+        """
+        self._begin(last)
+        try:
+            yield
+            if self._expects == "backward":
+                raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
+        finally:
+            if self._expects == "backward":
+                self._expects = "batch"  # as if it had not been
+
+    # ------------------------------------------------------------------------------------------ what one can ask
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current micro-batch closes the window."""
+        if self._window is None or self._expects == "batch":
+            return False
+        index = self._window.micro_batches - (self._expects == "step")
+        return index + 1 >= self._window.length if self._last is None else self._last
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the current batch is one that this rank has had before. Never so in one process."""
+        return False
+
+    @property
+    def optimizer_step(self) -> int:
+        """How many optimizer steps were taken."""
+        return self._update.taken
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save beside model, optimizer, scheduler and scaler: plain numbers. Only between windows."""
+        self._require_between_windows("state_dict()")
+        self._update.settle()
+        return {"optimizer_step": self._update.taken, "windows": self._windows}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from what `state_dict` gave. Only between windows."""
+        self._require_between_windows("load_state_dict()")
+        keys = ("optimizer_step", "windows")
+        if sorted(state) != sorted(keys) or not all(type(value) is int and value >= 0 for value in state.values()):
+            raise UsageError(f"the state of an Accumulator is a count for each of {keys}: got {dict(state)!r}.")
+        self._update.taken, self._windows = state["optimizer_step"], state["windows"]
+        self._window = None  # one that was opened, but holds nothing yet, was numbered by the old state
+
+    # ------------------------------------------------------------------------------------------ epochs
+
+    def _iterate(self, loader: Iterable[Batch], epoch: object) -> Iterator[Batch]:
+        for batch, left in counted_down(loader):
+            self._require_epoch(epoch)
+            self._require_finished()
+            window = self._open_window()
+            if self._remainder == "drop" and left is not None and window.micro_batches + left + 1 < window.length:
+                break
+            self._begin(True if self._remainder == "step" and left == 0 else None)
+            yield batch
+        self._require_epoch(epoch)
+        self._require_finished()
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._epoch = None
+        self._expects = "batch"
+        if self._accumulated and self._remainder == "drop":
+            self._drop_window()
+        self._carried = self._accumulated
+        if not self._carried:
+            self._update.settle()  # no later window may come to notice it
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    def _begin(self, last: bool | None) -> None:
+        self._require_finished()
+        self._open_window()
+        self._carried = False
+        self._last = last
+        self._expects = "backward"
+
+    def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool) -> None:
+        # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
+        # gradient of zero, not none, as in one big batch.
+        hook = torch.zeros_like
+        hooks = [] if counts else [p.register_hook(hook) for p in gradients.parameters]  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.backward(loss, seed, inputs=self._inputs)
+        except BaseException:
+            if self._accumulated:
+                self._broken = True
+            else:
+                gradients.clear()
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not self._accumulated and not gradients.any():
+            raise BatchError(
+                "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
+                "that it uses are frozen. Hand over the loss of the model that this Accumulator was made for."
+            )
+
+    # ------------------------------------------------------------------------------------------ the window
+
+    @property
+    def _accumulated(self) -> bool:
+        """Whether the window holds anything."""
+        return self._window is not None and self._window.micro_batches > 0
+
+    def _open_window(self) -> Window:
+        if self._window is None:
+            length = self._steps(self._update.taken) if callable(self._steps) else self._steps
+            self._window = Window(
+                number=self._windows + 1,
+                length=checked_steps(length, "steps(optimizer_step)"),
+                reduction=self._reduction,
+                shrinks=self._scaler is not None,
+            )
+        return self._window
+
+    def _open_gradients(self, loss: Tensor) -> Gradients:
+        """The gradients of the window, made at its first backward: what is there by then belongs to no window."""
+        if self._gradients is None:
+            named = self._named_parameters()
+            self._gradients = Gradients(named, self._optimizers, self._accumulate_dtype)
+            self._inputs = self._sync.backward_inputs(loss, self._gradients.parameters)
+        return self._gradients
+
+    def _drop_window(self) -> None:
+        self._windows += self._accumulated
+        if self._gradients is not None:
+            self._gradients.clear()
+        self._window = self._gradients = self._inputs = None
+        self._carried = self._broken = False
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, each once; made anew for each window, as they may be frozen or thawed."""
+        known: dict[nn.Parameter, str] = {}
+        for index, model in enumerate(self._models):
+            prefix = f"{index}." if len(self._models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                known.setdefault(parameter, prefix + name)
+        for index, optimizer in enumerate(self._optimizers):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p not in known):
+                raise BackendError(
+                    f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that belongs to no given model. Hand over all its models as a list, and "
+                    "make the optimizer after anything that replaces parameters."
+                )
+        named = {name: parameter for parameter, name in known.items() if parameter.requires_grad}
+        if not named:
+            raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
+        return named
+
+    # ------------------------------------------------------------------------------------------ which call comes next
+
+    def _require_epoch(self, epoch: object) -> None:
+        if self._epoch is not epoch:
+            raise UsageError("this batches() is over: another one was begun since. Iterate over the newest only.")
+
+    def _require_finished(self) -> None:
+        """A new micro-batch may begin, or the epoch end."""
+        if self._expects == "backward":
+            raise UsageError(
+                "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
+                "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0)."
+            )
+        if self._expects == "step" and self.is_last:
+            raise UsageError(
+                f"window {self._open_window().number} is complete, but step() was not called after its last "
+                "backward(). Call it after every backward: it returns None until there is something to do."
+            )
+
+    def _require_backward(self) -> None:
+        if self._expects == "step":
+            raise UsageError(
+                "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
+                "micro-batch."
+            )
+        if self._expects == "batch":
+            raise UsageError(
+                "backward() outside of a micro-batch. Iterate over acc.batches(loader), or do the forward and the "
+                "backward inside `with acc.micro_batch():`."
+            )
+        self._require_whole()
+
+    def _require_step(self, now: bool) -> None:
+        if self._expects == "backward":
+            raise UsageError("step() before backward(): the micro-batch under way has not been accumulated yet.")
+        if not self._accumulated and not now:
+            raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise UsageError(
+                f"a backward failed half-way in window {self._open_window().number}, so its gradients are incomplete. "
+                "Drop them with discard(); the next batch then begins a new window."
+            )
+
+    def _require_between_windows(self, call: str) -> None:
+        if self._accumulated:
+            raise UsageError(
+                f"{call} inside a window: {self._open_window().micro_batches} micro-batches of window "
+                f"{self._open_window().number} are accumulated, and gradients are not saved. Call it when step() has "
+                "returned a result; step(now=True) closes the window as it stands, discard() drops it."
+            )
+
+
+# ---------------------------------------------------------------------------------------------- loaders
+
+
+def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
+    """Each batch with the number of those that follow it; None where that is only known not to be 0.
+
+    >>> list(counted_down("abc"))
+    [('a', 2), ('b', 1), ('c', 0)]
+    >>> list(counted_down(iter("abc")))
+    [('a', None), ('b', None), ('c', 0)]
+    """
+    try:
+        length = len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also what a DataLoader over an iterable without a length says
+        yield from _looked_ahead(loader)
+        return
+    index = 0
+    for index, batch in enumerate(loader, start=1):
+        if index > length:
+            raise BatchError(
+                f"the loader says its length is {length}, but yields more batches. The window was closed at its end: "
+                "correct the length, or hand over iter(loader), which is read ahead instead."
+            )
+        yield batch, length - index
+    if index < length or not length:
+        raise BatchError(
+            f"the loader says its length is {length}, but yielded {index} batches. Correct the length, or hand over "
+            "iter(loader), which is read ahead instead."
+            if length
+            else "the loader is empty: there is no batch to train on (drop_last with fewer samples than a batch?)."
+        )
+
+
+def _looked_ahead(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
+    iterator = iter(loader)
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        raise BatchError("the loader is empty: there is no batch to train on.") from None
+    for following in iterator:
+        yield batch, None
+        batch = following
+    yield batch, 0
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def checked_loss(loss: Tensor) -> Tensor:
+    """`loss` as handed to `backward`, or an error that says what is wrong with it."""
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
+    if loss.numel() != 1:
+        raise BatchError(
+            f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
+            'reduction="sum".'
+        )
+    if not loss.requires_grad:
+        raise BatchError(
+            "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no "
+            "parameter that requires a gradient."
+        )
+    if not loss.is_floating_point():
+        raise BatchError(f"the loss must be a real number: got dtype {loss.dtype}.")
+    return loss
+
+
+def checked_steps(steps: object, name: str) -> int:
+    """A number of micro-batches, or an error."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UsageError(f"{name} must be a whole number of micro-batches, 1 or more: got {steps!r}.")
+    return steps
+
+
+def _all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
+    """One or several of a kind, as a tuple."""
+    several = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for one in several:
+        if not isinstance(one, kind):
+            raise UsageError(f"{name} must be a {kind.__name__} or a list of them: got {type(one).__name__}.")
+    if not several:
+        raise UsageError(f"{name} must not be an empty list.")
+    return several
+
+
+def _checked_choice(name: str, value: T, choices: object) -> T:
+    if value not in get_args(choices):
+        raise UsageError(f"{name} must be one of {get_args(choices)}: got {value!r}.")
+    return value
+
+
+def _checked_norm(max_norm: float | None) -> float | None:
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"max_norm must be positive (inf measures without clipping), or None: got {max_norm!r}.")
+    return max_norm
+
+
+def _checked_scaler(scaler: GradScaler | None) -> GradScaler | None:
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise UsageError(f"scaler must be a torch.amp.GradScaler: got {type(scaler).__name__}.")
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"accumulate_dtype must be a floating-point dtype such as torch.float32: got {dtype!r}.")
+    if not hasattr(Tensor, "grad_dtype"):
+        raise BackendError(f"accumulate_dtype needs Tensor.grad_dtype, which torch {torch.__version__} does not have.")
+    return dtype
+
+
+def _checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise BackendError("LBFGS evaluates the loss several times a step, which an accumulated gradient cannot give.")
+    return optimizers
+
+
+def _checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
+    schedulers = () if given is None else _all_of(LRScheduler, given, "scheduler")
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError("ReduceLROnPlateau wants a metric: step it yourself, after the evaluation it comes from.")
+        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise UsageError(f"the scheduler {type(scheduler).__name__} belongs to an optimizer that was not given.")
+    return schedulers

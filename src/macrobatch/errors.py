@@ -1,0 +1,43 @@
+"""What can go wrong, as a tree.
+
+::
+
+    MacrobatchError
+    ├── UsageError       a call with wrong arguments, or at the wrong moment
+    ├── BatchError       a loader, a loss or a count of items that cannot be right
+    ├── BackendError     a model, an optimizer or a torch that cannot do what was asked
+    ├── NonFiniteError   an infinite or NaN gradient
+    └── FitError         a batch that does not fit into memory, however it is cut
+
+Every message says what was wrong, what was found, and what to do.
+
+>>> from macrobatch.errors import BatchError, MacrobatchError
+>>> issubclass(BatchError, MacrobatchError)
+True
+"""
+
+from __future__ import annotations
+
+
+class MacrobatchError(Exception):
+    """The root: ``except MacrobatchError`` catches whatever this library raises on purpose."""
+
+
+class UsageError(MacrobatchError):
+    """A call with wrong arguments, or at the wrong moment."""
+
+
+class BatchError(MacrobatchError):
+    """A loader, a loss or a count of items that cannot be right."""
+
+
+class BackendError(MacrobatchError):
+    """A model, an optimizer or a version of torch that cannot do what was asked."""
+
+
+class NonFiniteError(MacrobatchError):
+    """An infinite or NaN gradient under ``nonfinite="raise"``."""
+
+
+class FitError(MacrobatchError):
+    """A batch that does not fit into memory, however it is cut."""

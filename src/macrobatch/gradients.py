@@ -1,0 +1,144 @@
+"""The gradients of a window's parameters: cleared, widened, guarded, measured, scaled.
+
+Everything here treats them as a whole, grouped by device and dtype so that one call of torch's foreach kernels serves
+a group. Nothing is read by the host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from macrobatch.errors import BackendError, UsageError
+from macrobatch.window import wide
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Gradients:
+    """The gradients that one window accumulates.
+
+    Args:
+        named: the trainable parameters, each once, by the name that errors call it.
+        optimizers: whose parameters are watched for what a user might do to gradients in mid-window.
+        accumulate_dtype: sums gradients of narrower parameters in this dtype.
+    """
+
+    def __init__(
+        self,
+        named: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.parameters = list(named.values())
+        self._named = named
+        self._watched = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+        self._marks: list[tuple[Tensor, Tensor, int]] = []
+        self._widened: dict[nn.Parameter, torch.dtype | None] = {}  # with the dtype their gradients had before
+        self._groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+        self.clear()  # what is left from before belongs to no window
+        if accumulate_dtype is not None:
+            self._widen(accumulate_dtype)
+
+    # ------------------------------------------------------------------------------------------ within the window
+
+    def mark(self) -> None:
+        """Remember one gradient of each optimizer as a backward left it, for `check_untouched`."""
+        self._marks.clear()
+        for parameters in self._watched:
+            for parameter in parameters:
+                if (gradient := parameter.grad) is not None:
+                    self._marks.append((parameter, gradient, gradient._version))
+                    break
+
+    def check_untouched(self) -> None:
+        """Between a backward and the next, or `step`, nobody may clear, clip or unscale: these are undivided sums."""
+        for parameter, gradient, version in self._marks:
+            if parameter.grad is not gradient or gradient._version != version:
+                found = "cleared" if parameter.grad is None else "changed"
+                name = next(name for name, known in self._named.items() if known is parameter)
+                raise UsageError(
+                    f"the gradients of the open window were {found} since the last backward (seen at parameter "
+                    f"{name!r}). Until step() they are undivided sums: leave zero_grad(), "
+                    "clip_grad_norm_() and scaler.unscale_() out of the loop (max_norm= and scaler= do them once a "
+                    "window), and call discard() to drop what was accumulated."
+                )
+
+    def any(self) -> bool:
+        """Whether a gradient is there at all."""
+        return any(p.grad is not None for p in self.parameters)
+
+    def clear(self) -> None:
+        """Leave no gradient, and the parameters as they were."""
+        self._marks.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+        for parameter, dtype in self._widened.items():
+            parameter.grad_dtype = dtype
+        self._widened.clear()
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        for parameter in self.parameters:
+            if parameter.dtype.is_floating_point and parameter.dtype.itemsize < dtype.itemsize:
+                self._widened[parameter] = parameter.grad_dtype
+                parameter.grad_dtype = dtype
+
+    # ------------------------------------------------------------------------------------------ at its close
+
+    def gather(self) -> None:
+        """Group what is there, for the methods below: no backward comes any more."""
+        groups: defaultdict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = defaultdict(list)
+        for name, parameter in self._named.items():
+            if (gradient := parameter.grad) is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise BackendError(
+                    f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
+                    "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
+                )
+            groups[gradient.device, gradient.dtype, parameter in self._widened].append(gradient)
+        self._groups = dict(groups)
+
+    @property
+    def foldable(self) -> bool:
+        """Whether a float32 divisor inside the optimizer's own kernel is as good as a pass over the gradients."""
+        return all(dtype in (torch.float32, *HALF) and not widened for _, dtype, widened in self._groups)
+
+    def norm(self, order: float, device: torch.device) -> Tensor:
+        """The norm of all gradients together; infinite or NaN where one of them is."""
+        parts = [
+            torch.linalg.vector_norm(
+                torch.stack(torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)), order
+            ).to(device, wide(device), non_blocking=True)
+            for (_, dtype, _), group in self._groups.items()
+        ]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
+        return total
+
+    def divide(self, divisor: Tensor) -> None:
+        """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
+        factor = 1 / divisor
+        for (device, dtype, widened), group in self._groups.items():
+            if widened:
+                self._narrow(factor.to(device, dtype, non_blocking=True))
+            elif dtype in HALF:  # a factor in the gradients' own dtype would lose digits: this kernel takes float32
+                inverse = factor.to(device, torch.float32, non_blocking=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(inverse), inverse)
+            else:
+                torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
+        self._groups = {}
+
+    def _narrow(self, factor: Tensor) -> None:
+        for parameter, dtype in self._widened.items():
+            gradient = parameter.grad
+            if gradient is None or gradient.device != factor.device:
+                continue
+            narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
+            torch.mul(gradient, factor, out=narrowed)
+            parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
+            parameter.grad_dtype = dtype
+            parameter.grad = narrowed

@@ -1,0 +1,308 @@
+"""Closing a window: one factor, clip, guard, optimizer, scaler, scheduler -> `StepResult`.
+
+The division by the window's items, the clipping and the un-scaling are one divisor, computed on the device. A fused
+optimizer takes it as its ``grad_scale``, and a flag as its ``found_inf``, so that nothing passes over the gradients
+once more and the host waits for nothing; for every other optimizer there is one writing pass.
+
+What the host reads is one byte a window (`Verdict`), only where it has to know (`Update._asks`), and where optimizers
+are fused not before their step is queued. On a CPU nothing is ever waited for, so errors come at once there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError
+from macrobatch.gradients import Gradients
+from macrobatch.window import Window, wide
+
+NonFinite = Literal["raise", "skip", "keep"]
+
+# Why a step must not be taken, as bits of one byte.
+NONFINITE, NO_ITEMS, BAD_ITEMS = 1, 2, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What became of one window. Tensors stay on the device until you ask for their values.
+
+    Attributes:
+        step: how many optimizer steps were taken so far, this one included; a tensor where the host does not know.
+        micro_batches: how many of them the window held.
+        loss: the mean loss over the items of the window; NaN where there were none.
+        items: how many items that was (the number of micro-batches where no items were given).
+        grad_norm: of the window's mean gradient, before clipping; None without ``max_norm``.
+        lr: the learning rate of each parameter group in this step.
+        skipped: whether no step was taken; a tensor where the host does not know.
+    """
+
+    step: int | Tensor
+    micro_batches: int
+    loss: Tensor
+    items: Tensor
+    grad_norm: Tensor | None
+    lr: tuple[float | Tensor, ...]
+    skipped: bool | Tensor
+
+
+class Verdict:
+    """Whether a window's step may be taken: one byte, which the device knows first. 0 means yes."""
+
+    def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
+        byte = torch.zeros((), dtype=torch.uint8, device=window.device)
+        for bit, holds in reasons.items():
+            byte = byte | holds.to(byte) * bit
+        self.window = window.number
+        self.found_inf = (byte != 0).float()  # fused optimizers and scalers want exactly 0.0 or 1.0
+        self.overflow = (byte == NONFINITE).float()  # a window without items is no overflow, whatever it computed
+        self._byte = byte
+        self._arrival: torch.cuda.Event | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._byte.device.type == "cpu"
+
+    def send(self) -> Verdict:
+        """Start it on its way to the host, without waiting."""
+        if self._byte.device.type == "cuda":
+            host = torch.empty((), dtype=torch.uint8, pin_memory=True)
+            self._byte = host.copy_(self._byte, non_blocking=True)
+            self._arrival = torch.cuda.current_stream(self.overflow.device).record_event()
+        return self
+
+    def read(self) -> int:
+        """The byte, after waiting for it where it is not on the host yet."""
+        self.send()
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        # Out of host memory instead of by `item()`, which is what people watch to find reads of a device.
+        return int(self._byte.cpu().untyped_storage()[0])
+
+    def error(self, byte: int) -> MacrobatchError | None:
+        """What to raise for that byte."""
+        if byte & BAD_ITEMS:
+            return BatchError(
+                f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
+                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
+            )
+        if byte == NONFINITE:
+            return NonFiniteError(
+                f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
+                'no items is 0 / 0: hand over sums with reduction="sum", or items as ints), lower the learning rate, '
+                'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
+            )
+        return None
+
+
+class Update:
+    """Takes the optimizer step of a closing window, and all that belongs to it.
+
+    Args:
+        counts_on_host: whether the host must know after each window how many steps were taken.
+        The others are those of `Accumulator`.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[LRScheduler],
+        *,
+        scaler: GradScaler | None,
+        max_norm: float | None,
+        nonfinite: NonFinite,
+        counts_on_host: bool,
+    ) -> None:
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._scaler = scaler
+        self._max_norm = max_norm
+        self._nonfinite = "skip" if scaler is not None else nonfinite  # an overflow is skipped, whatever was asked
+        self._counts_on_host = counts_on_host or bool(schedulers)
+        self._pending: Verdict | None = None  # of the last window under "raise", on its way to the host
+        self._taken = 0
+        self._unread: Tensor | None = None  # how many of `_taken` the device skipped after all
+
+    @property
+    def taken(self) -> int:
+        """How many optimizer steps were taken. Waits for the device where only that knows."""
+        if self._unread is not None:
+            self._taken, self._unread = self._taken - int(self._unread.item()), None
+        return self._taken
+
+    @taken.setter
+    def taken(self, number: int) -> None:
+        self._taken, self._unread = number, None
+
+    def settle(self) -> None:
+        """Raise the error that an earlier window turned out to have."""
+        pending, self._pending = self._pending, None
+        if pending is not None and (error := pending.error(pending.read())) is not None:
+            if self._fused:
+                self._taken -= 1  # the device knew, and did not take it
+            raise error
+
+    # ------------------------------------------------------------------------------------------ the main path
+
+    def close(self, window: Window, gradients: Gradients) -> StepResult:
+        """Divide, clip, guard, step: the device gets all of it queued, and the host reads only what it must know."""
+        if window.host_items == 0:
+            return self._result(window, None, skipped=True)
+        gradients.gather()
+        fused = self._fused
+        norm = self._norm(gradients, window.device)
+        verdict = self._verdict(window, norm)
+        divisor, grad_norm = self._divisor(window, norm)
+        grad_scale = divisor.float() if fused and gradients.foldable else None
+        if grad_scale is None:
+            gradients.divide(divisor)
+
+        if verdict is None:
+            self._queue(grad_scale, None)
+            return self._result(window, grad_norm, skipped=False)
+        if not self._asks(window, verdict):
+            self._queue(grad_scale, verdict.found_inf if fused else None)
+            return self._result(window, grad_norm, skipped=self._unasked(verdict))
+        if fused:
+            self._queue(grad_scale, verdict.found_inf)
+        byte = verdict.read()
+        if self._scaler is not None and byte in (0, NONFINITE):
+            self._update_scale(self._scaler, verdict)
+        error = verdict.error(byte)
+        if error is not None and (self._nonfinite == "raise" or isinstance(error, BatchError)):
+            raise error
+        if not fused and not byte:
+            self._queue(grad_scale, None)
+        return self._result(window, grad_norm, skipped=bool(byte))
+
+    def _norm(self, gradients: Gradients, device: torch.device) -> Tensor | None:
+        """Of the undivided gradients: the one to clip by, else the one that only tells whether all are finite."""
+        if self._max_norm is not None:
+            return gradients.norm(2.0, device)
+        return gradients.norm(math.inf, device) if self._nonfinite != "keep" else None
+
+    def _verdict(self, window: Window, norm: Tensor | None) -> Verdict | None:
+        reasons = {}
+        if norm is not None and self._nonfinite != "keep":
+            reasons[NONFINITE] = ~torch.isfinite(norm)
+        if (bad_items := window.bad_items()) is not None:
+            reasons |= {NO_ITEMS: window.items() == 0, BAD_ITEMS: bad_items}
+        return Verdict(window, reasons) if reasons else None
+
+    def _divisor(self, window: Window, norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What turns the sums into the clipped mean, and the norm of that mean before clipping."""
+        divisor = window.items().to(wide(window.device)) * window.shrink
+        if self._scaler is not None:
+            divisor = divisor * self._scaler.scale(torch.ones_like(divisor, dtype=torch.float32))
+        if self._max_norm is None or norm is None:
+            return divisor, None
+        grad_norm = norm / divisor
+        # The very formula of torch.nn.utils.clip_grad_norm_, so that clipped runs agree with it to the last digits.
+        return divisor / (self._max_norm / (grad_norm + 1e-6)).clamp(max=1.0), grad_norm
+
+    # ------------------------------------------------------------------------------------------ steps, and who knows
+
+    @property
+    def _fused(self) -> bool:
+        """Whether the device itself can leave out the step, in all optimizers."""
+        return all(takes_found_inf(optimizer) for optimizer in self._optimizers)
+
+    def _asks(self, window: Window, verdict: Verdict) -> bool:
+        """Whether the host has to know the verdict before it goes on."""
+        if window.host_items is None:
+            return True
+        if self._scaler is not None:
+            return not self._fused or self._counts_on_host
+        return self._nonfinite == "skip" or verdict.on_host
+
+    def _unasked(self, verdict: Verdict) -> bool | Tensor:
+        """What becomes of a verdict that the host does not wait for: the result's `skipped`."""
+        if self._scaler is None:
+            self._pending = verdict.send()
+            return False
+        self._update_scale(self._scaler, verdict)
+        skipped = verdict.found_inf.to(torch.int64)
+        self._unread = skipped if self._unread is None else self._unread + skipped
+        return verdict.found_inf.bool()
+
+    def _queue(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        for optimizer in self._optimizers:
+            if grad_scale is None and found_inf is None:
+                optimizer.step()
+            else:
+                fused_step(optimizer, grad_scale, found_inf)
+
+    def _update_scale(self, scaler: GradScaler, verdict: Verdict) -> None:
+        # What scaler.unscale_() records, without its pass over the gradients: ours has looked at them already.
+        state = scaler._per_optimizer_states[id(self._optimizers[0])]
+        state["found_inf_per_device"] = {verdict.overflow.device: verdict.overflow}
+        scaler.update()
+
+    def _result(self, window: Window, grad_norm: Tensor | None, *, skipped: bool | Tensor) -> StepResult:
+        lr = tuple(_frozen(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        if skipped is not True:
+            self._taken += 1
+            for scheduler in self._schedulers:
+                scheduler.step()
+        if grad_norm is None and self._max_norm is not None:
+            grad_norm = torch.full((), math.nan, device=window.device, dtype=wide(window.device))  # no items, no mean
+        return StepResult(
+            step=self._taken if self._unread is None else self._taken - self._unread,
+            micro_batches=window.micro_batches,
+            loss=window.loss(),
+            items=window.items(),
+            grad_norm=grad_norm,
+            lr=lr,
+            skipped=skipped,
+        )
+
+
+# ---------------------------------------------------------------------------------------------- fused optimizers
+
+
+_FOLDING_STEPS = frozenset(inspect.unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adagrad))
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
+
+    Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
+    dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
+    """
+    if inspect.unwrap(type(optimizer).step) not in _FOLDING_STEPS:
+        return False
+    return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+
+
+def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """A step that divides the gradients by `grad_scale`, or does nothing where `found_inf` is 1."""
+    fresh = [
+        parameter
+        for group in optimizer.param_groups
+        if group.get("momentum") and found_inf is not None
+        for parameter in group["params"]
+        if parameter.grad is not None and (optimizer.state.get(parameter) or {}).get("momentum_buffer") is None
+    ]
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    for parameter in fresh:  # fused SGD left out its first step: the momentum it made is memory nobody wrote
+        buffer = optimizer.state[parameter]["momentum_buffer"]
+        buffer.masked_fill_(found_inf.to(buffer.device, torch.bool), 0)  # type: ignore[union-attr]
+
+
+def _frozen(lr: float | Tensor) -> float | Tensor:
+    """A learning rate as it is now: schedulers fill tensors anew in place."""
+    return lr.clone() if isinstance(lr, Tensor) else lr
