@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from macrobatch import arguments
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients
+from macrobatch.loader import counted_down
 from macrobatch.sync import When, sync_for
 from macrobatch.update import NonFinite, StepResult, Update
-from macrobatch.window import Items, Reduction, Window, checked_items, is_zero
+from macrobatch.window import Items, Reduction, Window
 
 Remainder = Literal["step", "drop", "carry"]
-T = TypeVar("T")
 Batch = TypeVar("Batch")
 
 
@@ -82,20 +83,20 @@ class Accumulator:
         nonfinite: NonFinite = "raise",
         process_group: object = None,
     ) -> None:
-        self._models = _all_of(nn.Module, model, "model")
-        self._optimizers = _all_of(Optimizer, optimizer, "optimizer")
-        self._steps = steps if callable(steps) else checked_steps(steps, "steps")
-        self._scaler = _checked_scaler(scaler)
-        self._reduction: Reduction = _checked_choice("reduction", reduction, Reduction)
-        self._remainder: Remainder = _checked_choice("remainder", remainder, Remainder)
-        self._accumulate_dtype = _checked_dtype(accumulate_dtype)
+        self._models = arguments.all_of(nn.Module, model, "model")
+        self._optimizers = arguments.all_of(Optimizer, optimizer, "optimizer")
+        self._steps = steps if callable(steps) else arguments.checked_steps(steps, "steps")
+        self._scaler = arguments.checked_scaler(scaler)
+        self._reduction: Reduction = arguments.checked_choice("reduction", reduction, Reduction)
+        self._remainder: Remainder = arguments.checked_choice("remainder", remainder, Remainder)
+        self._accumulate_dtype = arguments.checked_dtype(accumulate_dtype)
         self._sync = sync_for(self._models, sync=sync, gather=gather, process_group=process_group)
         self._update = Update(
-            _checked_optimizers(self._optimizers),
-            _checked_schedulers(scheduler, self._optimizers),
+            arguments.checked_optimizers(self._optimizers),
+            arguments.checked_schedulers(scheduler, self._optimizers),
             scaler=self._scaler,
-            max_norm=_checked_norm(max_norm),
-            nonfinite=_checked_choice("nonfinite", nonfinite, NonFinite),
+            max_norm=arguments.checked_norm(max_norm),
+            nonfinite=arguments.checked_choice("nonfinite", nonfinite, NonFinite),
             counts_on_host=callable(steps),
         )
         self._named_parameters()  # an optimizer of some other model is an error here already
@@ -104,7 +105,8 @@ class Accumulator:
         self._gradients: Gradients | None = None
         self._inputs: Sequence[nn.Parameter] | None = None
         self._expects: Literal["batch", "backward", "step"] = "batch"  # which call comes next
-        self._last: bool | None = None  # whether the micro-batch under way was said to close the window
+        self._last: bool | None = None  # whether the current micro-batch was said to close the window
+        self._is_last = False
         self._epoch: object = None  # which `batches` is the current one
         self._carried = False  # the open window was left open by the end of an epoch
         self._broken = False  # a backward failed half-way in the open window
@@ -135,13 +137,11 @@ class Accumulator:
                 weighs every micro-batch the same.
         """
         self._require_backward()
-        loss, items = checked_loss(loss), checked_items(items)
+        loss, items = arguments.checked_loss(loss), arguments.checked_items(items)
         window, gradients = self._open_window(), self._open_gradients(loss)
         seed = window.weigh(loss, items)
-        if self._scaler is not None:
-            seed = self._scaler.scale(seed).to(loss.dtype)
         gradients.check_untouched()
-        self._run_backward(loss, seed, gradients, counts=not is_zero(items))
+        self._run_backward(loss, seed, gradients, counts=not window.counts_for_nothing(items))
         gradients.mark()
         window.add(loss, items)
         self._expects = "step"
@@ -153,7 +153,7 @@ class Accumulator:
             now: close the open window as it stands, e.g. after the last epoch under ``remainder="carry"``.
         """
         self._require_step(now)
-        if not self._accumulated or not (now or self.is_last):
+        if not self._accumulated or not (now or self._is_last):
             self._expects = "batch"
             return None
         window, gradients = self._open_window(), self._gradients
@@ -169,8 +169,10 @@ class Accumulator:
     def discard(self) -> None:
         """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
         self._drop_window()
-        if self._expects == "step":
-            self._expects = "batch"
+        if self._expects == "backward":
+            self._begin(self._last)
+        else:
+            self._expects, self._is_last = "batch", False
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool | None = None) -> Iterator[None]:
@@ -188,6 +190,7 @@ class Accumulator:
         Args:
             last: whether this one closes the window; None: ``steps`` decides.
         """
+        self._require_finished()
         self._begin(last)
         try:
             yield
@@ -202,10 +205,7 @@ class Accumulator:
     @property
     def is_last(self) -> bool:
         """Whether the current micro-batch closes the window."""
-        if self._window is None or self._expects == "batch":
-            return False
-        index = self._window.micro_batches - (self._expects == "step")
-        return index + 1 >= self._window.length if self._last is None else self._last
+        return self._is_last
 
     @property
     def is_repeat(self) -> bool:
@@ -235,21 +235,20 @@ class Accumulator:
     # ------------------------------------------------------------------------------------------ epochs
 
     def _iterate(self, loader: Iterable[Batch], epoch: object) -> Iterator[Batch]:
+        self._require_epoch(epoch)
         for batch, left in counted_down(loader):
-            self._require_epoch(epoch)
-            self._require_finished()
             window = self._open_window()
             if self._remainder == "drop" and left is not None and window.micro_batches + left + 1 < window.length:
                 break
             self._begin(True if self._remainder == "step" and left == 0 else None)
             yield batch
-        self._require_epoch(epoch)
-        self._require_finished()
+            self._require_epoch(epoch)
+            self._require_finished()
         self._end_epoch()
 
     def _end_epoch(self) -> None:
         self._epoch = None
-        self._expects = "batch"
+        self._expects, self._is_last = "batch", False
         if self._accumulated and self._remainder == "drop":
             self._drop_window()
         self._carried = self._accumulated
@@ -259,24 +258,24 @@ class Accumulator:
     # ------------------------------------------------------------------------------------------ one micro-batch
 
     def _begin(self, last: bool | None) -> None:
-        self._require_finished()
-        self._open_window()
+        window = self._open_window()
         self._carried = False
         self._last = last
+        self._is_last = window.micro_batches + 1 >= window.length if last is None else last
         self._expects = "backward"
 
     def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool) -> None:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
-        hook = torch.zeros_like
-        hooks = [] if counts else [p.register_hook(hook) for p in gradients.parameters]  # type: ignore[no-untyped-call]
+        zero = torch.zeros_like
+        hooks = [] if counts else [p.register_hook(zero) for p in gradients.parameters]  # type: ignore[no-untyped-call]
         try:
             torch.autograd.backward(loss, seed, inputs=self._inputs)
         except BaseException:
             if self._accumulated:
                 self._broken = True
             else:
-                gradients.clear()
+                self._drop_window()
             raise
         finally:
             for hook in hooks:
@@ -299,9 +298,9 @@ class Accumulator:
             length = self._steps(self._update.taken) if callable(self._steps) else self._steps
             self._window = Window(
                 number=self._windows + 1,
-                length=checked_steps(length, "steps(optimizer_step)"),
+                length=arguments.checked_steps(length, "steps(optimizer_step)"),
                 reduction=self._reduction,
-                shrinks=self._scaler is not None,
+                scaler=self._scaler,
             )
         return self._window
 
@@ -322,19 +321,21 @@ class Accumulator:
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, each once; made anew for each window, as they may be frozen or thawed."""
-        known: dict[nn.Parameter, str] = {}
+        known: set[int] = set()
+        named: dict[str, nn.Parameter] = {}
         for index, model in enumerate(self._models):
             prefix = f"{index}." if len(self._models) > 1 else ""
             for name, parameter in model.named_parameters():
-                known.setdefault(parameter, prefix + name)
+                if parameter.requires_grad and id(parameter) not in known:
+                    named[prefix + name] = parameter
+                known.add(id(parameter))
         for index, optimizer in enumerate(self._optimizers):
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p not in known):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in known):
                 raise BackendError(
                     f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
                     f"{tuple(parameter.shape)} that belongs to no given model. Hand over all its models as a list, and "
                     "make the optimizer after anything that replaces parameters."
                 )
-        named = {name: parameter for parameter, name in known.items() if parameter.requires_grad}
         if not named:
             raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
         return named
@@ -352,7 +353,7 @@ class Accumulator:
                 "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
                 "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0)."
             )
-        if self._expects == "step" and self.is_last:
+        if self._expects == "step" and self._is_last:
             raise UsageError(
                 f"window {self._open_window().number} is complete, but step() was not called after its last "
                 "backward(). Call it after every backward: it returns None until there is something to do."
@@ -392,132 +393,3 @@ class Accumulator:
                 f"{self._open_window().number} are accumulated, and gradients are not saved. Call it when step() has "
                 "returned a result; step(now=True) closes the window as it stands, discard() drops it."
             )
-
-
-# ---------------------------------------------------------------------------------------------- loaders
-
-
-def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
-    """Each batch with the number of those that follow it; None where that is only known not to be 0.
-
-    >>> list(counted_down("abc"))
-    [('a', 2), ('b', 1), ('c', 0)]
-    >>> list(counted_down(iter("abc")))
-    [('a', None), ('b', None), ('c', 0)]
-    """
-    try:
-        length = len(loader)  # type: ignore[arg-type]
-    except TypeError:  # also what a DataLoader over an iterable without a length says
-        yield from _looked_ahead(loader)
-        return
-    index = 0
-    for index, batch in enumerate(loader, start=1):
-        if index > length:
-            raise BatchError(
-                f"the loader says its length is {length}, but yields more batches. The window was closed at its end: "
-                "correct the length, or hand over iter(loader), which is read ahead instead."
-            )
-        yield batch, length - index
-    if index < length or not length:
-        raise BatchError(
-            f"the loader says its length is {length}, but yielded {index} batches. Correct the length, or hand over "
-            "iter(loader), which is read ahead instead."
-            if length
-            else "the loader is empty: there is no batch to train on (drop_last with fewer samples than a batch?)."
-        )
-
-
-def _looked_ahead(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
-    iterator = iter(loader)
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        raise BatchError("the loader is empty: there is no batch to train on.") from None
-    for following in iterator:
-        yield batch, None
-        batch = following
-    yield batch, 0
-
-
-# ---------------------------------------------------------------------------------------------- arguments
-
-
-def checked_loss(loss: Tensor) -> Tensor:
-    """`loss` as handed to `backward`, or an error that says what is wrong with it."""
-    if not isinstance(loss, Tensor):
-        raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
-    if loss.numel() != 1:
-        raise BatchError(
-            f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
-            'reduction="sum".'
-        )
-    if not loss.requires_grad:
-        raise BatchError(
-            "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no "
-            "parameter that requires a gradient."
-        )
-    if not loss.is_floating_point():
-        raise BatchError(f"the loss must be a real number: got dtype {loss.dtype}.")
-    return loss
-
-
-def checked_steps(steps: object, name: str) -> int:
-    """A number of micro-batches, or an error."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise UsageError(f"{name} must be a whole number of micro-batches, 1 or more: got {steps!r}.")
-    return steps
-
-
-def _all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
-    """One or several of a kind, as a tuple."""
-    several = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for one in several:
-        if not isinstance(one, kind):
-            raise UsageError(f"{name} must be a {kind.__name__} or a list of them: got {type(one).__name__}.")
-    if not several:
-        raise UsageError(f"{name} must not be an empty list.")
-    return several
-
-
-def _checked_choice(name: str, value: T, choices: object) -> T:
-    if value not in get_args(choices):
-        raise UsageError(f"{name} must be one of {get_args(choices)}: got {value!r}.")
-    return value
-
-
-def _checked_norm(max_norm: float | None) -> float | None:
-    if max_norm is not None and not max_norm > 0:
-        raise UsageError(f"max_norm must be positive (inf measures without clipping), or None: got {max_norm!r}.")
-    return max_norm
-
-
-def _checked_scaler(scaler: GradScaler | None) -> GradScaler | None:
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise UsageError(f"scaler must be a torch.amp.GradScaler: got {type(scaler).__name__}.")
-    return scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UsageError(f"accumulate_dtype must be a floating-point dtype such as torch.float32: got {dtype!r}.")
-    if not hasattr(Tensor, "grad_dtype"):
-        raise BackendError(f"accumulate_dtype needs Tensor.grad_dtype, which torch {torch.__version__} does not have.")
-    return dtype
-
-
-def _checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise BackendError("LBFGS evaluates the loss several times a step, which an accumulated gradient cannot give.")
-    return optimizers
-
-
-def _checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    schedulers = () if given is None else _all_of(LRScheduler, given, "scheduler")
-    for scheduler in schedulers:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError("ReduceLROnPlateau wants a metric: step it yourself, after the evaluation it comes from.")
-        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
-            raise UsageError(f"the scheduler {type(scheduler).__name__} belongs to an optimizer that was not given.")
-    return schedulers

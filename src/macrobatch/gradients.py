@@ -38,7 +38,7 @@ class Gradients:
         self._named = named
         self._watched = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
         self._marks: list[tuple[Tensor, Tensor, int]] = []
-        self._widened: dict[nn.Parameter, torch.dtype | None] = {}  # with the dtype their gradients had before
+        self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         self.clear()  # what is left from before belongs to no window
         if accumulate_dtype is not None:
@@ -77,14 +77,14 @@ class Gradients:
         self._marks.clear()
         for parameter in self.parameters:
             parameter.grad = None
-        for parameter, dtype in self._widened.items():
+        for parameter, dtype in self._widened.values():
             parameter.grad_dtype = dtype
         self._widened.clear()
 
     def _widen(self, dtype: torch.dtype) -> None:
         for parameter in self.parameters:
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize < dtype.itemsize:
-                self._widened[parameter] = parameter.grad_dtype
+                self._widened[id(parameter)] = parameter, parameter.grad_dtype
                 parameter.grad_dtype = dtype
 
     # ------------------------------------------------------------------------------------------ at its close
@@ -100,7 +100,7 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            groups[gradient.device, gradient.dtype, parameter in self._widened].append(gradient)
+            groups[gradient.device, gradient.dtype, id(parameter) in self._widened].append(gradient)
         self._groups = dict(groups)
 
     @property
@@ -133,7 +133,7 @@ class Gradients:
         self._groups = {}
 
     def _narrow(self, factor: Tensor) -> None:
-        for parameter, dtype in self._widened.items():
+        for parameter, dtype in self._widened.values():
             gradient = parameter.grad
             if gradient is None or gradient.device != factor.device:
                 continue

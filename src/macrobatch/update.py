@@ -201,9 +201,7 @@ class Update:
 
     def _divisor(self, window: Window, norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What turns the sums into the clipped mean, and the norm of that mean before clipping."""
-        divisor = window.items().to(wide(window.device)) * window.shrink
-        if self._scaler is not None:
-            divisor = divisor * self._scaler.scale(torch.ones_like(divisor, dtype=torch.float32))
+        divisor = window.items().to(wide(window.device)) * window.multiplier
         if self._max_norm is None or norm is None:
             return divisor, None
         grad_norm = norm / divisor

@@ -9,11 +9,11 @@ tensors on their device; nothing that lives on a device is read here.
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from macrobatch.errors import BatchError
 
@@ -41,17 +41,16 @@ class Window:
         number: which window of its accumulator this is, counted from 1; errors name it.
         length: how many micro-batches close it.
         reduction: whether losses are means over their items, or sums.
-        shrinks: whether `weigh` multiplies by a constant power of two near 1 / items, which `shrink` holds: sums
-            overflow float16 where means do not. A loss in float16 shrinks in any case.
+        scaler: whose scale at the first micro-batch multiplies all losses of the window.
     """
 
-    def __init__(self, *, number: int, length: int, reduction: Reduction, shrinks: bool = False) -> None:
+    def __init__(self, *, number: int, length: int, reduction: Reduction, scaler: GradScaler | None = None) -> None:
         self.number = number
         self.length = length
         self.micro_batches = 0
         self._reduction = reduction
-        self._shrinks = shrinks
-        self._shrink: float | Tensor | None = None  # decided by the first micro-batch that has items
+        self._scaler = scaler
+        self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
@@ -64,10 +63,9 @@ class Window:
         """The seed of this micro-batch's backward: what its gradient is multiplied with to become that of a sum."""
         self._check_counted(items)
         count = 1 if items is None else items
-        if self._shrink is None and not is_zero(items):
-            shrinks = self._shrinks or loss.dtype == torch.float16
-            self._shrink = inverse_power_of_two(count) if shrinks else 1.0
-        weight = count * self.shrink if self._reduction == "mean" else self.shrink
+        if self._multiplier is None and not is_zero(items):
+            self._multiplier = self._choose_multiplier(loss, count)
+        weight = count * self.multiplier if self._reduction == "mean" else self.multiplier
         if isinstance(weight, Tensor):
             return weight.to(loss.device, loss.dtype, non_blocking=True).reshape(loss.shape)
         return torch.full_like(loss, weight)
@@ -86,8 +84,21 @@ class Window:
             return
         count = 1 if items is None else items
         self._host_items += count
-        if count:  # a mean over no items is NaN, and counts for nothing
+        if not self.counts_for_nothing(items):
             self._loss.add_(loss, alpha=count if self._reduction == "mean" else 1)
+
+    def counts_for_nothing(self, items: Items) -> bool:
+        """Whether the host knows that this is a mean over no items: 0 / 0 in itself, and nothing in the window."""
+        return self._reduction == "mean" and is_zero(items)
+
+    def _choose_multiplier(self, loss: Tensor, count: int | float | Tensor) -> float | Tensor:
+        """For float16: the scale that the scaler wants, shrunk because sums overflow where means do not."""
+        if self._scaler is None and loss.dtype != torch.float16:
+            return 1.0
+        shrink = inverse_power_of_two(count)
+        if self._scaler is None:
+            return shrink
+        return self._scaler.scale(torch.ones((), device=loss.device)) * shrink
 
     def _add_on_device(self, total: Tensor, loss: Tensor, items: Tensor) -> None:
         items = items.detach().reshape(()).to(total.device, non_blocking=True)
@@ -113,9 +124,9 @@ class Window:
     # ------------------------------------------------------------------------------------------ the totals
 
     @property
-    def shrink(self) -> float | Tensor:
-        """What every seed of the window was multiplied with besides its weight."""
-        return 1.0 if self._shrink is None else self._shrink
+    def multiplier(self) -> float | Tensor:
+        """What every loss of the window was multiplied with besides its weight: to be undone with the division."""
+        return 1.0 if self._multiplier is None else self._multiplier
 
     @property
     def device(self) -> torch.device:
@@ -143,26 +154,6 @@ class Window:
         if self._device_items is None or self._lowest is None:
             return None
         return (self._lowest < 0) | ~torch.isfinite(self._device_items)
-
-
-def checked_items(items: object) -> Items:
-    """`items` as handed to `backward`, or an error. A tensor's value is left to the device."""
-    if items is None or (isinstance(items, int) and not isinstance(items, bool) and items >= 0):
-        return items
-    if isinstance(items, Tensor):
-        if items.numel() != 1 or items.is_complex() or items.dtype == torch.bool:
-            raise BatchError(
-                f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
-                "Count them first, e.g. items=(labels != -100).sum()."
-            )
-        return items
-    if not isinstance(items, Real) or isinstance(items, bool):
-        raise BatchError(f"items must be a number, a tensor with one, or None: got {items!r}.")
-    if not math.isfinite(items) or items < 0:
-        raise BatchError(
-            f"items must be finite and not negative: got {items!r}. They are what the loss is a mean over."
-        )
-    return int(items) if isinstance(items, Integral) else float(items)
 
 
 def is_zero(items: Items) -> bool:

@@ -1,0 +1,129 @@
+"""What users hand over, checked: each function returns its argument in the form used inside, or raises.
+
+A message says what was wrong, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.window import Items
+
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------------------------------------- of a micro-batch
+
+
+def checked_loss(loss: Tensor) -> Tensor:
+    """`loss` as handed to `backward`, or an error that says what is wrong with it."""
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
+    if loss.numel() != 1:
+        raise BatchError(
+            f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
+            'reduction="sum".'
+        )
+    if not loss.requires_grad:
+        raise BatchError(
+            "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no "
+            "parameter that requires a gradient."
+        )
+    if not loss.is_floating_point():
+        raise BatchError(f"the loss must be a real number: got dtype {loss.dtype}.")
+    return loss
+
+
+def checked_items(items: object) -> Items:
+    """`items` as handed to `backward`, or an error. A tensor's value is left to the device."""
+    if items is None or (isinstance(items, int) and not isinstance(items, bool) and items >= 0):
+        return items
+    if isinstance(items, Tensor):
+        if items.numel() != 1 or items.is_complex() or items.dtype == torch.bool:
+            raise BatchError(
+                f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
+                "Count them first, e.g. items=(labels != -100).sum()."
+            )
+        return items
+    if not isinstance(items, Real) or isinstance(items, bool):
+        raise BatchError(f"items must be a number, a tensor with one, or None: got {items!r}.")
+    if not math.isfinite(items) or items < 0:
+        raise BatchError(
+            f"items must be finite and not negative: got {items!r}. They are what the loss is a mean over."
+        )
+    return int(items) if isinstance(items, Integral) else float(items)
+
+
+# ---------------------------------------------------------------------------------------------- of an accumulator
+
+
+def checked_steps(steps: object, name: str) -> int:
+    """A number of micro-batches, or an error."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UsageError(f"{name} must be a whole number of micro-batches, 1 or more: got {steps!r}.")
+    return steps
+
+
+def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
+    """One or several of a kind, as a tuple."""
+    several = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for one in several:
+        if not isinstance(one, kind):
+            raise UsageError(f"{name} must be a {kind.__name__} or a list of them: got {type(one).__name__}.")
+    if not several:
+        raise UsageError(f"{name} must not be an empty list.")
+    return several
+
+
+def checked_choice(name: str, value: T, choices: object) -> T:
+    if value not in get_args(choices):
+        raise UsageError(f"{name} must be one of {get_args(choices)}: got {value!r}.")
+    return value
+
+
+def checked_norm(max_norm: float | None) -> float | None:
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"max_norm must be positive (inf measures without clipping), or None: got {max_norm!r}.")
+    return max_norm
+
+
+def checked_scaler(scaler: GradScaler | None) -> GradScaler | None:
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise UsageError(f"scaler must be a torch.amp.GradScaler: got {type(scaler).__name__}.")
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"accumulate_dtype must be a floating-point dtype such as torch.float32: got {dtype!r}.")
+    if not hasattr(Tensor, "grad_dtype"):
+        raise BackendError(f"accumulate_dtype needs Tensor.grad_dtype, which torch {torch.__version__} does not have.")
+    return dtype
+
+
+def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise BackendError("LBFGS evaluates the loss several times a step, which an accumulated gradient cannot give.")
+    return optimizers
+
+
+def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
+    schedulers = () if given is None else all_of(LRScheduler, given, "scheduler")
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError("ReduceLROnPlateau wants a metric: step it yourself, after the evaluation it comes from.")
+        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise UsageError(f"the scheduler {type(scheduler).__name__} belongs to an optimizer that was not given.")
+    return schedulers
