@@ -79,9 +79,7 @@ def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     several = tuple(given) if isinstance(given, list | tuple) else (given,)
     for one in several:
         if not isinstance(one, kind):
-            raise UsageError(f"{name} must be a {kind.__name__} or a list of them: got {type(one).__name__}.")
-    if not several:
-        raise UsageError(f"{name} must not be an empty list.")
+            raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
 
 
@@ -114,6 +112,8 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+    if not optimizers:
+        raise UsageError("optimizer is an empty list: nothing would ever be stepped.")
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise BackendError("LBFGS evaluates the loss several times a step, which an accumulated gradient cannot give.")
     return optimizers

@@ -1,0 +1,367 @@
+"""Microseconds that a library adds to one micro-step of a hand-written accumulation loop.
+
+The model is one 32x32 Linear, so that almost nothing but Python is timed. All loops live in one process and see the
+same data; in every round each of them passes over it once, in an order that rotates from round to round. A loop's
+overhead is the median, over the rounds, of its time less that of the hand-written loop in the same round: slow spells
+of the machine hit both. The weights that every loop ends with are compared with those of the hand-written one.
+
+    python benchmarks/overhead.py                    # prints a table, writes results/overhead.json
+    python benchmarks/overhead.py --loader list      # without the DataLoader: smaller times, less noise
+"""
+
+# mypy: untyped-calls-exclude=torch
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import macrobatch
+from macrobatch import Accumulator
+
+WIDTH = 32  # of the Linear, in and out
+LEARNING_RATE = 0.01  # small enough that no loop converges: a wrongly scaled gradient stays visible in the weights
+TOLERANCE = 1e-4  # of the distance that the weights travelled, in float32 over some thousand steps
+TARGET = 0.25  # of Lightning Fabric's overhead
+FABRIC = "Lightning Fabric"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was run. `micro_batches` are those of one pass, and every loop makes one pass a round."""
+
+    steps: int
+    micro_batches: int
+    rounds: int
+    loader: str
+    samples: int = 8  # in one micro-batch
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.micro_batches, self.rounds) < 1:
+            raise SystemExit("--steps, --micro-batches and --rounds must be at least 1.")
+        if self.micro_batches % self.steps:
+            raise SystemExit(
+                f"--micro-batches {self.micro_batches} is not a multiple of --steps {self.steps}: the peers scale a "
+                "short last window wrongly, and there would be no common gradient to compare."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """One row: `run` passes over the data once; `against` names the hand-written loop that does the same."""
+
+    name: str
+    model: nn.Module
+    run: Callable[[], None]
+    against: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Microseconds a micro-step: median, and the quartiles around it."""
+
+    name: str
+    against: str
+    time: float
+    overhead: float
+    overhead_quartiles: tuple[float, float]
+    to_fabric: float | None  # overhead divided by Fabric's
+    gradient_error: float
+
+    @property
+    def exact(self) -> bool:
+        return self.gradient_error <= TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loops. Each is what its library's documentation tells a user to write.
+
+
+def problem(settings: Settings) -> tuple[nn.Linear, torch.optim.SGD, Any]:
+    """The same weights, optimizer and data for every loop."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(settings.micro_batches * settings.samples, WIDTH, generator=generator)
+    y = 4 * x @ torch.randn(WIDTH, WIDTH, generator=generator)  # far off: max_norm=1.0 clips every window
+    torch.manual_seed(1)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    if settings.loader == "list":
+        return model, optimizer, list(zip(x.split(settings.samples), y.split(settings.samples), strict=True))
+    return model, optimizer, DataLoader(TensorDataset(x, y), batch_size=settings.samples)
+
+
+def hand_written(settings: Settings, name: str = "hand-written", max_norm: float | None = None) -> Loop:
+    model, optimizer, loader = problem(settings)
+    steps = settings.steps
+
+    def run() -> None:
+        for index, (x, y) in enumerate(loader):
+            loss = F.mse_loss(model(x), y)
+            (loss / steps).backward()
+            if (index + 1) % steps == 0:
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop(name=name, model=model, run=run, against=name)
+
+
+def accumulator(settings: Settings, name: str, against: str, items: Tensor | None = None, **options: Any) -> Loop:
+    """`items`: handed over as this tensor; without it as an int."""
+    model, optimizer, loader = problem(settings)
+    acc = Accumulator(model, optimizer, steps=settings.steps, **options)
+
+    def run() -> None:
+        for x, y in acc.batches(loader):
+            loss = F.mse_loss(model(x), y)
+            acc.backward(loss, items=len(y))
+            acc.step()
+
+    def run_with_tensor() -> None:
+        for x, y in acc.batches(loader):
+            loss = F.mse_loss(model(x), y)
+            acc.backward(loss, items=items)
+            acc.step()
+
+    return Loop(name=name, model=model, run=run if items is None else run_with_tensor, against=against)
+
+
+def accelerate(settings: Settings, against: str) -> Loop:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.steps)
+    model, optimizer, loader = accelerator.prepare(*problem(settings))
+
+    def run() -> None:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = F.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop(name="Accelerate", model=model, run=run, against=against)
+
+
+def fabric(settings: Settings, against: str) -> Loop:
+    from lightning.fabric import Fabric
+
+    lightning = Fabric(accelerator="cpu", devices=1)
+    plain_model, plain_optimizer, loader = problem(settings)
+    model, optimizer = lightning.setup(plain_model, plain_optimizer)
+    if settings.loader == "dataloader":
+        loader = lightning.setup_dataloaders(loader)
+    steps = settings.steps
+
+    def run() -> None:
+        for index, (x, y) in enumerate(loader):
+            is_accumulating = (index + 1) % steps != 0
+            with lightning.no_backward_sync(model, enabled=is_accumulating):
+                loss = F.mse_loss(model(x), y)
+                lightning.backward(loss / steps)
+            if not is_accumulating:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop(name=FABRIC, model=plain_model, run=run, against=against)
+
+
+def all_loops(settings: Settings) -> list[Loop]:
+    plain = hand_written(settings)
+    clipped = hand_written(settings, name="hand-written, clipped", max_norm=1.0)
+    items = torch.tensor(settings.samples)
+    return [
+        plain,
+        accumulator(settings, "Macrobatch", plain.name),
+        fabric(settings, plain.name),
+        accelerate(settings, plain.name),
+        accumulator(settings, "Macrobatch, tensor items", plain.name, items=items),
+        accumulator(settings, 'Macrobatch, "keep"', plain.name, nonfinite="keep"),
+        clipped,
+        accumulator(settings, "Macrobatch, max_norm=1", clipped.name, max_norm=1.0),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring.
+
+
+def measure(loops: Sequence[Loop], rounds: int, tick: Callable[[], None]) -> dict[str, list[float]]:
+    """Microseconds that each loop took for one pass, one figure a round; the first pass only warms up."""
+    times: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    for loop in loops:
+        loop.run()
+        tick()
+    gc.collect()
+    gc.freeze()  # what the peers' imports left behind would make every later collection slow
+    for round_number in range(rounds):
+        first = round_number % len(loops)
+        for loop in (*loops[first:], *loops[:first]):
+            begin = time.perf_counter_ns()
+            loop.run()
+            times[loop.name].append((time.perf_counter_ns() - begin) / 1000)
+            tick()
+    return times
+
+
+def gradient_error(loop: Loop, reference: Loop, start: Tensor) -> float:
+    """How far the weights ended from those of `reference`, as a part of the way that those went."""
+    found, expected = weights(loop.model), weights(reference.model)
+    return float((found - expected).abs().max() / (expected - start).abs().max())
+
+
+def weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def evaluate(loops: Sequence[Loop], times: dict[str, list[float]], micro_batches: int, start: Tensor) -> list[Figures]:
+    by_name = {loop.name: loop for loop in loops}
+
+    def overheads(loop: Loop) -> list[float]:
+        pairs = zip(times[loop.name], times[loop.against], strict=True)
+        return [(own - hand) / micro_batches for own, hand in pairs]
+
+    to_beat = statistics.median(overheads(by_name[FABRIC]))
+    rows = []
+    for loop in loops:
+        lower, median, upper = statistics.quantiles(overheads(loop), n=4, method="inclusive")
+        is_reference = loop.against == loop.name
+        rows.append(
+            Figures(
+                name=loop.name,
+                against=loop.against,
+                time=statistics.median(times[loop.name]) / micro_batches,
+                overhead=median,
+                overhead_quartiles=(lower, upper),
+                to_fabric=None if is_reference else median / to_beat,
+                gradient_error=gradient_error(loop, by_name[loop.against], start),
+            )
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reporting.
+
+
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def report(settings: Settings, rows: Sequence[Figures]) -> dict[str, Any]:
+    macrobatch_row = next(row for row in rows if row.name == "Macrobatch")
+    assert macrobatch_row.to_fabric is not None
+    packages = ("torch", "accelerate", "lightning")
+    return {
+        "what": "microseconds a micro-step over the hand-written loop, all loops interleaved in one process",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {
+            "python": platform.python_version(),
+            "macrobatch": macrobatch.__version__,
+            **{name: version(name) for name in packages},
+        },
+        "device": "cpu",
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "model": f"Linear({WIDTH}, {WIDTH}), float32, SGD",
+        "settings": asdict(settings),
+        "rows": [{**asdict(row), "exact": row.exact} for row in rows],
+        "target": {
+            "at_most_of_fabric": TARGET,
+            "found": macrobatch_row.to_fabric,
+            "reached": macrobatch_row.to_fabric <= TARGET,
+        },
+    }
+
+
+def cells(row: Figures) -> list[str]:
+    """A row of the printed table."""
+    time = f"{row.time:.1f}"
+    if row.to_fabric is None:
+        return [row.name, time, "", "", "", "reference"]
+    lower, upper = row.overhead_quartiles
+    gradient = f"{'ok' if row.exact else 'WRONG'}, {row.gradient_error:.0e}"
+    return [row.name, time, f"{row.overhead:.1f}", f"{lower:.1f} - {upper:.1f}", f"x {row.to_fabric:.2f}", gradient]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="micro-batches in a window (default: 8)")
+    parser.add_argument("--micro-batches", type=int, default=160, help="in one pass of one loop (default: 160)")
+    parser.add_argument("--rounds", type=int, default=80, help="passes of each loop (default: 80)")
+    parser.add_argument("--loader", choices=("dataloader", "list"), default="dataloader", help="default: dataloader")
+    parser.add_argument("--output", type=Path, default=Path("results/overhead.json"))
+    arguments = parser.parse_args()
+    settings = Settings(
+        steps=arguments.steps,
+        micro_batches=arguments.micro_batches,
+        rounds=arguments.rounds,
+        loader=arguments.loader,
+    )
+
+    warnings.filterwarnings("ignore")  # the peers' advice about workers and loggers
+    torch.set_num_threads(1)
+    start = weights(problem(settings)[0])
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+        from rich.table import Table
+
+        loops = all_loops(settings)
+    except ImportError as missing:
+        print(f"{missing}. The peers come with an extra: pip install 'macrobatch[bench]'", file=sys.stderr)
+        return 2
+
+    console = Console()
+    # No refreshing thread: the bar is drawn between passes, never while one is timed.
+    with Progress(console=console, auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=(settings.rounds + 1) * len(loops))
+
+        def tick() -> None:
+            progress.update(task, advance=1, refresh=True)
+
+        times = measure(loops, settings.rounds, tick)
+    rows = evaluate(loops, times, settings.micro_batches, start)
+    result = report(settings, rows)
+
+    title = f"Microseconds a micro-step ({settings.steps} a window, {settings.rounds} rounds, {settings.loader})"
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    table = Table(title=title, caption=f"over: median over the loop by hand. {result['processor']}; {versions}")
+    table.add_column("loop", no_wrap=True)
+    for heading in ("time", "over", "quartiles", "Fabric's", "gradient"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    found = result["target"]["found"]
+    outcome = "reached" if result["target"]["reached"] else "missed"
+    console.print(f"Target, at most {TARGET:.2f} of Fabric's overhead: {outcome} ({found:.2f}).")
+
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"Written to {arguments.output}")
+    return 0 if all(row.exact for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Two guards: what users can import, and which module may import which."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import macrobatch
+
+SOURCE = Path(macrobatch.__file__).parent
+
+# Each module may import those in the rows above its own, and torch; nothing else but the standard library.
+LAYERS = [
+    {"errors"},
+    {"window", "loader", "sync"},
+    {"gradients", "arguments"},
+    {"update"},
+    {"accumulator"},
+    {"__init__"},
+]
+
+
+def test_public_names():
+    assert sorted(macrobatch.__all__) == ["Accumulator", "MacrobatchError", "StepResult"]
+    assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
+
+
+def test_every_module_has_its_layer():
+    assert {path.stem for path in SOURCE.glob("**/*.py")} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(set().union(*LAYERS)))
+def test_imports_point_down(module):
+    assert wrong_imports((SOURCE / f"{module}.py").read_text(), allowed_in(module)) == []
+
+
+def test_the_guard_sees_an_import_that_points_up():
+    assert wrong_imports("from macrobatch.accumulator import Accumulator", allowed_in("window")) == ["accumulator"]
+    assert wrong_imports("import numpy", allowed_in("window")) == ["numpy"]
+    assert wrong_imports("from macrobatch import update", allowed_in("gradients")) == ["update"]
+
+
+def allowed_in(module):
+    layer = next(index for index, names in enumerate(LAYERS) if module in names)
+    return set().union(*LAYERS[:layer])
+
+
+def wrong_imports(source, allowed):
+    import sys
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "macrobatch":
+            found += [f"macrobatch.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append(node.module)
+    own = [name.removeprefix("macrobatch.") for name in found if name.startswith("macrobatch.")]
+    others = {name.split(".")[0] for name in found if not name.startswith("macrobatch")}
+    return [name for name in own if name not in allowed] + sorted(others - {"torch"} - sys.stdlib_module_names)
