@@ -34,6 +34,7 @@ from reference import (
     whole_batch_gradient,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from macrobatch import Accumulator
 
@@ -191,6 +192,16 @@ def test_fractional_items_are_weights():
     assert run.results[0].items.item() == 0.75
 
 
+def test_items_may_come_in_a_buffer_that_is_filled_anew():
+    micros, buffer = batches([1, 3, 2]), torch.zeros((), dtype=torch.int64)
+    own = trainee()
+    run = Accumulation(own, own.accumulator(steps=3))
+    for micro in run.acc.batches(micros):
+        run.acc.backward(mean_loss(own.model, micro), items=buffer.fill_(micro.items))
+        run.note(run.acc.step())
+    compare(run, trainee(), [micros])
+
+
 def accumulate_by_hand(own: Trainee, weighed: list) -> Accumulation:
     run = Accumulation(own, own.accumulator(steps=len(weighed)))
     for micro, items in run.acc.batches(weighed):
@@ -255,6 +266,25 @@ def test_autocast_errs_like_the_whole_batch(how):
         big = whole_batch_gradient(whole.model, micros)
     assert relative_error(big, truth) > 1e-4, "autocast did nothing"
     assert relative_error(momentum(own), truth) <= max(3 * relative_error(big, truth), torch.finfo(torch.bfloat16).eps)
+
+
+class Checkpointed(Attention):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        mix = lambda h: self.value(torch.tanh(self.query(h)))  # noqa: E731
+        return self.head(checkpoint(mix, hidden, use_reentrant=self.reentrant))
+
+
+class ReentrantlyCheckpointed(Checkpointed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("make", [Checkpointed, ReentrantlyCheckpointed])
+def test_a_checkpointed_model(make):
+    micros = batches([1, 3, 2, 2])
+    compare(accumulate(trainee(make, "AdamW"), micros, steps=2), trainee(make, "AdamW"), cut(micros, steps=2))
 
 
 def test_a_frozen_parameter_stays_as_it_is():

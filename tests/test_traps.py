@@ -268,6 +268,19 @@ def test_the_scale_is_constant_inside_a_window():
     assert scales == [2.0**10] * 4 + [2.0**11] * 4 + [2.0**10] * 4
 
 
+def test_the_scale_is_constant_though_another_window_updates_it():
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+    own, other, whole = (trainee(dtype=torch.float32) for _ in range(3))
+    acc, quick = own.accumulator(steps=4, scaler=scaler), other.accumulator(steps=1, scaler=scaler)
+    for micro in acc.batches(UNEQUAL):
+        acc.backward(mean_loss(own.model, micro), items=micro.items)
+        acc.step()
+        train_planted(other, quick, [[micro]], {})
+    assert scaler.get_scale() > 65536.0
+    train_whole(whole, [UNEQUAL])
+    same_training(own, whole, 1e-5)
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_a_scaler_changes_nothing_but_the_scale(how, max_norm):

@@ -140,7 +140,7 @@ class Accumulator:
         loss, items = arguments.checked_loss(loss), arguments.checked_items(items)
         window, gradients = self._open_window(), self._open_gradients(loss)
         seed = window.weigh(loss, items)
-        gradients.check_untouched()
+        self._require_untouched(gradients)
         self._run_backward(loss, seed, gradients, counts=not window.counts_for_nothing(items))
         gradients.mark()
         window.add(loss, items)
@@ -158,7 +158,7 @@ class Accumulator:
             return None
         window, gradients = self._open_window(), self._gradients
         assert gradients is not None, "a window with micro-batches has gradients"
-        gradients.check_untouched()
+        self._require_untouched(gradients)
         self._update.settle()
         try:
             return self._update.close(window, gradients)
@@ -307,8 +307,8 @@ class Accumulator:
     def _open_gradients(self, loss: Tensor) -> Gradients:
         """The gradients of the window, made at its first backward: what is there by then belongs to no window."""
         if self._gradients is None:
-            named = self._named_parameters()
-            self._gradients = Gradients(named, self._optimizers, self._accumulate_dtype)
+            self._gradients = Gradients(self._named_parameters(), self._accumulate_dtype)
+            self._update.begin()
             self._inputs = self._sync.backward_inputs(loss, self._gradients.parameters)
         return self._gradients
 
@@ -385,6 +385,10 @@ class Accumulator:
                 f"a backward failed half-way in window {self._open_window().number}, so its gradients are incomplete. "
                 "Drop them with discard(); the next batch then begins a new window."
             )
+
+    def _require_untouched(self, gradients: Gradients) -> None:
+        gradients.check_untouched()
+        self._update.check_scaler()
 
     def _require_between_windows(self, call: str) -> None:
         if self._accumulated:

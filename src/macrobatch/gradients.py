@@ -7,11 +7,9 @@ a group. Nothing is read by the host.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.window import wide
@@ -24,20 +22,17 @@ class Gradients:
 
     Args:
         named: the trainable parameters, each once, by the name that errors call it.
-        optimizers: whose parameters are watched for what a user might do to gradients in mid-window.
         accumulate_dtype: sums gradients of narrower parameters in this dtype.
     """
 
     def __init__(
         self,
         named: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = list(named.values())
         self._named = named
-        self._watched = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
-        self._marks: list[tuple[Tensor, Tensor, int]] = []
+        self._marks: list[tuple[Tensor | None, int]] = []  # for each parameter, what the last backward left
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         self.clear()  # what is left from before belongs to no window
@@ -47,25 +42,19 @@ class Gradients:
     # ------------------------------------------------------------------------------------------ within the window
 
     def mark(self) -> None:
-        """Remember one gradient of each optimizer as a backward left it, for `check_untouched`."""
-        self._marks.clear()
-        for parameters in self._watched:
-            for parameter in parameters:
-                if (gradient := parameter.grad) is not None:
-                    self._marks.append((parameter, gradient, gradient._version))
-                    break
+        """Remember the gradients as a backward left them, for `check_untouched`."""
+        self._marks = [(g := p.grad, 0 if g is None else g._version) for p in self.parameters]
 
     def check_untouched(self) -> None:
         """Between a backward and the next, or `step`, nobody may clear, clip or unscale: these are undivided sums."""
-        for parameter, gradient, version in self._marks:
-            if parameter.grad is not gradient or gradient._version != version:
+        for (name, parameter), (gradient, version) in zip(self._named.items(), self._marks, strict=False):
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
                 found = "cleared" if parameter.grad is None else "changed"
-                name = next(name for name, known in self._named.items() if known is parameter)
                 raise UsageError(
                     f"the gradients of the open window were {found} since the last backward (seen at parameter "
-                    f"{name!r}). Until step() they are undivided sums: leave zero_grad(), "
-                    "clip_grad_norm_() and scaler.unscale_() out of the loop (max_norm= and scaler= do them once a "
-                    "window), and call discard() to drop what was accumulated."
+                    f"{name!r}). Until step() they are undivided sums: leave zero_grad() and "
+                    "clip_grad_norm_() out of the loop (step() clears, and clips with max_norm=, once a window), and "
+                    "call discard() to drop what was accumulated."
                 )
 
     def any(self) -> bool:

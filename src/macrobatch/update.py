@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError
+from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
 from macrobatch.gradients import Gradients
 from macrobatch.window import Window, wide
 
@@ -143,6 +143,24 @@ class Update:
     @taken.setter
     def taken(self, number: int) -> None:
         self._taken, self._unread = number, None
+
+    def begin(self) -> None:
+        """A window begins: what was unscaled before belongs to no window."""
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                self._scaler._per_optimizer_states.pop(id(optimizer), None)
+
+    def check_scaler(self) -> None:
+        """Inside a window nobody else may unscale: it leaves no mark on the gradients, only in the scaler."""
+        if self._scaler is None:
+            return
+        for optimizer in self._optimizers:
+            if self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+                raise UsageError(
+                    "scaler.unscale_() or scaler.step() was called inside the open window. Until step() the gradients "
+                    "are undivided, scaled sums, and step() unscales them itself, once: leave the call out, and call "
+                    "discard() to drop what was accumulated."
+                )
 
     def settle(self) -> None:
         """Raise the error that an earlier window turned out to have."""
