@@ -245,10 +245,10 @@ def evaluate(loops: Sequence[Loop], times: dict[str, list[float]], micro_batches
             Figures(
                 name=loop.name,
                 against=loop.against,
-                time=statistics.median(times[loop.name]) / micro_batches,
-                overhead=median,
-                overhead_quartiles=(lower, upper),
-                to_fabric=None if is_reference else median / to_beat,
+                time=round(statistics.median(times[loop.name]) / micro_batches, 2),
+                overhead=round(median, 2),
+                overhead_quartiles=(round(lower, 2), round(upper, 2)),
+                to_fabric=None if is_reference else round(median / to_beat, 3),
                 gradient_error=gradient_error(loop, by_name[loop.against], start),
             )
         )
@@ -301,7 +301,7 @@ def cells(row: Figures) -> list[str]:
         return [row.name, time, "", "", "", "reference"]
     lower, upper = row.overhead_quartiles
     gradient = f"{'ok' if row.exact else 'WRONG'}, {row.gradient_error:.0e}"
-    return [row.name, time, f"{row.overhead:.1f}", f"{lower:.1f} - {upper:.1f}", f"x {row.to_fabric:.2f}", gradient]
+    return [row.name, time, f"{row.overhead:.1f}", f"{lower:.0f} - {upper:.0f}", f"{row.to_fabric:.2f}", gradient]
 
 
 def main() -> int:
@@ -346,9 +346,9 @@ def main() -> int:
 
     title = f"Microseconds a micro-step ({settings.steps} a window, {settings.rounds} rounds, {settings.loader})"
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    table = Table(title=title, caption=f"over: median over the loop by hand. {result['processor']}; {versions}")
+    table = Table(title=title, caption=f"over: over the loop by hand, median. {result['processor']}; {versions}")
     table.add_column("loop", no_wrap=True)
-    for heading in ("time", "over", "quartiles", "Fabric's", "gradient"):
+    for heading in ("time", "over", "quartiles", "/ Fabric", "gradient"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row))

@@ -173,7 +173,7 @@ def trainee(
 
 
 def token_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over the tokens that are items. The mean of none is NaN, as torch has it."""
+    """Cross-entropy over the tokens that are items."""
     return F.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
@@ -196,9 +196,10 @@ class Counting:
         return 1 if self.items == "none" else batch.items
 
     def loss(self, model: nn.Module, batch: Batch, turn: int = 0) -> Tensor:
-        if self.reduction == "mean" and not batch.items and self.given(batch, turn) is not batch.items:
-            return sum_loss(model, batch)  # only items=0, an int, excuses a NaN
-        return token_loss(model, batch, self.reduction)
+        if batch.items or self.reduction == "sum":
+            return token_loss(model, batch, self.reduction)
+        # A mean over nothing: NaN, with gradients of NaN, which only items=0 as an int excuses.
+        return sum_loss(model, batch) / (0 if isinstance(self.given(batch, turn), int) else 1)
 
     def given(self, batch: Batch, turn: int) -> int | Tensor | None:
         if self.items == "none":
