@@ -185,6 +185,13 @@ def sum_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(model, batch, "sum")
 
 
+def masked_mean(model: nn.Module, batch: Batch, count: int) -> Tensor:
+    """The mean as people write it, with a mask. Of no items, and with their count, it is NaN, as is its gradient."""
+    mask = batch.y != IGNORED
+    losses = -model(batch.x).log_softmax(-1).gather(-1, batch.y.clamp(min=0)[..., None])[..., 0]
+    return (losses * mask).sum() / count
+
+
 @dataclass(frozen=True)
 class Counting:
     """How a loop reports its losses: `items` is "int", "tensor", "mixed" (both by turns) or "none"."""
@@ -198,8 +205,7 @@ class Counting:
     def loss(self, model: nn.Module, batch: Batch, turn: int = 0) -> Tensor:
         if batch.items or self.reduction == "sum":
             return token_loss(model, batch, self.reduction)
-        # A mean over nothing: NaN, with gradients of NaN, which only items=0 as an int excuses.
-        return sum_loss(model, batch) / (0 if isinstance(self.given(batch, turn), int) else 1)
+        return masked_mean(model, batch, 0 if isinstance(self.given(batch, turn), int) else 1)  # an int excuses 0 / 0
 
     def given(self, batch: Batch, turn: int) -> int | Tensor | None:
         if self.items == "none":

@@ -116,6 +116,19 @@ def test_any_remainder_over_any_loader(first, second, steps, remainder, sized, c
     compare(run, trainee(*setup), cut(first, second, steps=steps, remainder=remainder, counting=counting), max_norm)
 
 
+@pytest.mark.parametrize("wrap", [list, unsized])
+def test_a_dropped_window_is_not_even_begun_where_its_loader_has_a_length(wrap):
+    own, seen = trainee(), []
+    run = Accumulation(own, own.accumulator(steps=3, remainder="drop"))
+    for micro in run.acc.batches(wrap(batches([1] * 5))):
+        seen.append(micro)
+        run.backward(micro)
+        run.note(run.acc.step())
+    assert len(seen) == 3 if wrap is list else len(seen) > 3
+    assert len(run.results) == 1
+    assert run.acc.step(now=True) is None
+
+
 @quickly
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=9), st.integers(1, 4), st.sampled_from(HOWS), clips)
 def test_any_window_without_a_loader(sizes, steps, how, max_norm):
@@ -360,10 +373,15 @@ def test_bf16_gradients_summed_in_bf16_are_worse():
     assert relative_error(accumulate_dtype_window(own, micros, None), expected) > 1e-3
 
 
-def test_accumulate_dtype_leaves_the_parameters_as_they_were():
-    own = trainee(dtype=torch.bfloat16)
-    accumulate_dtype_window(own, batches([2, 2]), torch.float32)
-    sum_loss(own.model, batch(2, seed=0)).backward()
+@pytest.mark.parametrize("stepped", [True, False], ids=["step", "discard"])
+def test_accumulate_dtype_leaves_the_parameters_as_they_were(stepped):
+    own = trainee(Experts, dtype=torch.bfloat16)
+    acc = own.accumulator(steps=2, accumulate_dtype=torch.float32)
+    with acc.micro_batch():
+        acc.backward(mean_loss(own.model, batch(2, seed=1)))  # the expert gets no gradient
+    assert own.model.head.weight.grad.dtype == torch.float32
+    assert (acc.step(now=True) if stepped else acc.discard()) or not stepped
+    mean_loss(own.model, batch(2, seed=2, routed=True)).backward()
     assert {p.grad.dtype for p in own.model.parameters()} == {torch.bfloat16}
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch import arguments
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.gradients import Gradients
+from macrobatch.gradients import Gradients, run_backward
 from macrobatch.loader import counted_down
 from macrobatch.sync import When, sync_for
 from macrobatch.update import NonFinite, StepResult, Update
@@ -101,6 +101,7 @@ class Accumulator:
         )
         self._named_parameters()  # an optimizer of some other model is an error here already
         self._windows = 0  # how many were closed or discarded
+        self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
         self._inputs: Sequence[nn.Parameter] | None = None
@@ -159,10 +160,11 @@ class Accumulator:
         window, gradients = self._open_window(), self._gradients
         assert gradients is not None, "a window with micro-batches has gradients"
         self._require_untouched(gradients)
-        self._update.settle()
         try:
             return self._update.close(window, gradients)
         finally:
+            if self._scaler is not None:
+                self._typical_items = window.typical_items()
             self._drop_window()
             self._expects = "batch"
 
@@ -270,7 +272,7 @@ class Accumulator:
         zero = torch.zeros_like
         hooks = [] if counts else [p.register_hook(zero) for p in gradients.parameters]  # type: ignore[no-untyped-call]
         try:
-            torch.autograd.backward(loss, seed, inputs=self._inputs)
+            run_backward(loss, seed, self._inputs)
         except BaseException:
             if self._accumulated:
                 self._broken = True
@@ -301,6 +303,7 @@ class Accumulator:
                 length=arguments.checked_steps(length, "steps(optimizer_step)"),
                 reduction=self._reduction,
                 scaler=self._scaler,
+                typical_items=self._typical_items,
             )
         return self._window
 

@@ -7,14 +7,33 @@ a group. Nothing is read by the host.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+try:
+    from torch.autograd.graph import _engine_run_backward
+except ImportError:  # not a public name: without it everything works, a little slower
+    _engine_run_backward = None  # type: ignore[assignment]
 
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.window import wide
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | None) -> None:
+    """``torch.autograd.backward(loss, seed, inputs=inputs)``, by its last line alone.
+
+    What that function does before it, checking what is known to be right here, takes as long as the backward of a small
+    layer.
+    """
+    if type(loss) is Tensor and _engine_run_backward is not None:
+        inputs = () if inputs is None else tuple(inputs)
+        _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(loss, seed, inputs=inputs)
 
 
 class Gradients:
@@ -99,21 +118,21 @@ class Gradients:
 
     def norm(self, order: float, device: torch.device) -> Tensor:
         """The norm of all gradients together; infinite or NaN where one of them is."""
-        parts = [
-            torch.linalg.vector_norm(
-                torch.stack(torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)), order
-            ).to(device, wide(device), non_blocking=True)
-            for (_, dtype, _), group in self._groups.items()
-        ]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
-        return total
+        parts = []
+        for (_, dtype, _), group in self._groups.items():
+            norms = torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)
+            part = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+            parts.append(part.to(device, wide(device), non_blocking=True))
+        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), order)
 
-    def divide(self, divisor: Tensor) -> None:
+    def divide(self, divisor: float | Tensor) -> None:
         """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
         factor = 1 / divisor
         for (device, dtype, widened), group in self._groups.items():
             if widened:
-                self._narrow(factor.to(device, dtype, non_blocking=True))
+                self._narrow(device, factor)
+            elif not isinstance(factor, Tensor):
+                torch._foreach_mul_(group, factor)
             elif dtype in HALF:  # a factor in the gradients' own dtype would lose digits: this kernel takes float32
                 inverse = factor.to(device, torch.float32, non_blocking=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(inverse), inverse)
@@ -121,10 +140,27 @@ class Gradients:
                 torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
         self._groups = {}
 
-    def _narrow(self, factor: Tensor) -> None:
+    def divide_and_check(self, divisor: float | Tensor, device: torch.device) -> Tensor | None:
+        """The same with a look at whether all are finite, where one kernel can do both: else None, and nothing done.
+
+        Returns a tensor that is not zero if one was not finite.
+        """
+        if len(self._groups) != 1:
+            return None
+        ((where, dtype, widened), group), *_ = self._groups.items()
+        if widened or where != device or dtype not in (torch.float32, *HALF):
+            return None
+        found = torch.zeros((), device=device)
+        inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
+        return found
+
+    def _narrow(self, device: torch.device, factor: float | Tensor) -> None:
+        if isinstance(factor, Tensor):
+            factor = factor.to(device, torch.float32, non_blocking=True)
         for parameter, dtype in self._widened.values():
             gradient = parameter.grad
-            if gradient is None or gradient.device != factor.device:
+            if gradient is None or gradient.device != device:
                 continue
             narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
             torch.mul(gradient, factor, out=narrowed)

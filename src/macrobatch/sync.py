@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from macrobatch.errors import BackendError, UsageError
 
@@ -25,7 +26,7 @@ class Local:
         Under reentrant checkpointing that is nothing: torch would leave out, silently, the parameters whose part of
         the graph exists only during the backward.
         """
-        return None if _has_node(loss, "CheckpointFunctionBackward") else parameters
+        return None if _has_node(loss, CheckpointFunction._backward_cls) else parameters
 
 
 def sync_for(models: Sequence[nn.Module], *, sync: When, gather: When, process_group: object) -> Local:
@@ -54,15 +55,15 @@ def _wrapper(model: nn.Module) -> str | None:
     return next((c.__name__ for c in type(model).__mro__ if c.__name__ in wrappers), None)
 
 
-def _has_node(loss: Tensor, name: str) -> bool:
-    """Whether the graph behind `loss` holds a node of that name."""
+def _has_node(loss: Tensor, kind: type) -> bool:
+    """Whether the graph behind `loss` holds a node of that kind."""
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
-        if node.name() == name:
+        if type(node) is kind:
             return True
         seen.add(node)
-        pending.extend(following for following, _ in node.next_functions)
+        pending += [following for following, _ in node.next_functions]
     return False

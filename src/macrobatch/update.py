@@ -10,11 +10,13 @@ are fused not before their step is queued. On a CPU nothing is ever waited for, 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,14 +61,23 @@ class Verdict:
     """Whether a window's step may be taken: one byte, which the device knows first. 0 means yes."""
 
     def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
-        byte = torch.zeros((), dtype=torch.uint8, device=window.device)
-        for bit, holds in reasons.items():
-            byte = byte | holds.to(byte) * bit
+        (first, byte), *others = ((bit, holds.to(torch.uint8)) for bit, holds in reasons.items())
+        byte = byte if first == 1 else byte * first
+        for bit, holds in others:
+            byte = byte + holds * bit
         self.window = window.number
-        self.found_inf = (byte != 0).float()  # fused optimizers and scalers want exactly 0.0 or 1.0
-        self.overflow = (byte == NONFINITE).float()  # a window without items is no overflow, whatever it computed
-        self._byte = byte
+        self._byte = self._host = byte
         self._arrival: torch.cuda.Event | None = None
+
+    @property
+    def found_inf(self) -> Tensor:
+        """What fused optimizers want: exactly 0.0 or 1.0."""
+        return (self._byte != 0).float()
+
+    @property
+    def overflow(self) -> Tensor:
+        """What scalers want. A window without items is no overflow, whatever it computed."""
+        return (self._byte == NONFINITE).float()
 
     @property
     def on_host(self) -> bool:
@@ -76,18 +87,20 @@ class Verdict:
     def send(self) -> Verdict:
         """Start it on its way to the host, without waiting."""
         if self._byte.device.type == "cuda":
-            host = torch.empty((), dtype=torch.uint8, pin_memory=True)
-            self._byte = host.copy_(self._byte, non_blocking=True)
-            self._arrival = torch.cuda.current_stream(self.overflow.device).record_event()
+            self._host = torch.empty((), dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(self._byte, non_blocking=True)
+            self._arrival = torch.cuda.current_stream(self._byte.device).record_event()
         return self
 
     def read(self) -> int:
         """The byte, after waiting for it where it is not on the host yet."""
-        self.send()
+        if self._arrival is None:
+            self.send()
         if self._arrival is not None:
             self._arrival.synchronize()
-        # Out of host memory instead of by `item()`, which is what people watch to find reads of a device.
-        return int(self._byte.cpu().untyped_storage()[0])
+        # It lies in host memory by now. `item()` would be counted as a read of the device by whoever watches for those.
+        host = self._host.cpu()
+        return ctypes.c_uint8.from_address(host.data_ptr()).value
 
     def error(self, byte: int) -> MacrobatchError | None:
         """What to raise for that byte."""
@@ -163,8 +176,11 @@ class Update:
                 )
 
     def settle(self) -> None:
-        """Raise the error that an earlier window turned out to have."""
+        """Raise the error that the last window turned out to have."""
         pending, self._pending = self._pending, None
+        self._raise_for(pending)
+
+    def _raise_for(self, pending: Verdict | None) -> None:
         if pending is not None and (error := pending.error(pending.read())) is not None:
             if self._fused:
                 self._taken -= 1  # the device knew, and did not take it
@@ -173,22 +189,27 @@ class Update:
     # ------------------------------------------------------------------------------------------ the main path
 
     def close(self, window: Window, gradients: Gradients) -> StepResult:
+        """Take the step of `window`; then raise the error of the one before, if it turned out to have one."""
+        earlier, self._pending = self._pending, None
+        result = self._close(window, gradients)
+        self._raise_for(earlier)
+        return result
+
+    def _close(self, window: Window, gradients: Gradients) -> StepResult:
         """Divide, clip, guard, step: the device gets all of it queued, and the host reads only what it must know."""
         if window.host_items == 0:
             return self._result(window, None, skipped=True)
         gradients.gather()
         fused = self._fused
-        norm = self._norm(gradients, window.device)
-        verdict = self._verdict(window, norm)
-        divisor, grad_norm = self._divisor(window, norm)
-        grad_scale = divisor.float() if fused and gradients.foldable else None
-        if grad_scale is None:
-            gradients.divide(divisor)
+        folds = fused and gradients.foldable
+        divisor, grad_norm, nonfinite = self._divide(window, gradients, folds=folds)
+        grad_scale = _tensor(divisor, window.device) if folds else None
+        verdict = self._verdict(window, nonfinite)
 
         if verdict is None:
             self._queue(grad_scale, None)
             return self._result(window, grad_norm, skipped=False)
-        if not self._asks(window, verdict):
+        if not self._asks(window, verdict, fused=fused):
             self._queue(grad_scale, verdict.found_inf if fused else None)
             return self._result(window, grad_norm, skipped=self._unasked(verdict))
         if fused:
@@ -200,31 +221,37 @@ class Update:
         if error is not None and (self._nonfinite == "raise" or isinstance(error, BatchError)):
             raise error
         if not fused and not byte:
-            self._queue(grad_scale, None)
+            self._queue(None, None)
         return self._result(window, grad_norm, skipped=bool(byte))
 
-    def _norm(self, gradients: Gradients, device: torch.device) -> Tensor | None:
-        """Of the undivided gradients: the one to clip by, else the one that only tells whether all are finite."""
-        if self._max_norm is not None:
-            return gradients.norm(2.0, device)
-        return gradients.norm(math.inf, device) if self._nonfinite != "keep" else None
+    def _divide(
+        self, window: Window, gradients: Gradients, *, folds: bool
+    ) -> tuple[float | Tensor, Tensor | None, Tensor | None]:
+        """The divisor that clips too, the norm before clipping, and whether a gradient is not finite.
 
-    def _verdict(self, window: Window, norm: Tensor | None) -> Verdict | None:
-        reasons = {}
-        if norm is not None and self._nonfinite != "keep":
-            reasons[NONFINITE] = ~torch.isfinite(norm)
+        The gradients are divided already on return, but where the optimizer `folds` that into its own kernel.
+        """
+        divisor, guards = window.divisor(), self._nonfinite != "keep"
+        if self._max_norm is not None:
+            norm = gradients.norm(2.0, window.device)
+            grad_norm = norm / divisor
+            # The very formula of torch.nn.utils.clip_grad_norm_, so that clipped runs agree with it to the last digits.
+            divisor = divisor / (self._max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            if not folds:
+                gradients.divide(divisor)
+            return divisor, grad_norm, ~torch.isfinite(norm) if guards else None
+        if guards and not folds and (found := gradients.divide_and_check(divisor, window.device)) is not None:
+            return divisor, None, found
+        nonfinite = ~torch.isfinite(gradients.norm(math.inf, window.device)) if guards else None
+        if not folds:
+            gradients.divide(divisor)
+        return divisor, None, nonfinite
+
+    def _verdict(self, window: Window, nonfinite: Tensor | None) -> Verdict | None:
+        reasons = {} if nonfinite is None else {NONFINITE: nonfinite}
         if (bad_items := window.bad_items()) is not None:
             reasons |= {NO_ITEMS: window.items() == 0, BAD_ITEMS: bad_items}
         return Verdict(window, reasons) if reasons else None
-
-    def _divisor(self, window: Window, norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What turns the sums into the clipped mean, and the norm of that mean before clipping."""
-        divisor = window.items().to(wide(window.device)) * window.multiplier
-        if self._max_norm is None or norm is None:
-            return divisor, None
-        grad_norm = norm / divisor
-        # The very formula of torch.nn.utils.clip_grad_norm_, so that clipped runs agree with it to the last digits.
-        return divisor / (self._max_norm / (grad_norm + 1e-6)).clamp(max=1.0), grad_norm
 
     # ------------------------------------------------------------------------------------------ steps, and who knows
 
@@ -233,12 +260,12 @@ class Update:
         """Whether the device itself can leave out the step, in all optimizers."""
         return all(takes_found_inf(optimizer) for optimizer in self._optimizers)
 
-    def _asks(self, window: Window, verdict: Verdict) -> bool:
+    def _asks(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
         """Whether the host has to know the verdict before it goes on."""
         if window.host_items is None:
             return True
         if self._scaler is not None:
-            return not self._fused or self._counts_on_host
+            return not fused or self._counts_on_host
         return self._nonfinite == "skip" or verdict.on_host
 
     def _unasked(self, verdict: Verdict) -> bool | Tensor:
@@ -247,9 +274,9 @@ class Update:
             self._pending = verdict.send()
             return False
         self._update_scale(self._scaler, verdict)
-        skipped = verdict.found_inf.to(torch.int64)
-        self._unread = skipped if self._unread is None else self._unread + skipped
-        return verdict.found_inf.bool()
+        skipped = verdict.found_inf
+        self._unread = skipped.long() if self._unread is None else self._unread + skipped.long()
+        return skipped.bool()
 
     def _queue(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         for optimizer in self._optimizers:
@@ -261,7 +288,8 @@ class Update:
     def _update_scale(self, scaler: GradScaler, verdict: Verdict) -> None:
         # What scaler.unscale_() records, without its pass over the gradients: ours has looked at them already.
         state = scaler._per_optimizer_states[id(self._optimizers[0])]
-        state["found_inf_per_device"] = {verdict.overflow.device: verdict.overflow}
+        overflow = verdict.overflow
+        state["found_inf_per_device"] = {overflow.device: overflow}
         scaler.update()
 
     def _result(self, window: Window, grad_norm: Tensor | None, *, skipped: bool | Tensor) -> StepResult:
@@ -286,18 +314,21 @@ class Update:
 # ---------------------------------------------------------------------------------------------- fused optimizers
 
 
-_FOLDING_STEPS = frozenset(inspect.unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adagrad))
-
-
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
 
     Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
     dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
     """
-    if inspect.unwrap(type(optimizer).step) not in _FOLDING_STEPS:
-        return False
-    return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+    return _is_folding(type(optimizer).step) and all(
+        group.get("fused") and not group.get("dampening") for group in optimizer.param_groups
+    )
+
+
+@functools.cache
+def _is_folding(step: Callable[..., Any]) -> bool:
+    """Whether a kind's step is one of torch's own, and not overridden."""
+    return inspect.unwrap(step) in {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
 
 
 def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -322,3 +353,8 @@ def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tenso
 def _frozen(lr: float | Tensor) -> float | Tensor:
     """A learning rate as it is now: schedulers fill tensors anew in place."""
     return lr.clone() if isinstance(lr, Tensor) else lr
+
+
+def _tensor(number: float | Tensor, device: torch.device) -> Tensor:
+    """A ``grad_scale``: float32, on the device."""
+    return number.float() if isinstance(number, Tensor) else torch.full((), number, device=device)

@@ -19,6 +19,7 @@ from macrobatch.errors import BatchError
 
 Reduction = Literal["mean", "sum"]
 Items = int | float | Tensor | None
+UNSCALED = 1.0
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -42,20 +43,33 @@ class Window:
         length: how many micro-batches close it.
         reduction: whether losses are means over their items, or sums.
         scaler: whose scale at the first micro-batch multiplies all losses of the window.
+        typical_items: of a micro-batch, by what is known from before; None: the first one's serve.
     """
 
-    def __init__(self, *, number: int, length: int, reduction: Reduction, scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        number: int,
+        length: int,
+        reduction: Reduction,
+        scaler: GradScaler | None = None,
+        typical_items: float | Tensor | None = None,
+    ) -> None:
         self.number = number
         self.length = length
         self.micro_batches = 0
         self._reduction = reduction
         self._scaler = scaler
+        self._typical_items = typical_items
         self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
+        self._seed: tuple[object, Tensor] | None = None  # the last one, which mostly serves again
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
         self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
-        self._loss: Tensor | None = None  # the sum, as wide as the device allows
+        self._loss: Tensor | None = None  # the sum, as wide as the device allows, but for what is in the two below
+        self._weighted: list[Tensor] = []  # summed losses of micro-batches
+        self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -65,27 +79,55 @@ class Window:
         count = 1 if items is None else items
         if self._multiplier is None and not is_zero(items):
             self._multiplier = self._choose_multiplier(loss, count)
-        weight = count * self.multiplier if self._reduction == "mean" else self.multiplier
+        weight = self.multiplier
+        if self._reduction == "mean":
+            weight = count if self.multiplier is UNSCALED else count * weight
         if isinstance(weight, Tensor):
             return weight.to(loss.device, loss.dtype, non_blocking=True).reshape(loss.shape)
-        return torch.full_like(loss, weight)
+        kind = weight, loss.dtype, loss.device, loss.shape
+        if self._seed is None or self._seed[0] != kind:
+            self._seed = kind, torch.full_like(loss, weight)
+        return self._seed[1]
 
     def add(self, loss: Tensor, items: Items) -> None:
         """Count a micro-batch whose backward is done."""
         self._counted = items is not None
         self.micro_batches += 1
-        loss = loss.detach().reshape(())
         if self._loss is None:
             self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
-        elif self._loss.device != loss.device:
-            loss = loss.to(self._loss.device, non_blocking=True)
+        loss = loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
         if isinstance(items, Tensor):
-            self._add_on_device(self._loss, loss, items)
-            return
-        count = 1 if items is None else items
-        self._host_items += count
-        if not self.counts_for_nothing(items):
-            self._loss.add_(loss, alpha=count if self._reduction == "mean" else 1)
+            self._unweighted.append((self._copied(loss), self._copied(items.detach().reshape(()))))
+        else:
+            count = 1 if items is None else items
+            self._host_items += count
+            if not self.counts_for_nothing(items):
+                loss = loss.float() if loss.dtype.itemsize < 4 else loss
+                self._weighted.append(self._copied(loss, count if self._reduction == "mean" else 1))
+        if self.micro_batches % 32 == 0:
+            self._fold()
+
+    def _copied(self, number: Tensor, factor: float = 1) -> Tensor:
+        """A copy, as the caller may fill the same buffer anew for the next micro-batch; on the window's device."""
+        number = number * factor if factor != 1 else number.clone()
+        return number if number.device == self.device else number.to(self.device, non_blocking=True)
+
+    def _fold(self) -> None:
+        """Add what was collected to the totals. One by one as they come would take three times the kernels."""
+        assert self._loss is not None
+        if self._weighted:
+            self._loss = self._loss + torch.stack(self._weighted).sum(dtype=self._loss.dtype)
+            self._weighted.clear()
+        if self._unweighted:
+            losses, items = (torch.stack(column) for column in zip(*self._unweighted, strict=True))
+            self._unweighted.clear()
+            losses, items = losses.to(self._loss.dtype), items.to(wide_count(items))
+            if self._reduction == "mean":  # one over no items is NaN, and counts for nothing
+                losses = losses.masked_fill(items == 0, 0) * items
+            total, lowest = items.sum(), items.min()
+            self._loss = self._loss + losses.sum()
+            self._device_items = total if self._device_items is None else self._device_items + total
+            self._lowest = lowest if self._lowest is None else torch.minimum(self._lowest, lowest)
 
     def counts_for_nothing(self, items: Items) -> bool:
         """Whether the host knows that this is a mean over no items: 0 / 0 in itself, and nothing in the window."""
@@ -94,24 +136,11 @@ class Window:
     def _choose_multiplier(self, loss: Tensor, count: int | float | Tensor) -> float | Tensor:
         """For float16: the scale that the scaler wants, shrunk because sums overflow where means do not."""
         if self._scaler is None and loss.dtype != torch.float16:
-            return 1.0
-        shrink = inverse_power_of_two(count)
+            return UNSCALED
+        shrink = inverse_power_of_two(count if self._typical_items is None else self._typical_items)
         if self._scaler is None:
             return shrink
         return self._scaler.scale(torch.ones((), device=loss.device)) * shrink
-
-    def _add_on_device(self, total: Tensor, loss: Tensor, items: Tensor) -> None:
-        items = items.detach().reshape(()).to(total.device, non_blocking=True)
-        if self._reduction == "mean":
-            total.addcmul_(loss.masked_fill(items == 0, 0), items)
-        else:
-            total.add_(loss)
-        # A copy: the caller may fill the same buffer anew for the next micro-batch.
-        items = items.to(wide(items.device) if items.is_floating_point() else torch.int64, copy=True)
-        if self._device_items is None or self._lowest is None:
-            self._device_items, self._lowest = items, items
-        else:
-            self._device_items, self._lowest = self._device_items + items, torch.minimum(self._lowest, items)
 
     def _check_counted(self, items: Items) -> None:
         if self._counted is not None and self._counted != (items is not None):
@@ -126,7 +155,7 @@ class Window:
     @property
     def multiplier(self) -> float | Tensor:
         """What every loss of the window was multiplied with besides its weight: to be undone with the division."""
-        return 1.0 if self._multiplier is None else self._multiplier
+        return UNSCALED if self._multiplier is None else self._multiplier
 
     @property
     def device(self) -> torch.device:
@@ -136,21 +165,36 @@ class Window:
     @property
     def host_items(self) -> int | float | None:
         """The items of the window, or None where only the device knows them."""
-        return self._host_items if self._device_items is None else None
+        return self._host_items if self._device_items is None and not self._unweighted else None
 
     def items(self) -> Tensor:
         """The items of the window, on the device."""
+        self._fold()
         dtype = torch.int64 if isinstance(self._host_items, int) else wide(self.device)
         host = torch.full((), self._host_items, dtype=dtype, device=self.device)
         return host if self._device_items is None else host + self._device_items
 
     def loss(self) -> Tensor:
         """The mean loss over the items of the window, on the device; NaN where there are none."""
+        self._fold()
         assert self._loss is not None
-        return self._loss / self.items()
+        return self._loss / (self.host_items or self.items())
+
+    def divisor(self) -> float | Tensor:
+        """What turns the accumulated gradient into that of the mean: a number where the host knows it."""
+        multiplier = self.multiplier
+        if isinstance(multiplier, Tensor):
+            multiplier = multiplier.to(wide(self.device))
+        items = self.items().to(wide(self.device)) if self.host_items is None else self.host_items
+        return items * multiplier
+
+    def typical_items(self) -> float | Tensor:
+        """The mean number of items of a micro-batch."""
+        return (self.items() if self.host_items is None else self.host_items) / self.micro_batches
 
     def bad_items(self) -> Tensor | None:
         """Whether an item count that only the device knows was negative or not finite."""
+        self._fold()
         if self._device_items is None or self._lowest is None:
             return None
         return (self._lowest < 0) | ~torch.isfinite(self._device_items)
@@ -159,6 +203,11 @@ class Window:
 def is_zero(items: Items) -> bool:
     """Whether the host knows that there are no items."""
     return items is not None and not isinstance(items, Tensor) and items == 0
+
+
+def wide_count(items: Tensor) -> torch.dtype:
+    """The dtype in which counts like `items` add up without loss."""
+    return wide(items.device) if items.is_floating_point() else torch.int64
 
 
 def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:
