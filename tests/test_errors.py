@@ -319,7 +319,7 @@ def test_model_and_optimizer_of_another_kind(model, optimizer):
 
 def test_optimizer_of_another_model(model, optimizer):
     other = torch.optim.SGD([*model.parameters(), *nn.Linear(5, 7).parameters()], lr=0.1)
-    with pytest.raises(BackendError, match=r"optimizer 1 \(SGD\) holds a parameter of shape \(7, 5\).*no given model"):
+    with pytest.raises(BackendError, match=r"holds a parameter of shape \(7, 5\).*no given model"):
         Accumulator(model, [optimizer, other])
 
 

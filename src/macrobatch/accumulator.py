@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch import arguments
-from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.gradients import Gradients, run_backward
+from macrobatch.errors import BatchError, UsageError
+from macrobatch.gradients import Gradients, Parameters, run_backward
 from macrobatch.loader import counted_down
 from macrobatch.sync import When, sync_for
 from macrobatch.update import NonFinite, StepResult, Update
@@ -99,7 +99,7 @@ class Accumulator:
             nonfinite=arguments.checked_choice("nonfinite", nonfinite, NonFinite),
             counts_on_host=callable(steps),
         )
-        self._named_parameters()  # an optimizer of some other model is an error here already
+        self._parameters = Parameters(self._models, self._optimizers)
         self._windows = 0  # how many were closed or discarded
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
@@ -310,7 +310,7 @@ class Accumulator:
     def _open_gradients(self, loss: Tensor) -> Gradients:
         """The gradients of the window, made at its first backward: what is there by then belongs to no window."""
         if self._gradients is None:
-            self._gradients = Gradients(self._named_parameters(), self._accumulate_dtype)
+            self._gradients = Gradients(self._parameters.trainable(), self._accumulate_dtype)
             self._update.begin()
             self._inputs = self._sync.backward_inputs(loss, self._gradients.parameters)
         return self._gradients
@@ -321,27 +321,6 @@ class Accumulator:
             self._gradients.clear()
         self._window = self._gradients = self._inputs = None
         self._carried = self._broken = False
-
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name, each once; made anew for each window, as they may be frozen or thawed."""
-        known: set[int] = set()
-        named: dict[str, nn.Parameter] = {}
-        for index, model in enumerate(self._models):
-            prefix = f"{index}." if len(self._models) > 1 else ""
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and id(parameter) not in known:
-                    named[prefix + name] = parameter
-                known.add(id(parameter))
-        for index, optimizer in enumerate(self._optimizers):
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in known):
-                raise BackendError(
-                    f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that belongs to no given model. Hand over all its models as a list, and "
-                    "make the optimizer after anything that replaces parameters."
-                )
-        if not named:
-            raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
-        return named
 
     # ------------------------------------------------------------------------------------------ which call comes next
 

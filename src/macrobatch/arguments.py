@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 def checked_loss(loss: Tensor) -> Tensor:
     """`loss` as handed to `backward`, or an error that says what is wrong with it."""
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
+        return loss
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
     if loss.numel() != 1:
@@ -34,14 +36,12 @@ def checked_loss(loss: Tensor) -> Tensor:
             f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
             'reduction="sum".'
         )
-    if not loss.requires_grad:
-        raise BatchError(
-            "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no "
-            "parameter that requires a gradient."
-        )
-    if not loss.is_floating_point():
+    if not loss.dtype.is_floating_point:
         raise BatchError(f"the loss must be a real number: got dtype {loss.dtype}.")
-    return loss
+    raise BatchError(
+        "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no parameter "
+        "that requires a gradient."
+    )
 
 
 def checked_items(items: object) -> Items:

@@ -6,11 +6,13 @@ a group. Nothing is read by the host.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 try:
     from torch.autograd.graph import _engine_run_backward
@@ -21,6 +23,7 @@ from macrobatch.errors import BackendError, UsageError
 from macrobatch.window import wide
 
 HALF = (torch.float16, torch.bfloat16)
+GRADIENT_OF = operator.attrgetter("grad")
 
 
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | None) -> None:
@@ -30,10 +33,48 @@ def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | No
     layer.
     """
     if type(loss) is Tensor and _engine_run_backward is not None:
-        inputs = () if inputs is None else tuple(inputs)
+        inputs = inputs or ()
         _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed, inputs=inputs)
+
+
+class Parameters:
+    """The parameters of some models and optimizers, by name; looked through anew only where something changed."""
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._models = models
+        self._optimizers = optimizers
+        self._seen: object = None
+        self.trainable()  # an optimizer of some other model is an error already
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Those that require a gradient now, each once: they may be frozen, thawed or replaced between windows."""
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        seen = [(id(p), p.requires_grad) for p in held]
+        if seen != self._seen:
+            self._all = self._look_through(held)
+            self._seen = seen
+        trainable = {name: parameter for name, parameter in self._all.items() if parameter.requires_grad}
+        if not trainable:
+            raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
+        return trainable
+
+    def _look_through(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
+        known: set[int] = set()
+        named: dict[str, nn.Parameter] = {}
+        for index, model in enumerate(self._models):
+            prefix = f"{index}." if len(self._models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    named[prefix + name] = parameter
+        for stray in (p for p in held if id(p) not in known):
+            raise BackendError(
+                f"an optimizer holds a parameter of shape {tuple(stray.shape)} that belongs to no given model. Hand "
+                "over all its models as a list, and make the optimizer after anything that replaces parameters."
+            )
+        return named
 
 
 class Gradients:
@@ -51,7 +92,8 @@ class Gradients:
     ) -> None:
         self.parameters = list(named.values())
         self._named = named
-        self._marks: list[tuple[Tensor | None, int]] = []  # for each parameter, what the last backward left
+        self._left: list[Tensor | None] | None = None  # for each parameter, what the last backward left ...
+        self._versions: list[int] = []  # ... and how often that had been written to
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         self.clear()  # what is left from before belongs to no window
@@ -62,13 +104,22 @@ class Gradients:
 
     def mark(self) -> None:
         """Remember the gradients as a backward left them, for `check_untouched`."""
-        self._marks = [(g := p.grad, 0 if g is None else g._version) for p in self.parameters]
+        self._left = list(map(GRADIENT_OF, self.parameters))
+        self._versions = [-1 if gradient is None else gradient._version for gradient in self._left]
 
     def check_untouched(self) -> None:
         """Between a backward and the next, or `step`, nobody may clear, clip or unscale: these are undivided sums."""
-        for (name, parameter), (gradient, version) in zip(self._named.items(), self._marks, strict=False):
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-                found = "cleared" if parameter.grad is None else "changed"
+        if self._left is None:
+            return
+        now = list(map(GRADIENT_OF, self.parameters))
+        versions = [-1 if gradient is None else gradient._version for gradient in now]
+        if versions == self._versions and all(map(operator.is_, now, self._left)):
+            return
+        for name, gradient, version, left, before in zip(
+            self._named, now, versions, self._left, self._versions, strict=True
+        ):
+            if gradient is not left or version != before:
+                found = "cleared" if gradient is None else "changed"
                 raise UsageError(
                     f"the gradients of the open window were {found} since the last backward (seen at parameter "
                     f"{name!r}). Until step() they are undivided sums: leave zero_grad() and "
@@ -82,7 +133,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
-        self._marks.clear()
+        self._left = None
         for parameter in self.parameters:
             parameter.grad = None
         for parameter, dtype in self._widened.values():

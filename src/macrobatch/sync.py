@@ -26,7 +26,7 @@ class Local:
         Under reentrant checkpointing that is nothing: torch would leave out, silently, the parameters whose part of
         the graph exists only during the backward.
         """
-        return None if _has_node(loss, CheckpointFunction._backward_cls) else parameters
+        return None if _has_node(loss, CheckpointFunction._backward_cls) else tuple(parameters)
 
 
 def sync_for(models: Sequence[nn.Module], *, sync: When, gather: When, process_group: object) -> Local:

@@ -4,7 +4,7 @@ The division by the window's items, the clipping and the un-scaling are one divi
 optimizer takes it as its ``grad_scale``, and a flag as its ``found_inf``, so that nothing passes over the gradients
 once more and the host waits for nothing; for every other optimizer there is one writing pass.
 
-What the host reads is one byte a window (`Verdict`), only where it has to know (`Update._asks`), and where optimizers
+What the host reads is one number a window (`Verdict`), only where it has to know (`Update._asks`), and where optimizers
 are fused not before their step is queued. On a CPU nothing is ever waited for, so errors come at once there.
 """
 
@@ -30,7 +30,7 @@ from macrobatch.window import Window, wide
 
 NonFinite = Literal["raise", "skip", "keep"]
 
-# Why a step must not be taken, as bits of one byte.
+# Why a step must not be taken, as bits of one number.
 NONFINITE, NO_ITEMS, BAD_ITEMS = 1, 2, 4
 
 
@@ -58,58 +58,59 @@ class StepResult:
 
 
 class Verdict:
-    """Whether a window's step may be taken: one byte, which the device knows first. 0 means yes."""
+    """Whether a window's step may be taken: one small number, which the device knows first. 0 means yes.
+
+    It is the sum of the reasons that hold, kept as what fused optimizers and scalers want: float32.
+    """
 
     def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
-        (first, byte), *others = ((bit, holds.to(torch.uint8)) for bit, holds in reasons.items())
-        byte = byte if first == 1 else byte * first
-        for bit, holds in others:
-            byte = byte + holds * bit
         self.window = window.number
-        self._byte = self._host = byte
+        self._simple = list(reasons) == [NONFINITE]
+        numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
+        self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
         self._arrival: torch.cuda.Event | None = None
 
     @property
     def found_inf(self) -> Tensor:
         """What fused optimizers want: exactly 0.0 or 1.0."""
-        return (self._byte != 0).float()
+        return self._number if self._simple else (self._number != 0).float()
 
     @property
     def overflow(self) -> Tensor:
         """What scalers want. A window without items is no overflow, whatever it computed."""
-        return (self._byte == NONFINITE).float()
+        return self._number if self._simple else (self._number == NONFINITE).float()
 
     @property
     def on_host(self) -> bool:
         """Whether reading it waits for nothing."""
-        return self._byte.device.type == "cpu"
+        return self._number.device.type == "cpu"
 
     def send(self) -> Verdict:
         """Start it on its way to the host, without waiting."""
-        if self._byte.device.type == "cuda":
-            self._host = torch.empty((), dtype=torch.uint8, pin_memory=True)
-            self._host.copy_(self._byte, non_blocking=True)
-            self._arrival = torch.cuda.current_stream(self._byte.device).record_event()
+        if self._number.device.type == "cuda":
+            self._host = torch.empty((), pin_memory=True)
+            self._host.copy_(self._number, non_blocking=True)
+            self._arrival = torch.cuda.current_stream(self._number.device).record_event()
         return self
 
     def read(self) -> int:
-        """The byte, after waiting for it where it is not on the host yet."""
+        """The reasons, after waiting for them where they are not on the host yet."""
         if self._arrival is None:
             self.send()
         if self._arrival is not None:
             self._arrival.synchronize()
         # It lies in host memory by now. `item()` would be counted as a read of the device by whoever watches for those.
         host = self._host.cpu()
-        return ctypes.c_uint8.from_address(host.data_ptr()).value
+        return int(ctypes.c_float.from_address(host.data_ptr()).value)
 
-    def error(self, byte: int) -> MacrobatchError | None:
-        """What to raise for that byte."""
-        if byte & BAD_ITEMS:
+    def error(self, reasons: int) -> MacrobatchError | None:
+        """What to raise for them."""
+        if reasons & BAD_ITEMS:
             return BatchError(
                 f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
                 "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
             )
-        if byte == NONFINITE:
+        if reasons == NONFINITE:
             return NonFiniteError(
                 f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
                 'no items is 0 / 0: hand over sums with reduction="sum", or items as ints), lower the learning rate, '
@@ -214,15 +215,15 @@ class Update:
             return self._result(window, grad_norm, skipped=self._unasked(verdict))
         if fused:
             self._queue(grad_scale, verdict.found_inf)
-        byte = verdict.read()
-        if self._scaler is not None and byte in (0, NONFINITE):
+        reasons = verdict.read()
+        if self._scaler is not None and reasons in (0, NONFINITE):
             self._update_scale(self._scaler, verdict)
-        error = verdict.error(byte)
+        error = verdict.error(reasons)
         if error is not None and (self._nonfinite == "raise" or isinstance(error, BatchError)):
             raise error
-        if not fused and not byte:
+        if not fused and not reasons:
             self._queue(None, None)
-        return self._result(window, grad_norm, skipped=bool(byte))
+        return self._result(window, grad_norm, skipped=bool(reasons))
 
     def _divide(
         self, window: Window, gradients: Gradients, *, folds: bool

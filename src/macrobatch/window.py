@@ -62,13 +62,12 @@ class Window:
         self._scaler = scaler
         self._typical_items = typical_items
         self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
-        self._seed: tuple[object, Tensor] | None = None  # the last one, which mostly serves again
+        self._seed: tuple[float, Tensor] | None = None  # the last one by its weight: mostly it serves again
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
         self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
-        self._loss: Tensor | None = None  # the sum, as wide as the device allows, but for what is in the two below
-        self._weighted: list[Tensor] = []  # summed losses of micro-batches
+        self._loss: Tensor | None = None  # the sum, as wide as the device allows, but for what is in the next
         self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
 
     # ------------------------------------------------------------------------------------------ one micro-batch
@@ -84,9 +83,11 @@ class Window:
             weight = count if self.multiplier is UNSCALED else count * weight
         if isinstance(weight, Tensor):
             return weight.to(loss.device, loss.dtype, non_blocking=True).reshape(loss.shape)
-        kind = weight, loss.dtype, loss.device, loss.shape
-        if self._seed is None or self._seed[0] != kind:
-            self._seed = kind, torch.full_like(loss, weight)
+        if self._seed is not None and self._seed[0] == weight:
+            seed = self._seed[1]
+            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
+                return seed
+        self._seed = weight, torch.full_like(loss, weight)
         return self._seed[1]
 
     def add(self, loss: Tensor, items: Items) -> None:
@@ -95,39 +96,39 @@ class Window:
         self.micro_batches += 1
         if self._loss is None:
             self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
-        loss = loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
-        if isinstance(items, Tensor):
-            self._unweighted.append((self._copied(loss), self._copied(items.detach().reshape(()))))
-        else:
+        loss = self._as_number(loss)
+        if not isinstance(items, Tensor):
             count = 1 if items is None else items
             self._host_items += count
-            if not self.counts_for_nothing(items):
-                loss = loss.float() if loss.dtype.itemsize < 4 else loss
-                self._weighted.append(self._copied(loss, count if self._reduction == "mean" else 1))
-        if self.micro_batches % 32 == 0:
+            if count or self._reduction == "sum":  # a mean over no items is NaN, and counts for nothing
+                self._loss.add_(loss, alpha=count if self._reduction == "mean" else 1)
+            return
+        # Copies: the caller may fill the same buffers anew for the next micro-batch.
+        self._unweighted.append((loss.clone(), self._as_number(items).clone()))
+        if len(self._unweighted) == 32:
             self._fold()
 
-    def _copied(self, number: Tensor, factor: float = 1) -> Tensor:
-        """A copy, as the caller may fill the same buffer anew for the next micro-batch; on the window's device."""
-        number = number * factor if factor != 1 else number.clone()
+    def _as_number(self, tensor: Tensor) -> Tensor:
+        """Without its graph, its shape, or another device than the window's."""
+        number = tensor.data  # only read from here on: cheaper than detach()
+        if number.dim():
+            number = number.reshape(())
         return number if number.device == self.device else number.to(self.device, non_blocking=True)
 
     def _fold(self) -> None:
-        """Add what was collected to the totals. One by one as they come would take three times the kernels."""
+        """Add what only the device can weigh to the totals; one by one as they come would take thrice the kernels."""
+        if not self._unweighted:
+            return
+        losses, items = (torch.stack(column) for column in zip(*self._unweighted, strict=True))
+        self._unweighted.clear()
+        losses, items = losses.to(wide(self.device)), items.to(wide_count(items))
+        if self._reduction == "mean":  # one over no items is NaN, and counts for nothing
+            losses = losses.masked_fill(items == 0, 0) * items
+        total, lowest = items.sum(), items.min()
         assert self._loss is not None
-        if self._weighted:
-            self._loss = self._loss + torch.stack(self._weighted).sum(dtype=self._loss.dtype)
-            self._weighted.clear()
-        if self._unweighted:
-            losses, items = (torch.stack(column) for column in zip(*self._unweighted, strict=True))
-            self._unweighted.clear()
-            losses, items = losses.to(self._loss.dtype), items.to(wide_count(items))
-            if self._reduction == "mean":  # one over no items is NaN, and counts for nothing
-                losses = losses.masked_fill(items == 0, 0) * items
-            total, lowest = items.sum(), items.min()
-            self._loss = self._loss + losses.sum()
-            self._device_items = total if self._device_items is None else self._device_items + total
-            self._lowest = lowest if self._lowest is None else torch.minimum(self._lowest, lowest)
+        self._loss += losses.sum()
+        self._device_items = total if self._device_items is None else self._device_items + total
+        self._lowest = lowest if self._lowest is None else torch.minimum(self._lowest, lowest)
 
     def counts_for_nothing(self, items: Items) -> bool:
         """Whether the host knows that this is a mean over no items: 0 / 0 in itself, and nothing in the window."""
