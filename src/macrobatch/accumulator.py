@@ -6,6 +6,7 @@ The main path is `batches` -> `backward` -> `step`; everything below it checks a
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
@@ -16,14 +17,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch import arguments
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients, Parameters, run_backward
-from macrobatch.loader import counted_down
-from macrobatch.sync import When, sync_for
+from macrobatch.loader import Remainder, Turn, agreed_turns, length_of, planned_turns
+from macrobatch.snapshot import Snapshot
+from macrobatch.sync import When, all_reduce_later, gathered, largest, sync_for, wrapping
 from macrobatch.update import NonFinite, StepResult, Update
 from macrobatch.window import Items, Reduction, Window
 
-Remainder = Literal["step", "drop", "carry"]
 Batch = TypeVar("Batch")
 
 
@@ -90,7 +91,10 @@ class Accumulator:
         self._reduction: Reduction = arguments.checked_choice("reduction", reduction, Reduction)
         self._remainder: Remainder = arguments.checked_choice("remainder", remainder, Remainder)
         self._accumulate_dtype = arguments.checked_dtype(accumulate_dtype)
-        self._sync = sync_for(self._models, sync=sync, gather=gather, process_group=process_group)
+        self._sync = sync_for(
+            self._models, sync=sync, gather=gather, process_group=process_group, accumulate_dtype=accumulate_dtype
+        )
+        self._wrapping = wrapping(self._models)
         self._update = Update(
             arguments.checked_optimizers(self._optimizers),
             arguments.checked_schedulers(scheduler, self._optimizers),
@@ -106,8 +110,11 @@ class Accumulator:
         self._gradients: Gradients | None = None
         self._inputs: Sequence[nn.Parameter] | None = None
         self._expects: Literal["batch", "backward", "step"] = "batch"  # which call comes next
-        self._last: bool | None = None  # whether the current micro-batch was said to close the window
+        self._turn = Turn()  # how the current micro-batch was begun
         self._is_last = False
+        self._is_repeat = False
+        self._before_repeat: Snapshot | None = None
+        self._others_go_on = False
         self._epoch: object = None  # which `batches` is the current one
         self._carried = False  # the open window was left open by the end of an epoch
         self._broken = False  # a backward failed half-way in the open window
@@ -125,7 +132,7 @@ class Accumulator:
                 f"{self._open_window().number} have had no step. Close it with step(now=True), or drop it with "
                 "discard()."
             )
-        self._expects = "batch"
+        self._give_up_turn()
         self._epoch = object()
         return self._iterate(loader, self._epoch)
 
@@ -139,12 +146,19 @@ class Accumulator:
         """
         self._require_backward()
         loss, items = arguments.checked_loss(loss), arguments.checked_items(items)
+        self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients(loss)
-        seed = window.weigh(loss, items)
         self._require_untouched(gradients)
-        self._run_backward(loss, seed, gradients, counts=not window.counts_for_nothing(items))
-        gradients.mark()
-        window.add(loss, items)
+        if self._is_repeat:
+            seed = window.add_nothing(loss)
+        else:
+            seed = window.weigh(loss, items)
+            window.add(loss, items)
+        if self._is_last:
+            self._sync.check_last(loss, gradients.named)
+            self._send(window)  # it travels during the backward
+        self._run_backward(loss, seed, gradients, counts=not (self._is_repeat or window.counts_for_nothing(items)))
+        self._end_turn()
         self._expects = "step"
 
     def step(self, now: bool = False) -> StepResult | None:
@@ -160,7 +174,14 @@ class Accumulator:
         window, gradients = self._open_window(), self._gradients
         assert gradients is not None, "a window with micro-batches has gradients"
         self._require_untouched(gradients)
+        if not self._is_last:
+            self._send(window)
+        window.receive()
         try:
+            if not self._is_due(window):
+                return None
+            self._sync.finish(gradients.named)
+            window.average = self._sync.average
             return self._update.close(window, gradients)
         finally:
             if self._scaler is not None:
@@ -171,8 +192,9 @@ class Accumulator:
     def discard(self) -> None:
         """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
         self._drop_window()
+        self._sync.clear()
         if self._expects == "backward":
-            self._begin(self._last)
+            self._begin(self._turn)
         else:
             self._expects, self._is_last = "batch", False
 
@@ -193,14 +215,13 @@ class Accumulator:
             last: whether this one closes the window; None: ``steps`` decides.
         """
         self._require_finished()
-        self._begin(last)
+        self._begin(Turn(last))
         try:
             yield
             if self._expects == "backward":
                 raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
         finally:
-            if self._expects == "backward":
-                self._expects = "batch"  # as if it had not been
+            self._give_up_turn()
 
     # ------------------------------------------------------------------------------------------ what one can ask
 
@@ -211,8 +232,8 @@ class Accumulator:
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the current batch is one that this rank has had before. Never so in one process."""
-        return False
+        """Whether the current batch is one that this rank has had before, as it ran out and others did not."""
+        return self._is_repeat
 
     @property
     def optimizer_step(self) -> int:
@@ -238,65 +259,146 @@ class Accumulator:
 
     def _iterate(self, loader: Iterable[Batch], epoch: object) -> Iterator[Batch]:
         self._require_epoch(epoch)
-        for batch, left in counted_down(loader):
-            window = self._open_window()
-            if self._remainder == "drop" and left is not None and window.micro_batches + left + 1 < window.length:
-                break
-            self._begin(True if self._remainder == "step" and left == 0 else None)
-            yield batch
+        for batch, turn in self._turns(loader):
+            self._begin(turn)
+            try:
+                yield batch
+            except GeneratorExit:
+                if self._epoch is epoch:
+                    self._give_up_turn()
+                raise
             self._require_epoch(epoch)
             self._require_finished()
         self._end_epoch()
+
+    def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
+        group, longest = self._sync.group, None
+        if group is not None:
+            loader, lengths = self._exchange_lengths(loader)
+            if None in lengths:
+                self._others_go_on = True
+                return agreed_turns(loader, self._open_window, lambda: self._others_go_on, lockstep=self._sync.lockstep)
+            longest = max(length for length in lengths if length is not None)
+        return planned_turns(
+            loader, longest, self._open_window, remainder=self._remainder, lockstep=self._sync.lockstep
+        )
+
+    def _exchange_lengths(self, loader: Iterable[Batch]) -> tuple[Iterable[Batch], list[int | None]]:
+        """Once an epoch: how long every rank's loader is; None for those that do not know."""
+        length = length_of(loader)
+        if length is None:  # whether there is a first batch must be known all the same
+            iterator = iter(loader)
+            first = list(itertools.islice(iterator, 1))
+            loader = itertools.chain(first, iterator)
+            length = -1 if first else 0
+        device = next(iter(self._parameters.trainable().values())).device
+        lengths = gathered(length, self._sync.group, device)
+        if 0 in lengths:
+            empty = [rank for rank, length in enumerate(lengths) if length == 0]
+            raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
+        if -1 in lengths and self._remainder == "carry":
+            raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
+        if len(set(lengths)) > 1 or -1 in lengths:
+            for module in (m for model in self._models for m in model.modules() if isinstance(m, nn.SyncBatchNorm)):
+                raise BackendError(
+                    f"loaders of lengths {lengths} with {type(module).__name__}: a rank that has run out takes part "
+                    "with a repeated batch, which would change the others' statistics. Make the lengths equal."
+                )
+        return loader, [None if length == -1 else length for length in lengths]
 
     def _end_epoch(self) -> None:
         self._epoch = None
         self._expects, self._is_last = "batch", False
         if self._accumulated and self._remainder == "drop":
-            self._drop_window()
+            self.discard()
         self._carried = self._accumulated
         if not self._carried:
             self._update.settle()  # no later window may come to notice it
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
-    def _begin(self, last: bool | None) -> None:
+    def _begin(self, turn: Turn) -> None:
+        self._end_turn()
         window = self._open_window()
         self._carried = False
-        self._last = last
-        self._is_last = window.micro_batches + 1 >= window.length if last is None else last
+        self._turn = turn
+        window.slots += turn.slots
+        self._is_last = window.slots >= window.length if turn.last is None else turn.last
+        self._is_repeat = turn.repeat
+        self._before_repeat = Snapshot(self._models) if turn.repeat else None
+        self._sync.begin(self._is_last)
         self._expects = "backward"
+
+    def _end_turn(self) -> None:
+        """Put back what was set for a micro-batch, and for a repeated one what it changed."""
+        self._sync.end()
+        if self._before_repeat is not None:
+            self._before_repeat.restore()
+            self._before_repeat = None
+
+    def _give_up_turn(self) -> None:
+        """The micro-batch under way, if any, is as if it had not been."""
+        self._end_turn()
+        if self._expects == "backward" and self._window is not None:
+            self._window.slots -= self._turn.slots
+        if self._expects == "backward":
+            self._expects = "batch"
 
     def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool) -> None:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
-        zero = torch.zeros_like
-        hooks = [] if counts else [p.register_hook(zero) for p in gradients.parameters]  # type: ignore[no-untyped-call]
+        hooks = [] if counts else self._sync.zeroed(gradients.parameters)
+        is_first = self._open_window().turns == 1
         try:
             run_backward(loss, seed, self._inputs)
         except BaseException:
-            if self._accumulated:
-                self._broken = True
+            if is_first:
+                self._undo_first_turn()
             else:
-                self._drop_window()
+                self._broken = True
             raise
         finally:
             for hook in hooks:
                 hook.remove()
-        if not self._accumulated and not gradients.any():
+        if not self._sync.shows_gradients:
+            return
+        gradients.mark()
+        if is_first and not gradients.any():
+            self._undo_first_turn()
             raise BatchError(
                 "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
                 "that it uses are frozen. Hand over the loss of the model that this Accumulator was made for."
             )
 
+    def _undo_first_turn(self) -> None:
+        """The backward that would have been a window's first failed: the window is as before it."""
+        self._window = None
+        self._drop_window()
+        self._open_window().slots += self._turn.slots
+
     # ------------------------------------------------------------------------------------------ the window
+
+    def _send(self, window: Window) -> None:
+        """Start the totals of a closing window on their way to the other ranks."""
+        if (group := self._sync.group) is not None:
+            window.send(lambda numbers: all_reduce_later(numbers, group), self._turn.flags)
+
+    def _is_due(self, window: Window) -> bool:
+        """Whether a window is closed; with flags, that a short one is dropped may only be known now."""
+        if not self._turn.flags or not self._is_last:
+            return True
+        more, complete = self._turn.flags
+        self._others_go_on = bool(more) or window.flag(0) > 0
+        return self._remainder != "drop" or bool(complete) or window.flag(1) > 0
 
     @property
     def _accumulated(self) -> bool:
         """Whether the window holds anything."""
-        return self._window is not None and self._window.micro_batches > 0
+        return self._window is not None and self._window.turns > 0
 
     def _open_window(self) -> Window:
         if self._window is None:
+            self._require_same_wrapping()
             length = self._steps(self._update.taken) if callable(self._steps) else self._steps
             self._window = Window(
                 number=self._windows + 1,
@@ -310,10 +412,23 @@ class Accumulator:
     def _open_gradients(self, loss: Tensor) -> Gradients:
         """The gradients of the window, made at its first backward: what is there by then belongs to no window."""
         if self._gradients is None:
-            self._gradients = Gradients(self._parameters.trainable(), self._accumulate_dtype)
+            self._gradients = Gradients(
+                self._parameters.trainable(),
+                self._accumulate_dtype if self._sync.shows_gradients else None,
+                self._sync.shards,
+            )
             self._update.begin()
             self._inputs = self._sync.backward_inputs(loss, self._gradients.parameters)
         return self._gradients
+
+    def _agree_on_items(self, loss: Tensor, items: Items) -> None:
+        """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
+        if self._scaler is None or self._sync.group is None or self._typical_items is not None:
+            return
+        own = torch.as_tensor(1.0 if items is None else items, dtype=torch.float32)
+        self._typical_items = largest(own.reshape(()).to(loss.device, non_blocking=True), self._sync.group)
+        if self._window is not None:
+            self._window.typical = self._typical_items
 
     def _drop_window(self) -> None:
         self._windows += self._accumulated
@@ -366,6 +481,13 @@ class Accumulator:
             raise UsageError(
                 f"a backward failed half-way in window {self._open_window().number}, so its gradients are incomplete. "
                 "Drop them with discard(); the next batch then begins a new window."
+            )
+
+    def _require_same_wrapping(self) -> None:
+        if wrapping(self._models) != self._wrapping:
+            raise BackendError(
+                "a model was wrapped, or torch.distributed initialized, after this Accumulator was made: it does not "
+                "know how gradients travel. Make it last, of the model as it is trained."
             )
 
     def _require_untouched(self, gradients: Gradients) -> None:

@@ -6,12 +6,16 @@ a group. Nothing is read by the host.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 try:
@@ -37,6 +41,15 @@ def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | No
         _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed, inputs=inputs)
+
+
+class Kind(NamedTuple):
+    """What one call of a foreach kernel can serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    widened: bool
+    shards: tuple[Any, ...]  # the groups of ranks that hold other parts of the same parameters
 
 
 class Parameters:
@@ -83,19 +96,22 @@ class Gradients:
     Args:
         named: the trainable parameters, each once, by the name that errors call it.
         accumulate_dtype: sums gradients of narrower parameters in this dtype.
+        shards: the groups of ranks that hold other parts of plain gradients. (A DTensor knows its own.)
     """
 
     def __init__(
         self,
         named: dict[str, nn.Parameter],
         accumulate_dtype: torch.dtype | None = None,
+        shards: tuple[Any, ...] = (),
     ) -> None:
         self.parameters = list(named.values())
-        self._named = named
+        self.named = named
+        self._shards = shards
         self._left: list[Tensor | None] | None = None  # for each parameter, what the last backward left ...
         self._versions: list[int] = []  # ... and how often that had been written to
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
-        self._groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+        self._groups: dict[Kind, list[Tensor]] = {}
         self.clear()  # what is left from before belongs to no window
         if accumulate_dtype is not None:
             self._widen(accumulate_dtype)
@@ -116,7 +132,7 @@ class Gradients:
         if versions == self._versions and all(map(operator.is_, now, self._left)):
             return
         for name, gradient, version, left, before in zip(
-            self._named, now, versions, self._left, self._versions, strict=True
+            self.named, now, versions, self._left, self._versions, strict=True
         ):
             if gradient is not left or version != before:
                 found = "cleared" if gradient is None else "changed"
@@ -150,8 +166,8 @@ class Gradients:
 
     def gather(self) -> None:
         """Group what is there, for the methods below: no backward comes any more."""
-        groups: defaultdict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = defaultdict(list)
-        for name, parameter in self._named.items():
+        groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
+        for name, parameter in self.named.items():
             if (gradient := parameter.grad) is None:
                 continue
             if gradient.layout != torch.strided:
@@ -159,27 +175,39 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            groups[gradient.device, gradient.dtype, id(parameter) in self._widened].append(gradient)
+            local, shards = self._local(gradient)
+            groups[Kind(local.device, local.dtype, id(parameter) in self._widened, shards)].append(local)
         self._groups = dict(groups)
+
+    def _local(self, gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """This rank's part of a gradient, and the groups of ranks that hold the others."""
+        if not isinstance(gradient, DTensor):
+            return gradient, self._shards
+        mesh, placements = gradient.device_mesh, gradient.placements
+        shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+        return gradient.to_local(), shards
 
     @property
     def foldable(self) -> bool:
         """Whether a float32 divisor inside the optimizer's own kernel is as good as a pass over the gradients."""
-        return all(dtype in (torch.float32, *HALF) and not widened for _, dtype, widened in self._groups)
+        return all(kind.dtype in (torch.float32, *HALF) and not kind.widened for kind in self._groups)
 
     def norm(self, order: float, device: torch.device) -> Tensor:
         """The norm of all gradients together; infinite or NaN where one of them is."""
-        parts = []
-        for (_, dtype, _), group in self._groups.items():
-            norms = torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)
-            part = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
-            parts.append(part.to(device, wide(device), non_blocking=True))
-        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), order)
+        parts: dict[tuple[Any, ...], list[Tensor]] = {self._shards: []} if self._shards else {}
+        for kind, group in self._groups.items():
+            group = [gradient for gradient in group if gradient.numel()] if kind.shards else group
+            norms = torch._foreach_norm(group, order, dtype=torch.float32 if kind.dtype in HALF else None)
+            norm = _norm_of(norms, order, device)
+            parts.setdefault(kind.shards, []).append(norm.to(device, wide(device), non_blocking=True))
+        return _norm_of(
+            [_over(shards, _norm_of(part, order, device), order) for shards, part in parts.items()], order, device
+        )
 
     def divide(self, divisor: float | Tensor) -> None:
         """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
         factor = 1 / divisor
-        for (device, dtype, widened), group in self._groups.items():
+        for (device, dtype, widened, _), group in self._groups.items():
             if widened:
                 self._narrow(device, factor)
             elif not isinstance(factor, Tensor):
@@ -198,8 +226,8 @@ class Gradients:
         """
         if len(self._groups) != 1:
             return None
-        ((where, dtype, widened), group), *_ = self._groups.items()
-        if widened or where != device or dtype not in (torch.float32, *HALF):
+        ((where, dtype, widened, shards), group), *_ = self._groups.items()
+        if widened or shards or where != device or dtype not in (torch.float32, *HALF):
             return None
         found = torch.zeros((), device=device)
         inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
@@ -218,3 +246,23 @@ class Gradients:
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
+
+
+def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """The norm of what has these norms in its parts."""
+    if not norms:
+        return torch.zeros((), device=device, dtype=wide(device))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)
+
+
+def _over(shards: tuple[Any, ...], norm: Tensor, order: float) -> Tensor:
+    """The norm over all ranks that hold a part."""
+    for group in shards:
+        if order == math.inf:
+            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)  # the largest of NaN and a number may be the number
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        else:
+            norm = norm**order
+            dist.all_reduce(norm, group=group)
+            norm = norm ** (1 / order)
+    return norm

@@ -1,24 +1,52 @@
 """When gradients travel: one small class a backend, chosen by `sync_for`.
 
-In one process they do not travel at all, so there is one class so far. What it says is how a backward may be run.
+A micro-batch lies between `begin`, before its forward, and `end`, after its backward. What a class sets on a model in
+between, `end` puts back as it was. What remains to be done when a window closes is in `finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from macrobatch.errors import BackendError, UsageError
 
 When = Literal["window", "micro"]
+Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
 class Local:
-    """One process: gradients stay where they are."""
+    """One process: gradients stay where they are.
+
+    Attributes:
+        group: the ranks whose items are counted together; None: this process alone.
+        average: what the backend has divided the gradients of a closing window by.
+        lockstep: whether every micro-batch communicates, so that all ranks must do equally many.
+        shows_gradients: whether ``.grad`` holds the window's sum after each backward.
+        shards: the groups of ranks that hold other parts of plain gradients.
+    """
+
+    group: Group = None
+    average: float = 1
+    lockstep = False
+    shows_gradients = True
+    shards: tuple[Group, ...] = ()
+
+    def begin(self, last: bool) -> None:
+        """Before the forward of a micro-batch."""
+
+    def end(self) -> None:
+        """After its backward, or when it is given up: everything is put back as it was."""
+
+    def check_last(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
+        """Before the backward that closes a window: an error if it would leave a gradient unsynchronised."""
 
     def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter] | None:
         """What a backward of `loss` may be confined to, so that it adds to no other model's gradients.
@@ -28,42 +56,384 @@ class Local:
         """
         return None if _has_node(loss, CheckpointFunction._backward_cls) else tuple(parameters)
 
+    def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+        """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
+        return [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
 
-def sync_for(models: Sequence[nn.Module], *, sync: When, gather: When, process_group: object) -> Local:
+    def finish(self, named: dict[str, nn.Parameter]) -> None:
+        """When a window closes: synchronise what its last backward has not."""
+
+    def clear(self) -> None:
+        """Drop gradients that are held anywhere but in ``.grad``."""
+
+
+class DDP(Local):
+    """DistributedDataParallel: the reducer averages, overlapped with the last backward; or one flat sum at the close.
+
+    Flat where the reducer cannot: gradients wider than their parameters, a window closed before its last micro-batch.
+    """
+
+    def __init__(self, models: Sequence[Any], *, sync: When, group: Group, flat: bool) -> None:
+        self._models = models
+        self._micro = sync == "micro" and not flat
+        self._flat = flat
+        self._flags = contextlib.ExitStack()
+        self._synced = False  # whether the last backward went through the reducer
+        self._world = dist.get_world_size(group)
+        self.group = group
+        self.lockstep = self._micro
+
+    @property
+    def average(self) -> float:  # type: ignore[override]
+        return self._world if self._synced else 1
+
+    def begin(self, last: bool) -> None:
+        self._synced = not self._flat and (last or self._micro)
+        if self._synced:
+            return
+        for model in self._models:
+            if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+                raise BackendError(
+                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
+                    "synchronised. Let the first window have one micro-batch: "
+                    "steps=lambda step: 1 if step == 0 else 8."
+                )
+            self._flags.enter_context(model.no_sync())
+
+    def end(self) -> None:
+        self._flags.close()
+
+    def check_last(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
+        if not self._synced or all(m.find_unused_parameters or m.static_graph for m in self._models):
+            return
+        used = set()
+        for node in _nodes(loss):
+            if type(node) is CheckpointFunction._backward_cls:
+                return  # it hides which parameters it uses
+            if (variable := getattr(node, "variable", None)) is not None:
+                used.add(id(variable))
+        missing = [name for name, parameter in named.items() if id(parameter) not in used]
+        if missing:
+            raise BackendError(
+                f"{len(missing)} parameters have no part in this rank's last micro-batch of the window, the first of "
+                f"them {missing[0]!r}: DistributedDataParallel would not synchronise what they have accumulated. Wrap "
+                "the model with find_unused_parameters=True."
+            )
+
+    def finish(self, named: dict[str, nn.Parameter]) -> None:
+        if not self._synced:
+            all_reduce_flat(named, self.group)
+
+
+class FSDP1(Local):
+    """FullyShardedDataParallel: its no_sync holds unsharded gradients until the last micro-batch."""
+
+    shows_gradients = False
+    lockstep = True  # parameters are gathered for every micro-batch
+
+    def __init__(self, models: Sequence[Any], *, sync: When, group: Group) -> None:
+        self._models = models
+        self._micro = sync == "micro"
+        self._flags = contextlib.ExitStack()
+        self._synced = False
+        self.group = group
+        self.average = models[0]._gradient_predivide_factor * models[0]._gradient_postdivide_factor
+        if models[0].sharding_strategy.name != "NO_SHARD":
+            self.shards = (models[0].process_group,)
+
+    def begin(self, last: bool) -> None:
+        self._synced = last or self._micro
+        if not self._synced:
+            for model in self._models:
+                self._flags.enter_context(model.no_sync())
+
+    def end(self) -> None:
+        self._flags.close()
+
+    def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        return None  # torch forbids it here
+
+    def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+        flat = [handle.flat_param for model in self._models for handle in model._all_handles]
+        return [p.register_hook(torch.zeros_like) for p in flat if p.requires_grad]
+
+    def finish(self, named: dict[str, nn.Parameter]) -> None:
+        if not self._synced:
+            raise _closed_early("FullyShardedDataParallel")
+
+    def clear(self) -> None:
+        for model in self._models:
+            for handle in model._all_handles:
+                handle.flat_param.grad = None
+                handle.flat_param._saved_grad_shard = None
+
+
+class FSDP2(Local):
+    """`fully_shard`, over one mesh dimension or two (HSDP): flags on each parameter group, for forward and backward."""
+
+    shows_gradients = False
+
+    def __init__(self, models: Sequence[Any], *, sync: When, gather: When, group: Group) -> None:
+        self._models = models
+        self._micro = sync == "micro"
+        self._gathered = gather == "window"
+        self._saved: list[tuple[object, str, object]] = []
+        self._synced = False
+        self.group = group
+        self.lockstep = self._micro or not self._gathered
+        factors = {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in self._groups()}
+        if len(factors) != 1:
+            raise BackendError(f"the parts of the model divide gradients by different factors: {sorted(factors)}.")
+        self.average = factors.pop()
+
+    def begin(self, last: bool) -> None:
+        self._save()
+        self._synced = last or self._micro
+        for model in self._models:
+            model.set_requires_gradient_sync(self._synced)
+            if self._micro:
+                model.set_requires_all_reduce(last)  # of HSDP: once a window
+            if self._gathered:
+                model.set_reshard_after_forward(False)
+                model.set_reshard_after_backward(last)
+
+    def check_dtype(self, dtype: torch.dtype | None) -> None:
+        """Gradients are held back in the reduce dtype: it has to be the one asked for."""
+        policies = {state._mp_policy.reduce_dtype for state in self._states()}
+        if policies != {dtype} or self._micro:
+            raise BackendError(
+                f"accumulate_dtype={dtype} under fully_shard needs gradients held and reduced in that dtype: shard "
+                f'with MixedPrecisionPolicy(reduce_dtype={dtype}), and keep sync="window".'
+            )
+
+    def _save(self) -> None:
+        self.end()
+        flags = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
+        self._saved = [(group, flag, getattr(group, flag)) for group in self._groups() for flag in flags]
+        flag = "_auto_reshard_after_forward"
+        self._saved += [(state, flag, getattr(state, flag)) for state in self._states()]
+
+    def end(self) -> None:
+        for owner, flag, value in self._saved:
+            setattr(owner, flag, value)
+        self._saved.clear()
+
+    def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        return None  # the leaves of the graph are the gathered parameters, not those that users see
+
+    def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+        leaves = [p._unsharded_param for p in self._sharded() if hasattr(p, "_unsharded_param")]
+        return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
+
+    def finish(self, named: dict[str, nn.Parameter]) -> None:
+        if not self._synced:
+            raise _closed_early("fully_shard")
+
+    def clear(self) -> None:
+        # zero_grad() does not reach what a parameter group holds back: the next window would be off by it.
+        for parameter in self._sharded():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        for group in self._groups():
+            group._partial_reduce_output = None
+        if self._gathered:
+            for module in (m for model in self._models for m in model.modules() if _wrapper(m) == "FSDPModule"):
+                module.reshard()
+
+    def _states(self) -> Iterator[Any]:
+        for model in self._models:
+            for module in model.modules():
+                if _wrapper(module) == "FSDPModule":
+                    yield module._get_fsdp_state()
+
+    def _groups(self) -> Iterator[Any]:
+        for state in self._states():
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it, one or none
+            yield from [state._fsdp_param_group] if groups is None else groups
+
+    def _sharded(self) -> Iterator[Any]:
+        for group in self._groups():
+            yield from group.fsdp_params
+
+
+# ---------------------------------------------------------------------------------------------- which class
+
+
+def sync_for(
+    models: Sequence[nn.Module],
+    *,
+    sync: When,
+    gather: When,
+    process_group: object,
+    accumulate_dtype: torch.dtype | None,
+) -> Local:
     """The class that fits these models, or an error that says which option does not."""
     for name, value in (("sync", sync), ("gather", gather)):
         if value not in ("window", "micro"):
             raise UsageError(f'{name} must be "window" or "micro": got {value!r}.')
-    if gather == "window":
+    kind = backend_of(models)
+    if gather == "window" and kind != "FSDPModule":
         raise BackendError('gather="window" keeps the parameters of FSDP2 gathered; no given model is sharded by it.')
-    if process_group is not None:
-        raise BackendError("process_group was given, but this version accumulates in one process only.")
-    for model in models:
-        if (kind := _wrapper(model)) is not None:
-            raise BackendError(f"the model is wrapped in {kind}; this version accumulates in one process only.")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if process_group is not None and not _initialized():
+        raise BackendError("process_group was given, but torch.distributed is not initialized.")
+    models = [_unwrapped(model) for model in models]
+    if kind is None:
+        group = _given(process_group)
+        if _initialized() and dist.get_world_size(group) > 1:
+            raise BackendError(
+                f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its "
+                "gradients. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; "
+                "for ranks that train on their own, hand over a process_group of one."
+            )
+        return Local()
+    own = _own_group(models[0], kind)
+    group = own if process_group is None else _given(process_group)
+    if dist.get_world_size(group) != dist.get_world_size(own):
         raise BackendError(
-            f"torch.distributed runs with {dist.get_world_size()} ranks; this version accumulates in one process only."
+            f"process_group has {dist.get_world_size(group)} ranks, but the model averages its gradients over "
+            f"{dist.get_world_size(own)}: items must be counted over the same ranks."
         )
-    return Local()
+    if kind == "DistributedDataParallel":
+        return DDP(models, sync=sync, group=group, flat=_widens(models, accumulate_dtype))
+    if kind == "FSDPModule":
+        backend = FSDP2(models, sync=sync, gather=gather, group=group)
+        if _widens(models, accumulate_dtype):
+            backend.check_dtype(accumulate_dtype)
+        return backend
+    if _widens(models, accumulate_dtype):
+        raise BackendError(
+            "accumulate_dtype is for DistributedDataParallel and fully_shard. FullyShardedDataParallel sums in a dtype "
+            "of its own: set MixedPrecision(reduce_dtype=torch.float32) there."
+        )
+    return FSDP1(models, sync=sync, group=group)
+
+
+def wrapping(models: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Changes where a model is wrapped, or ranks appear."""
+    return (*map(type, models), dist.get_world_size() if _initialized() else 1)
+
+
+def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
+    """Whether gradients summed in `dtype` are wider than their parameters."""
+    return dtype is not None and any(p.dtype.itemsize < dtype.itemsize for m in models for p in m.parameters())
+
+
+def backend_of(models: Sequence[nn.Module]) -> str | None:
+    """The wrapper that all models share."""
+    kinds = {_wrapper(model) for model in models if any(p.requires_grad for p in model.parameters())}
+    if len(kinds) > 1:
+        found = sorted(kind or "no wrapper" for kind in kinds)
+        raise BackendError(f"all models must have the same data-parallel wrapper: found {', '.join(found)}.")
+    return kinds.pop() if kinds else None
 
 
 def _wrapper(model: nn.Module) -> str | None:
-    """The name of the data-parallel wrapper around `model`, compiled or not."""
-    model = getattr(model, "_orig_mod", model)
     wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-    return next((c.__name__ for c in type(model).__mro__ if c.__name__ in wrappers), None)
+    return next((c.__name__ for c in type(_unwrapped(model)).__mro__ if c.__name__ in wrappers), None)
 
 
-def _has_node(loss: Tensor, kind: type) -> bool:
-    """Whether the graph behind `loss` holds a node of that kind."""
-    pending, seen = [loss.grad_fn], set()
+def _unwrapped(model: nn.Module) -> Any:
+    """The module that a compiled one was made of."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _given(process_group: Any) -> Group:
+    """A group, as it is or as a dimension of a mesh."""
+    if not hasattr(process_group, "mesh_dim_names"):
+        return process_group
+    return (process_group if process_group.ndim == 1 else process_group._flatten()).get_group()
+
+
+def _own_group(model: Any, kind: str) -> Group:
+    """The ranks over which the model itself averages."""
+    if kind == "DistributedDataParallel":
+        return model.process_group
+    if kind == "FSDPModule":
+        state = model._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        mesh = groups[0].mesh_info.mesh
+        return dist.group.WORLD if mesh.size() == dist.get_world_size() else _given(mesh)
+    return dist.group.WORLD if model._inter_node_pg is not None else model.process_group
+
+
+def _closed_early(wrapper: str) -> BackendError:
+    return BackendError(
+        f"step(now=True) cannot close this window: {wrapper} synchronises gradients in a backward, and the last one "
+        'did not. Close windows with micro_batch(last=True) or remainder="step", or accumulate with sync="micro".'
+    )
+
+
+# ---------------------------------------------------------------------------------------------- graphs
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind `loss`."""
+    pending: list[Any] = [loss.grad_fn]
+    seen = set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
-        if type(node) is kind:
-            return True
+        yield node
         seen.add(node)
         pending += [following for following, _ in node.next_functions]
-    return False
+
+
+def _has_node(loss: Tensor, kind: type) -> bool:
+    """Whether the graph behind `loss` holds a node of that kind."""
+    return any(type(node) is kind for node in _nodes(loss))
+
+
+# ---------------------------------------------------------------------------------------------- small and flat sums
+
+
+def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, bucket_bytes: int = 32 * 2**20) -> None:
+    """Sum all gradients over the ranks, a bucket at a time. One that only other ranks have is made here, of zeros."""
+    parameters = list(named.values())
+    used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0].device, non_blocking=True)
+    dist.all_reduce(used, group=group)
+    if any(p.grad is None for p in parameters):  # only then does the host have to know
+        for parameter, ranks in zip(parameters, used.tolist(), strict=True):
+            if parameter.grad is None and ranks:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+    bucket: list[Tensor] = []
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient, following in zip(gradients, [*gradients[1:], None], strict=True):
+        bucket.append(gradient)
+        full = sum(g.nbytes for g in bucket) >= bucket_bytes
+        if full or following is None or (following.dtype, following.device) != (gradient.dtype, gradient.device):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat, group=group)
+            parts = torch.split(flat, [g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+            bucket.clear()
+
+
+def all_reduce_later(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start a sum over the ranks; the function returned waits for it."""
+    work = dist.all_reduce(numbers, group=group, async_op=True)
+
+    def arrived() -> Tensor:
+        work.wait()
+        return numbers
+
+    return arrived
+
+
+def gathered(number: int, group: Group, device: torch.device) -> list[int]:
+    """That number of every rank, on the host."""
+    own = torch.tensor([number], device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    return [int(other) for other in torch.cat(everyone).tolist()]
+
+
+def largest(number: Tensor, group: Group) -> Tensor:
+    """The largest of all ranks' numbers, which the host does not get to know."""
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    return number

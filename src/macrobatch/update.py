@@ -198,7 +198,7 @@ class Update:
 
     def _close(self, window: Window, gradients: Gradients) -> StepResult:
         """Divide, clip, guard, step: the device gets all of it queued, and the host reads only what it must know."""
-        if window.host_items == 0:
+        if window.is_empty:
             return self._result(window, None, skipped=True)
         gradients.gather()
         fused = self._fused
@@ -249,9 +249,14 @@ class Update:
         return divisor, None, nonfinite
 
     def _verdict(self, window: Window, nonfinite: Tensor | None) -> Verdict | None:
-        reasons = {} if nonfinite is None else {NONFINITE: nonfinite}
-        if (bad_items := window.bad_items()) is not None:
-            reasons |= {NO_ITEMS: window.items() == 0, BAD_ITEMS: bad_items}
+        reasons = {}
+        if nonfinite is not None:
+            poisoned = window.poisoned()
+            reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
+        if not window.has_items:
+            reasons[NO_ITEMS] = window.items() == 0
+            if (bad_items := window.bad_items()) is not None:
+                reasons[BAD_ITEMS] = bad_items
         return Verdict(window, reasons) if reasons else None
 
     # ------------------------------------------------------------------------------------------ steps, and who knows
@@ -263,7 +268,7 @@ class Update:
 
     def _asks(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
         """Whether the host has to know the verdict before it goes on."""
-        if window.host_items is None:
+        if not window.has_items:
             return True
         if self._scaler is not None:
             return not fused or self._counts_on_host

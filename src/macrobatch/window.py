@@ -9,6 +9,7 @@ tensors on their device; nothing that lives on a device is read here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -57,10 +58,13 @@ class Window:
     ) -> None:
         self.number = number
         self.length = length
+        self.slots = 0  # how much of its length is past: on some ranks more than they had batches for
+        self.turns = 0  # backwards, those that count for nothing included
         self.micro_batches = 0
+        self.average: float = 1  # what the backend has divided the gradients by
         self._reduction = reduction
         self._scaler = scaler
-        self._typical_items = typical_items
+        self.typical = typical_items
         self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
         self._seed: tuple[float, Tensor] | None = None  # the last one by its weight: mostly it serves again
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
@@ -69,6 +73,8 @@ class Window:
         self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
         self._loss: Tensor | None = None  # the sum, as wide as the device allows, but for what is in the next
         self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
+        self._travelling: Callable[[], Tensor] | None = None
+        self._everyone: Tensor | None = None  # loss, items, micro-batches and flags, summed over all ranks
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -94,19 +100,29 @@ class Window:
         """Count a micro-batch whose backward is done."""
         self._counted = items is not None
         self.micro_batches += 1
-        if self._loss is None:
-            self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
+        total = self._begin_turn(loss)
         loss = self._as_number(loss)
         if not isinstance(items, Tensor):
             count = 1 if items is None else items
             self._host_items += count
             if count or self._reduction == "sum":  # a mean over no items is NaN, and counts for nothing
-                self._loss.add_(loss, alpha=count if self._reduction == "mean" else 1)
+                total.add_(loss, alpha=count if self._reduction == "mean" else 1)
             return
         # Copies: the caller may fill the same buffers anew for the next micro-batch.
         self._unweighted.append((loss.clone(), self._as_number(items).clone()))
         if len(self._unweighted) == 32:
             self._fold()
+
+    def add_nothing(self, loss: Tensor) -> Tensor:
+        """Count a turn that weighs nothing; returns the seed of its backward."""
+        self._begin_turn(loss)
+        return torch.zeros_like(loss)
+
+    def _begin_turn(self, loss: Tensor) -> Tensor:
+        self.turns += 1
+        if self._loss is None:
+            self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
+        return self._loss
 
     def _as_number(self, tensor: Tensor) -> Tensor:
         """Without its graph, its shape, or another device than the window's."""
@@ -138,7 +154,7 @@ class Window:
         """For float16: the scale that the scaler wants, shrunk because sums overflow where means do not."""
         if self._scaler is None and loss.dtype != torch.float16:
             return UNSCALED
-        shrink = inverse_power_of_two(count if self._typical_items is None else self._typical_items)
+        shrink = inverse_power_of_two(count if self.typical is None else self.typical)
         if self._scaler is None:
             return shrink
         return self._scaler.scale(torch.ones((), device=loss.device)) * shrink
@@ -150,6 +166,31 @@ class Window:
                 f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "
                 f"they were {earlier}, now they are {now}. Without them every micro-batch weighs the same."
             )
+
+    # ------------------------------------------------------------------------------------------ between ranks
+
+    def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
+        """Start the totals on their way to all ranks; the window must be complete but for its last backward."""
+        items = self._own_items().to(wide(self.device))
+        if (bad_items := self.bad_items()) is not None:
+            items = items.masked_fill(bad_items, math.nan)  # so that all ranks get to know
+        host = [torch.full_like(items, number) for number in (self.micro_batches, *flags)]
+        assert self._loss is not None
+        self._travelling = all_reduce(torch.stack([self._loss, items, *host]))
+
+    def receive(self) -> None:
+        """From here on the totals are those of all ranks."""
+        if self._travelling is not None:
+            self._everyone, self._travelling = self._travelling(), None
+
+    def retract(self) -> None:
+        """The window is not closed after all: its totals are its own again."""
+        self._everyone = None
+
+    def flag(self, index: int) -> float:
+        """How many ranks have set that flag. The host waits for it."""
+        assert self._everyone is not None
+        return float(self._everyone[3 + index])
 
     # ------------------------------------------------------------------------------------------ the totals
 
@@ -164,37 +205,65 @@ class Window:
         return self._loss.device
 
     @property
-    def host_items(self) -> int | float | None:
-        """The items of the window, or None where only the device knows them."""
-        return self._host_items if self._device_items is None and not self._unweighted else None
+    def is_empty(self) -> bool:
+        """Whether the host knows that there are no items."""
+        return self._host_items == 0 and not self._on_device and self._everyone is None
+
+    @property
+    def has_items(self) -> bool:
+        """Whether the host knows that there are some, and that all counts were good."""
+        return self._host_items > 0 and not self._on_device
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether this rank's items are known to the device only."""
+        return self._device_items is not None or bool(self._unweighted)
 
     def items(self) -> Tensor:
         """The items of the window, on the device."""
+        if self._everyone is None:
+            return self._own_items()
+        own = self._own_items()  # are they counts, or weights?
+        return self._everyone[1].to(own.dtype)
+
+    def loss(self) -> Tensor:
+        """The mean loss over the items of the window, on the device; NaN where there are none."""
+        if self._everyone is not None:
+            return self._everyone[0] / self._everyone[1]
+        self._fold()
+        assert self._loss is not None
+        return self._loss / (self._host_items if self.has_items else self._own_items())
+
+    def divisor(self) -> float | Tensor:
+        """What turns the accumulated gradient into that of the mean: a number where the host knows it."""
+        items: float | Tensor
+        if self._everyone is not None:
+            items = self._everyone[1]
+        else:
+            items = self._host_items if self.has_items else self._own_items().to(wide(self.device))
+        multiplier = self.multiplier
+        if isinstance(multiplier, Tensor):
+            multiplier = multiplier.to(wide(self.device))
+        return items * multiplier / self.average if self.average != 1 else items * multiplier
+
+    def typical_items(self) -> float | Tensor:
+        """The mean number of items of a micro-batch."""
+        if self._everyone is not None:
+            return self._everyone[1] / self._everyone[2]
+        return (self._host_items if self.has_items else self._own_items()) / max(self.micro_batches, 1)
+
+    def poisoned(self) -> Tensor | None:
+        """Whether some rank's count of items was bad; None in one process."""
+        return None if self._everyone is None else ~torch.isfinite(self._everyone[1])
+
+    def _own_items(self) -> Tensor:
         self._fold()
         dtype = torch.int64 if isinstance(self._host_items, int) else wide(self.device)
         host = torch.full((), self._host_items, dtype=dtype, device=self.device)
         return host if self._device_items is None else host + self._device_items
 
-    def loss(self) -> Tensor:
-        """The mean loss over the items of the window, on the device; NaN where there are none."""
-        self._fold()
-        assert self._loss is not None
-        return self._loss / (self.host_items or self.items())
-
-    def divisor(self) -> float | Tensor:
-        """What turns the accumulated gradient into that of the mean: a number where the host knows it."""
-        multiplier = self.multiplier
-        if isinstance(multiplier, Tensor):
-            multiplier = multiplier.to(wide(self.device))
-        items = self.items().to(wide(self.device)) if self.host_items is None else self.host_items
-        return items * multiplier
-
-    def typical_items(self) -> float | Tensor:
-        """The mean number of items of a micro-batch."""
-        return (self.items() if self.host_items is None else self.host_items) / self.micro_batches
-
     def bad_items(self) -> Tensor | None:
-        """Whether an item count that only the device knows was negative or not finite."""
+        """Whether a count that only this rank's device knows was negative or not finite; None if there is none such."""
         self._fold()
         if self._device_items is None or self._lowest is None:
             return None

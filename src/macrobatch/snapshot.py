@@ -1,0 +1,35 @@
+"""What a forward and backward change besides gradients: put back as if they had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class Snapshot:
+    """The random number generators, and the buffers of some modules, as they are now.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> before = Snapshot([model])
+    >>> _ = model(torch.randn(4, 2))
+    >>> before.restore()
+    >>> model.num_batches_tracked
+    tensor(0)
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
+        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
+        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put it all back."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda:
+            torch.cuda.set_rng_state(state, device)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
