@@ -29,7 +29,7 @@ class Local:
         group: the ranks whose items are counted together; None: this process alone.
         average: what the backend has divided the gradients of a closing window by.
         lockstep: whether every micro-batch communicates, so that all ranks must do equally many.
-        shows_gradients: whether ``.grad`` holds the window's sum after each backward.
+        shows_gradients: whether ``.grad`` holds the window's sum after each backward, and only backwards change it.
         shards: the groups of ranks that hold other parts of plain gradients.
     """
 
@@ -82,6 +82,7 @@ class DDP(Local):
         self._world = dist.get_world_size(group)
         self.group = group
         self.lockstep = self._micro
+        self.shows_gradients = not self._micro  # after a synchronised backward the reducer may move them
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -181,7 +182,7 @@ class FSDP2(Local):
         self._synced = False
         self.group = group
         self.lockstep = self._micro or not self._gathered
-        factors = {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in self._groups()}
+        factors = {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in _groups(self._models)}
         if len(factors) != 1:
             raise BackendError(f"the parts of the model divide gradients by different factors: {sorted(factors)}.")
         self.average = factors.pop()
@@ -199,7 +200,7 @@ class FSDP2(Local):
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
         """Gradients are held back in the reduce dtype: it has to be the one asked for."""
-        policies = {state._mp_policy.reduce_dtype for state in self._states()}
+        policies = {state._mp_policy.reduce_dtype for state in _states(self._models)}
         if policies != {dtype} or self._micro:
             raise BackendError(
                 f"accumulate_dtype={dtype} under fully_shard needs gradients held and reduced in that dtype: shard "
@@ -209,9 +210,9 @@ class FSDP2(Local):
     def _save(self) -> None:
         self.end()
         flags = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
-        self._saved = [(group, flag, getattr(group, flag)) for group in self._groups() for flag in flags]
+        self._saved = [(group, flag, getattr(group, flag)) for group in _groups(self._models) for flag in flags]
         flag = "_auto_reshard_after_forward"
-        self._saved += [(state, flag, getattr(state, flag)) for state in self._states()]
+        self._saved += [(state, flag, getattr(state, flag)) for state in _states(self._models)]
 
     def end(self) -> None:
         for owner, flag, value in self._saved:
@@ -235,26 +236,32 @@ class FSDP2(Local):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-        for group in self._groups():
+        for group in _groups(self._models):
             group._partial_reduce_output = None
         if self._gathered:
             for module in (m for model in self._models for m in model.modules() if _wrapper(m) == "FSDPModule"):
                 module.reshard()
 
-    def _states(self) -> Iterator[Any]:
-        for model in self._models:
-            for module in model.modules():
-                if _wrapper(module) == "FSDPModule":
-                    yield module._get_fsdp_state()
-
-    def _groups(self) -> Iterator[Any]:
-        for state in self._states():
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it, one or none
-            yield from [state._fsdp_param_group] if groups is None else groups
-
     def _sharded(self) -> Iterator[Any]:
-        for group in self._groups():
+        for group in _groups(self._models):
             yield from group.fsdp_params
+
+
+def _states(models: Sequence[Any]) -> Iterator[Any]:
+    """The states that `fully_shard` keeps of its modules."""
+    for model in models:
+        for module in model.modules():
+            if _wrapper(module) == "FSDPModule":
+                yield module._get_fsdp_state()
+
+
+def _groups(models: Sequence[Any]) -> Iterator[Any]:
+    """Its groups of parameters, which communicate together."""
+    for state in _states(models):
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it, one or none
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        yield from groups
 
 
 # ---------------------------------------------------------------------------------------------- which class
@@ -354,9 +361,7 @@ def _own_group(model: Any, kind: str) -> Group:
     if kind == "DistributedDataParallel":
         return model.process_group
     if kind == "FSDPModule":
-        state = model._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        mesh = groups[0].mesh_info.mesh
+        mesh = next(_groups([model])).mesh_info.mesh
         return dist.group.WORLD if mesh.size() == dist.get_world_size() else _given(mesh)
     return dist.group.WORLD if model._inter_node_pg is not None else model.process_group
 
