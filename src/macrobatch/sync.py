@@ -363,7 +363,7 @@ def _own_group(model: Any, kind: str) -> Group:
     if kind == "FSDPModule":
         mesh = next(_groups([model])).mesh_info.mesh
         return dist.group.WORLD if mesh.size() == dist.get_world_size() else _given(mesh)
-    return dist.group.WORLD if model._inter_node_pg is not None else model.process_group
+    return dist.group.WORLD if "HYBRID" in model.sharding_strategy.name else model.process_group
 
 
 def _closed_early(wrapper: str) -> BackendError:
