@@ -190,10 +190,14 @@ class Accumulator:
             self._expects = "batch"
 
     def discard(self) -> None:
-        """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
+        """Drop the open window and its gradients.
+
+        In one process, a batch that has had no `backward` yet begins a new window; among several ranks it is given up.
+        """
+        self._end_turn()
         self._drop_window()
         self._sync.clear()
-        if self._expects == "backward":
+        if self._expects == "backward" and self._sync.group is None:
             self._begin(self._turn)
         else:
             self._expects, self._is_last = "batch", False

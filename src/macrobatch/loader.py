@@ -1,7 +1,8 @@
 """Which turns a rank takes in an epoch: its batches, where windows close, and what it does when it has run out.
 
-A window is so many *slots* long, on all ranks alike. A rank that has no batch left for a slot skips it, unless it has
-to take part in something that all ranks do together: then it is handed its last batch once more.
+A window is so many *slots* long, on all ranks alike. A rank that has no batch left for a slot skips it; but in each
+window of each epoch it takes at least one turn, if need be with its last batch once more, because a forward and a
+backward may hold something that all ranks do together.
 """
 
 from __future__ import annotations
@@ -109,15 +110,11 @@ def planned_turns(
         if remainder == "drop" and not closes:
             return
         mine = part if own is None else min(own - slot, part)  # how many of them this rank has batches for
-        if mine < 1 and not lockstep and not closes:
-            window().slots += part
-            slot += part
-            continue
         last = closes and (part == 1 if lockstep else mine <= 1)
         if own is not None and mine >= 1:
             fetched = next(source)
         assert fetched is not None, "a rank has at least one batch"
-        slots = part if last else 1
+        slots = part if last or (mine < 1 and not lockstep) else 1
         slot += slots
         yield fetched[0], Turn(last, mine < 1, slots)
     next(source, None)  # complains if there is more than the length said

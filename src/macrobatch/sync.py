@@ -166,7 +166,8 @@ class FSDP1(Local):
         for model in self._models:
             for handle in model._all_handles:
                 handle.flat_param.grad = None
-                handle.flat_param._saved_grad_shard = None
+                if hasattr(handle.flat_param, "_saved_grad_shard"):
+                    del handle.flat_param._saved_grad_shard
 
 
 class FSDP2(Local):
@@ -179,7 +180,7 @@ class FSDP2(Local):
         self._micro = sync == "micro"
         self._gathered = gather == "window"
         self._saved: list[tuple[object, str, object]] = []
-        self._synced = False
+        self._closed = False  # whether the last backward was a window's last
         self.group = group
         self.lockstep = self._micro or not self._gathered
         factors = {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in _groups(self._models)}
@@ -189,9 +190,9 @@ class FSDP2(Local):
 
     def begin(self, last: bool) -> None:
         self._save()
-        self._synced = last or self._micro
+        self._closed = last
         for model in self._models:
-            model.set_requires_gradient_sync(self._synced)
+            model.set_requires_gradient_sync(last or self._micro)
             if self._micro:
                 model.set_requires_all_reduce(last)  # of HSDP: once a window
             if self._gathered:
@@ -227,8 +228,16 @@ class FSDP2(Local):
         return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
 
     def finish(self, named: dict[str, nn.Parameter]) -> None:
-        if not self._synced:
-            raise _closed_early("fully_shard")
+        if self._closed:
+            return
+        if self._micro and any(group.mesh_info.mesh.ndim > 1 for group in _groups(self._models)):
+            raise _closed_early("fully_shard over a mesh of two dimensions")
+        if not self._micro:  # what a backward does at its very end, for gradients that were held back
+            self.begin(last=True)
+            for model in self._models:
+                model._get_fsdp_state()._root_post_backward_final_callback()
+            self.end()
+        self._reshard()
 
     def clear(self) -> None:
         # zero_grad() does not reach what a parameter group holds back: the next window would be off by it.
@@ -238,6 +247,10 @@ class FSDP2(Local):
                 parameter._unsharded_param.grad = None
         for group in _groups(self._models):
             group._partial_reduce_output = None
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Else an optimizer would step parameters that nobody sees."""
         if self._gathered:
             for module in (m for model in self._models for m in model.modules() if _wrapper(m) == "FSDPModule"):
                 module.reshard()
