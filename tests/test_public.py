@@ -11,9 +11,9 @@ SOURCE = Path(macrobatch.__file__).parent
 
 # Each module may import those in the rows above its own, and torch; nothing else but the standard library.
 LAYERS = [
-    {"errors"},
-    {"window", "loader", "sync"},
-    {"gradients", "arguments"},
+    {"errors", "snapshot", "collectives"},
+    {"window", "sync"},
+    {"gradients", "arguments", "loader", "order"},
     {"update"},
     {"accumulator"},
     {"__init__"},

@@ -6,9 +6,8 @@ The main path is `batches` -> `backward` -> `step`; everything below it checks a
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch import arguments
+from macrobatch.collectives import all_reduce_later, gathered, largest
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients, Parameters, run_backward
-from macrobatch.loader import Remainder, Turn, agreed_turns, length_of, planned_turns
+from macrobatch.loader import Remainder, Turn, agreed_turns, exchanged_lengths, planned_turns
+from macrobatch.order import Order
 from macrobatch.snapshot import Snapshot
-from macrobatch.sync import When, all_reduce_later, gathered, largest, sync_for, wrapping
+from macrobatch.sync import When, sync_for, wrapping
 from macrobatch.update import NonFinite, StepResult, Update
 from macrobatch.window import Items, Reduction, Window
 
@@ -109,15 +110,13 @@ class Accumulator:
         self._window: Window | None = None
         self._gradients: Gradients | None = None
         self._inputs: Sequence[nn.Parameter] | None = None
-        self._expects: Literal["batch", "backward", "step"] = "batch"  # which call comes next
+        self._order = Order()
         self._turn = Turn()  # how the current micro-batch was begun
         self._is_last = False
         self._is_repeat = False
         self._before_repeat: Snapshot | None = None
         self._others_go_on = False
         self._epoch: object = None  # which `batches` is the current one
-        self._carried = False  # the open window was left open by the end of an epoch
-        self._broken = False  # a backward failed half-way in the open window
 
     # ------------------------------------------------------------------------------------------ the main path
 
@@ -126,12 +125,7 @@ class Accumulator:
 
         A loader with a length is not read ahead; any other iterable is, by one batch, to know where it ends.
         """
-        if self._accumulated and not self._carried:
-            raise UsageError(
-                f"batches() over an open window: {self._open_window().micro_batches} micro-batches of window "
-                f"{self._open_window().number} have had no step. Close it with step(now=True), or drop it with "
-                "discard()."
-            )
+        self._order.require_new_epoch(self._window)
         self._give_up_turn()
         self._epoch = object()
         return self._iterate(loader, self._epoch)
@@ -144,22 +138,24 @@ class Accumulator:
             items: what the loss is a mean over: an int, or a tensor with one number, which the host never reads. None
                 weighs every micro-batch the same.
         """
-        self._require_backward()
+        self._order.require_backward(self._window)
         loss, items = arguments.checked_loss(loss), arguments.checked_items(items)
         self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients(loss)
         self._require_untouched(gradients)
+        self._sync.check(loss, gradients.named)
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
             seed = window.weigh(loss, items)
             window.add(loss, items)
         if self._is_last:
-            self._sync.check_last(loss, gradients.named)
             self._send(window)  # it travels during the backward
-        self._run_backward(loss, seed, gradients, counts=not (self._is_repeat or window.counts_for_nothing(items)))
-        self._end_turn()
-        self._expects = "step"
+        try:
+            self._run_backward(loss, seed, gradients, counts=not (self._is_repeat or window.counts_for_nothing(items)))
+        finally:
+            self._end_turn()
+        self._order.expects = "step"
 
     def step(self, now: bool = False) -> StepResult | None:
         """Take the optimizer step if the window is complete, else return None.
@@ -167,9 +163,9 @@ class Accumulator:
         Args:
             now: close the open window as it stands, e.g. after the last epoch under ``remainder="carry"``.
         """
-        self._require_step(now)
+        self._order.require_step(self._window, now)
         if not self._accumulated or not (now or self._is_last):
-            self._expects = "batch"
+            self._order.expects = "batch"
             return None
         window, gradients = self._open_window(), self._gradients
         assert gradients is not None, "a window with micro-batches has gradients"
@@ -187,7 +183,7 @@ class Accumulator:
             if self._scaler is not None:
                 self._typical_items = window.typical_items()
             self._drop_window()
-            self._expects = "batch"
+            self._order.expects = "batch"
 
     def discard(self) -> None:
         """Drop the open window and its gradients.
@@ -197,10 +193,10 @@ class Accumulator:
         self._end_turn()
         self._drop_window()
         self._sync.clear()
-        if self._expects == "backward" and self._sync.group is None:
+        if self._order.expects == "backward" and self._sync.group is None:
             self._begin(self._turn)
         else:
-            self._expects, self._is_last = "batch", False
+            self._order.expects, self._is_last = "batch", False
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool | None = None) -> Iterator[None]:
@@ -218,11 +214,11 @@ class Accumulator:
         Args:
             last: whether this one closes the window; None: ``steps`` decides.
         """
-        self._require_finished()
+        self._order.require_finished(self._window, self._is_last)
         self._begin(Turn(last))
         try:
             yield
-            if self._expects == "backward":
+            if self._order.expects == "backward":
                 raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
         finally:
             self._give_up_turn()
@@ -246,13 +242,13 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, int]:
         """What to save beside model, optimizer, scheduler and scaler: plain numbers. Only between windows."""
-        self._require_between_windows("state_dict()")
+        self._order.require_between_windows(self._window, "state_dict()")
         self._update.settle()
         return {"optimizer_step": self._update.taken, "windows": self._windows}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from what `state_dict` gave. Only between windows."""
-        self._require_between_windows("load_state_dict()")
+        self._order.require_between_windows(self._window, "load_state_dict()")
         keys = ("optimizer_step", "windows")
         if sorted(state) != sorted(keys) or not all(type(value) is int and value >= 0 for value in state.values()):
             raise UsageError(f"the state of an Accumulator is a count for each of {keys}: got {dict(state)!r}.")
@@ -272,7 +268,7 @@ class Accumulator:
                     self._give_up_turn()
                 raise
             self._require_epoch(epoch)
-            self._require_finished()
+            self._order.require_finished(self._window, self._is_last)
         self._end_epoch()
 
     def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
@@ -288,35 +284,25 @@ class Accumulator:
         )
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> tuple[Iterable[Batch], list[int | None]]:
-        """Once an epoch: how long every rank's loader is; None for those that do not know."""
-        length = length_of(loader)
-        if length is None:  # whether there is a first batch must be known all the same
-            iterator = iter(loader)
-            first = list(itertools.islice(iterator, 1))
-            loader = itertools.chain(first, iterator)
-            length = -1 if first else 0
         device = next(iter(self._parameters.trainable().values())).device
-        lengths = gathered(length, self._sync.group, device)
-        if 0 in lengths:
-            empty = [rank for rank, length in enumerate(lengths) if length == 0]
-            raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
-        if -1 in lengths and self._remainder == "carry":
+        loader, lengths = exchanged_lengths(loader, lambda length: gathered(length, self._sync.group, device))
+        if None in lengths and self._remainder == "carry":
             raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
-        if len(set(lengths)) > 1 or -1 in lengths:
+        if lengths.count(lengths[0]) < len(lengths) or None in lengths:
             for module in (m for model in self._models for m in model.modules() if isinstance(m, nn.SyncBatchNorm)):
                 raise BackendError(
                     f"loaders of lengths {lengths} with {type(module).__name__}: a rank that has run out takes part "
                     "with a repeated batch, which would change the others' statistics. Make the lengths equal."
                 )
-        return loader, [None if length == -1 else length for length in lengths]
+        return loader, lengths
 
     def _end_epoch(self) -> None:
         self._epoch = None
-        self._expects, self._is_last = "batch", False
+        self._order.expects, self._is_last = "batch", False
         if self._accumulated and self._remainder == "drop":
             self.discard()
-        self._carried = self._accumulated
-        if not self._carried:
+        self._order.carries = self._accumulated
+        if not self._order.carries:
             self._update.settle()  # no later window may come to notice it
 
     # ------------------------------------------------------------------------------------------ one micro-batch
@@ -324,14 +310,14 @@ class Accumulator:
     def _begin(self, turn: Turn) -> None:
         self._end_turn()
         window = self._open_window()
-        self._carried = False
+        self._order.carries = False
         self._turn = turn
         window.slots += turn.slots
         self._is_last = window.slots >= window.length if turn.last is None else turn.last
         self._is_repeat = turn.repeat
         self._before_repeat = Snapshot(self._models) if turn.repeat else None
         self._sync.begin(self._is_last)
-        self._expects = "backward"
+        self._order.expects = "backward"
 
     def _end_turn(self) -> None:
         """Put back what was set for a micro-batch, and for a repeated one what it changed."""
@@ -343,10 +329,10 @@ class Accumulator:
     def _give_up_turn(self) -> None:
         """The micro-batch under way, if any, is as if it had not been."""
         self._end_turn()
-        if self._expects == "backward" and self._window is not None:
-            self._window.slots -= self._turn.slots
-        if self._expects == "backward":
-            self._expects = "batch"
+        if self._order.expects == "backward":
+            self._order.expects = "batch"
+            if self._window is not None:
+                self._window.slots -= self._turn.slots
 
     def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool) -> None:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
@@ -359,7 +345,7 @@ class Accumulator:
             if is_first:
                 self._undo_first_turn()
             else:
-                self._broken = True
+                self._order.broken = True
             raise
         finally:
             for hook in hooks:
@@ -379,6 +365,14 @@ class Accumulator:
         self._window = None
         self._drop_window()
         self._open_window().slots += self._turn.slots
+
+    def _require_epoch(self, epoch: object) -> None:
+        if self._epoch is not epoch:
+            raise UsageError("this batches() is over: another one was begun since. Iterate over the newest only.")
+
+    def _require_untouched(self, gradients: Gradients) -> None:
+        gradients.check_untouched()
+        self._update.check_scaler()
 
     # ------------------------------------------------------------------------------------------ the window
 
@@ -439,69 +433,11 @@ class Accumulator:
         if self._gradients is not None:
             self._gradients.clear()
         self._window = self._gradients = self._inputs = None
-        self._carried = self._broken = False
-
-    # ------------------------------------------------------------------------------------------ which call comes next
-
-    def _require_epoch(self, epoch: object) -> None:
-        if self._epoch is not epoch:
-            raise UsageError("this batches() is over: another one was begun since. Iterate over the newest only.")
-
-    def _require_finished(self) -> None:
-        """A new micro-batch may begin, or the epoch end."""
-        if self._expects == "backward":
-            raise UsageError(
-                "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
-                "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0)."
-            )
-        if self._expects == "step" and self._is_last:
-            raise UsageError(
-                f"window {self._open_window().number} is complete, but step() was not called after its last "
-                "backward(). Call it after every backward: it returns None until there is something to do."
-            )
-
-    def _require_backward(self) -> None:
-        if self._expects == "step":
-            raise UsageError(
-                "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
-                "micro-batch."
-            )
-        if self._expects == "batch":
-            raise UsageError(
-                "backward() outside of a micro-batch. Iterate over acc.batches(loader), or do the forward and the "
-                "backward inside `with acc.micro_batch():`."
-            )
-        self._require_whole()
-
-    def _require_step(self, now: bool) -> None:
-        if self._expects == "backward":
-            raise UsageError("step() before backward(): the micro-batch under way has not been accumulated yet.")
-        if not self._accumulated and not now:
-            raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
-        self._require_whole()
-
-    def _require_whole(self) -> None:
-        if self._broken:
-            raise UsageError(
-                f"a backward failed half-way in window {self._open_window().number}, so its gradients are incomplete. "
-                "Drop them with discard(); the next batch then begins a new window."
-            )
+        self._order.carries = self._order.broken = False
 
     def _require_same_wrapping(self) -> None:
         if wrapping(self._models) != self._wrapping:
             raise BackendError(
                 "a model was wrapped, or torch.distributed initialized, after this Accumulator was made: it does not "
                 "know how gradients travel. Make it last, of the model as it is trained."
-            )
-
-    def _require_untouched(self, gradients: Gradients) -> None:
-        gradients.check_untouched()
-        self._update.check_scaler()
-
-    def _require_between_windows(self, call: str) -> None:
-        if self._accumulated:
-            raise UsageError(
-                f"{call} inside a window: {self._open_window().micro_batches} micro-batches of window "
-                f"{self._open_window().number} are accumulated, and gradients are not saved. Call it when step() has "
-                "returned a result; step(now=True) closes the window as it stands, discard() drops it."
             )

@@ -7,6 +7,7 @@ backward may hold something that all ranks do together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
@@ -40,6 +41,22 @@ def length_of(loader: Iterable[Batch]) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # also what a DataLoader over an iterable without a length says
         return None
+
+
+def exchanged_lengths(
+    loader: Iterable[Batch], gather: Callable[[int], list[int]]
+) -> tuple[Iterable[Batch], list[int | None]]:
+    """How long every rank's loader is, None for those that do not know; and the own loader, from its first batch on."""
+    length = length_of(loader)
+    if length is None:  # whether there is a first batch must be known all the same
+        iterator = iter(loader)
+        first = list(itertools.islice(iterator, 1))
+        loader, length = itertools.chain(first, iterator), -1 if first else 0
+    lengths = gather(length)
+    if 0 in lengths:
+        empty = [rank for rank, length in enumerate(lengths) if length == 0]
+        raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
+    return loader, [None if length == -1 else length for length in lengths]
 
 
 def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:

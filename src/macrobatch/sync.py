@@ -7,7 +7,7 @@ between, `end` puts back as it was. What remains to be done when a window closes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from macrobatch.collectives import Group, all_reduce_flat
 from macrobatch.errors import BackendError, UsageError
 
 When = Literal["window", "micro"]
-Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
 class Local:
@@ -45,8 +45,8 @@ class Local:
     def end(self) -> None:
         """After its backward, or when it is given up: everything is put back as it was."""
 
-    def check_last(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
-        """Before the backward that closes a window: an error if it would leave a gradient unsynchronised."""
+    def check(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
+        """Before a backward: an error if it would leave a gradient unsynchronised that should not be."""
 
     def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter] | None:
         """What a backward of `loss` may be confined to, so that it adds to no other model's gradients.
@@ -75,7 +75,12 @@ class DDP(Local):
 
     def __init__(self, models: Sequence[Any], *, sync: When, group: Group, flat: bool) -> None:
         self._models = models
-        self._micro = sync == "micro" and not flat
+        if flat and sync == "micro":
+            raise BackendError(
+                'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
+                "that are wider than their parameters, so they travel in one flat sum when the window closes."
+            )
+        self._micro = sync == "micro"
         self._flat = flat
         self._flags = contextlib.ExitStack()
         self._synced = False  # whether the last backward went through the reducer
@@ -104,7 +109,7 @@ class DDP(Local):
     def end(self) -> None:
         self._flags.close()
 
-    def check_last(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
+    def check(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
         if not self._synced or all(m.find_unused_parameters or m.static_graph for m in self._models):
             return
         used = set()
@@ -405,53 +410,3 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 def _has_node(loss: Tensor, kind: type) -> bool:
     """Whether the graph behind `loss` holds a node of that kind."""
     return any(type(node) is kind for node in _nodes(loss))
-
-
-# ---------------------------------------------------------------------------------------------- small and flat sums
-
-
-def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, bucket_bytes: int = 32 * 2**20) -> None:
-    """Sum all gradients over the ranks, a bucket at a time. One that only other ranks have is made here, of zeros."""
-    parameters = list(named.values())
-    used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0].device, non_blocking=True)
-    dist.all_reduce(used, group=group)
-    if any(p.grad is None for p in parameters):  # only then does the host have to know
-        for parameter, ranks in zip(parameters, used.tolist(), strict=True):
-            if parameter.grad is None and ranks:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-    bucket: list[Tensor] = []
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for gradient, following in zip(gradients, [*gradients[1:], None], strict=True):
-        bucket.append(gradient)
-        full = sum(g.nbytes for g in bucket) >= bucket_bytes
-        if full or following is None or (following.dtype, following.device) != (gradient.dtype, gradient.device):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat, group=group)
-            parts = torch.split(flat, [g.numel() for g in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
-            bucket.clear()
-
-
-def all_reduce_later(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start a sum over the ranks; the function returned waits for it."""
-    work = dist.all_reduce(numbers, group=group, async_op=True)
-
-    def arrived() -> Tensor:
-        work.wait()
-        return numbers
-
-    return arrived
-
-
-def gathered(number: int, group: Group, device: torch.device) -> list[int]:
-    """That number of every rank, on the host."""
-    own = torch.tensor([number], device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
-    return [int(other) for other in torch.cat(everyone).tolist()]
-
-
-def largest(number: Tensor, group: Group) -> Tensor:
-    """The largest of all ranks' numbers, which the host does not get to know."""
-    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
-    return number

@@ -1,0 +1,86 @@
+"""Which call comes next, and what to say to one that comes at the wrong moment.
+
+``batches`` or ``micro_batch``, then ``backward``, then ``step``: a call out of this order would make a wrong gradient, so
+it raises before anything has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from macrobatch.errors import UsageError
+from macrobatch.window import Window
+
+
+class Order:
+    """What an accumulator expects.
+
+    Attributes:
+        expects: which call comes next. "step" may be left out where it would have nothing to do.
+        carries: whether the open window was left open by the end of an epoch.
+        broken: whether a backward failed half-way in the open window.
+    """
+
+    def __init__(self) -> None:
+        self.expects: Literal["batch", "backward", "step"] = "batch"
+        self.carries = False
+        self.broken = False
+
+    def require_new_epoch(self, window: Window | None) -> None:
+        """A new `batches` may begin."""
+        if window is not None and window.turns and not self.carries:
+            raise UsageError(
+                f"batches() over an open window: {window.micro_batches} micro-batches of window {window.number} have "
+                "had no step. Close it with step(now=True), or drop it with discard()."
+            )
+
+    def require_finished(self, window: Window | None, is_last: bool) -> None:
+        """A new micro-batch may begin, or the epoch end."""
+        if self.expects == "backward":
+            raise UsageError(
+                "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
+                "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0)."
+            )
+        if self.expects == "step" and is_last and window is not None:
+            raise UsageError(
+                f"window {window.number} is complete, but step() was not called after its last backward(). Call it "
+                "after every backward: it returns None until there is something to do."
+            )
+
+    def require_backward(self, window: Window | None) -> None:
+        """A micro-batch is under way, and has had no backward."""
+        if self.expects == "step":
+            raise UsageError(
+                "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
+                "micro-batch."
+            )
+        if self.expects == "batch":
+            raise UsageError(
+                "backward() outside of a micro-batch. Iterate over acc.batches(loader), or do the forward and the "
+                "backward inside `with acc.micro_batch():`."
+            )
+        self._require_whole(window)
+
+    def require_step(self, window: Window | None, now: bool) -> None:
+        """A backward is done."""
+        if self.expects == "backward":
+            raise UsageError("step() before backward(): the micro-batch under way has not been accumulated yet.")
+        if not now and (window is None or not window.turns):
+            raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
+        self._require_whole(window)
+
+    def require_between_windows(self, window: Window | None, call: str) -> None:
+        """No gradients are accumulated."""
+        if window is not None and window.turns:
+            raise UsageError(
+                f"{call} inside a window: {window.micro_batches} micro-batches of window {window.number} are "
+                "accumulated, and gradients are not saved. Call it when step() has returned a result; step(now=True) "
+                "closes the window as it stands, discard() drops it."
+            )
+
+    def _require_whole(self, window: Window | None) -> None:
+        if self.broken and window is not None:
+            raise UsageError(
+                f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "
+                "with discard(); the next batch then begins a new window."
+            )
