@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from macrobatch import Accumulator
 from macrobatch.errors import NonFiniteError
@@ -58,7 +59,8 @@ def train_whole(model, optimizer, data, steps, max_norm):
 
 
 def difference(a, b):
-    pairs = list(zip(a.parameters(), b.parameters(), strict=True))
+    weights = [[getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()] for model in (a, b)]
+    pairs = list(zip(*weights, strict=True))
     return max((p - q).abs().max().item() for p, q in pairs) / max(q.abs().max().item() for _, q in pairs)
 
 
@@ -209,3 +211,46 @@ def test_memory_does_not_grow_with_steps():
         peaks.append(torch.cuda.max_memory_allocated() - base)
         del model, acc
     assert peaks[2] <= 1.02 * peaks[1]
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPED = {
+    "DDP": lambda model: nn.parallel.DistributedDataParallel(model, device_ids=[0]),
+    "FSDP2": fully_shard,
+    "FSDP1": lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=0),
+}
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch, about a world of one
+@pytest.mark.parametrize("options", [{}, {"sync": "micro"}, {"gather": "window"}], ids=str)
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_ranks_without_host_reads(wrapper, options):
+    """One rank, but over the real backend: what travels does so without the host."""
+    if "gather" in options and wrapper != "FSDP2":
+        pytest.skip("an option of FSDP2")
+    model, data = make_model(), make_data()
+    whole = copy.deepcopy(model)
+    wrapped = WRAPPED[wrapper](model)
+    acc = Accumulator(wrapped, OPTIMIZERS["AdamW"](wrapped.parameters(), fused=True), steps=3, max_norm=0.1, **options)
+    results = train(acc, wrapped, data)
+    batches = acc.batches(data)
+    x, y = next(batches)  # the lengths are exchanged here
+    torch.cuda.synchronize()
+    with no_host_reads():
+        for _ in range(3):
+            acc.backward(nn.functional.mse_loss(wrapped(x), y), items=len(x))
+            acc.step()
+            x, y = next(batches)
+    acc.discard()
+    assert [result.step for result in results] == [1, 2]
+    train_whole(whole, OPTIMIZERS["AdamW"](whole.parameters(), fused=True), data + data[:3], 3, 0.1)
+    assert difference(model, whole) < 2e-6

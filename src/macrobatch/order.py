@@ -1,7 +1,7 @@
 """Which call comes next, and what to say to one that comes at the wrong moment.
 
-``batches`` or ``micro_batch``, then ``backward``, then ``step``: a call out of this order would make a wrong gradient, so
-it raises before anything has changed.
+``batches`` or ``micro_batch``, then ``backward``, then ``step``: a call out of this order would make a wrong gradient,
+so it raises before anything has changed.
 """
 
 from __future__ import annotations
