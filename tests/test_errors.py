@@ -293,7 +293,7 @@ def test_loader_that_ends_early_loses_nothing(make, loss):
         ({"process_group": object()}, "process_group was given, but"),
         ({"scaler": 2.0}, "must be a torch.amp.GradScaler: got float"),
         ({"accumulate_dtype": torch.int64}, "must be a floating-point dtype .*got torch.int64"),
-        ({"scheduler": "cosine"}, "scheduler must be of type LRScheduler, or a list of such: got str"),
+        ({"scheduler": "cosine"}, "scheduler must be a learning-rate scheduler, or a list of such: got 'cosine'"),
     ],
 )
 def test_options(make, options, message):

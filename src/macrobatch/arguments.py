@@ -120,10 +120,14 @@ def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 
 
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    schedulers = () if given is None else all_of(LRScheduler, given, "scheduler")
+    """One or several; any object with a `step` that wants no argument will do."""
+    schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for scheduler in schedulers:
+        if not callable(getattr(scheduler, "step", None)):
+            raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError("ReduceLROnPlateau wants a metric: step it yourself, after the evaluation it comes from.")
-        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+        own = getattr(scheduler, "optimizer", None)
+        if isinstance(own, Optimizer) and not any(own is optimizer for optimizer in optimizers):
             raise UsageError(f"the scheduler {type(scheduler).__name__} belongs to an optimizer that was not given.")
     return schedulers
