@@ -126,17 +126,25 @@ def test_step_may_be_left_out_in_mid_window():
             assert setup.acc.step().micro_batches == 3
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_discard_begins_a_new_window(when):
+@pytest.mark.parametrize(
+    ("when", "where", "expected"),
+    [
+        ("before", 1, {3: 3, 6: 3}),
+        ("before", 2, {4: 3, 6: 2}),  # it would have closed the window
+        ("before", 6, {2: 3, 5: 3, 6: 1}),
+        ("after", 1, {4: 3, 6: 2}),
+    ],
+)
+def test_discard_begins_a_new_window(when, where, expected):
     setup, closed = Setup(steps=3), {}
     for batch in setup.acc.batches(range(7)):
-        if batch == 1 and when == "before":
+        if batch == where and when == "before":
             setup.acc.discard()
         if result := setup.one(batch):
             closed[batch] = result.micro_batches
-        if batch == 1 and when == "after":
+        if batch == where and when == "after":
             setup.acc.discard()
-    assert closed == ({3: 3, 6: 3} if when == "before" else {4: 3, 6: 2})
+    assert closed == expected
 
 
 def test_discard_clears_the_gradients():

@@ -186,17 +186,16 @@ class Accumulator:
             self._order.expects = "batch"
 
     def discard(self) -> None:
-        """Drop the open window and its gradients.
-
-        In one process, a batch that has had no `backward` yet begins a new window; among several ranks it is given up.
-        """
+        """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
         self._end_turn()
         self._drop_window()
         self._sync.clear()
-        if self._order.expects == "backward" and self._sync.group is None:
-            self._begin(self._turn)
+        self._is_last = False
+        if self._order.expects == "backward":  # with the model's flags as they are: this may be after an exception
+            self._open_window().slots += self._turn.slots
+            self._is_last = self._turn.ends or self._open_window().slots >= self._open_window().length
         else:
-            self._order.expects, self._is_last = "batch", False
+            self._order.expects = "batch"
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool | None = None) -> Iterator[None]:

@@ -23,6 +23,7 @@ class Turn(NamedTuple):
 
     Attributes:
         last: whether it closes the window; None: the window's length decides.
+        ends: whether it does so because the epoch ends, however short the window is.
         repeat: whether the batch was handed out before, and counts for nothing now.
         slots: how many slots of the window are past after it.
         flags: what the other ranks are told when it closes the window: 1.0 if this one has more batches after it, and
@@ -30,6 +31,7 @@ class Turn(NamedTuple):
     """
 
     last: bool | None = None
+    ends: bool = False
     repeat: bool = False
     slots: int = 1
     flags: tuple[float, ...] = ()
@@ -133,7 +135,7 @@ def planned_turns(
         assert fetched is not None, "a rank has at least one batch"
         slots = part if last or (mine < 1 and not lockstep) else 1
         slot += slots
-        yield fetched[0], Turn(last, mine < 1, slots)
+        yield fetched[0], Turn(last, last and part < room, mine < 1, slots)
     next(source, None)  # complains if there is more than the length said
 
 
@@ -156,7 +158,8 @@ def agreed_turns(
         last = room == 1 or (not lockstep and (ends or not has_batch))
         more = has_batch and not ends
         complete = has_batch and room == 1
-        yield batch, Turn(last, not has_batch, room if last else 1, (float(more), float(complete)))
+        flags = float(more), float(complete)
+        yield batch, Turn(last, last and room > 1, not has_batch, room if last else 1, flags)
         if more:
             batch, left = next(source)
         has_batch = more

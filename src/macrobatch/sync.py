@@ -215,6 +215,8 @@ class FSDP2(Local):
 
     def _save(self) -> None:
         self.end()
+        for model in self._models:
+            model._get_fsdp_state()._lazy_init()  # in the first forward else, which changes the flags of the root
         flags = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
         self._saved = [(group, flag, getattr(group, flag)) for group in _groups(self._models) for flag in flags]
         flag = "_auto_reshard_after_forward"
