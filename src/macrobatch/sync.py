@@ -371,8 +371,10 @@ def _initialized() -> bool:
 
 def _given(process_group: Any) -> Group:
     """A group, as it is or as a dimension of a mesh."""
-    if not hasattr(process_group, "mesh_dim_names"):
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return process_group
+    if not hasattr(process_group, "mesh_dim_names"):
+        raise UsageError(f"process_group must be a ProcessGroup or a DeviceMesh: got {type(process_group).__name__}.")
     return (process_group if process_group.ndim == 1 else process_group._flatten()).get_group()
 
 
