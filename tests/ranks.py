@@ -324,7 +324,12 @@ def flags(model: nn.Module) -> list[Any]:
     if isinstance(model, FullyShardedDataParallel):
         return [part._sync_gradients for part in FullyShardedDataParallel.fsdp_modules(model)]
     parts = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for part in parts for group in part._fsdp_param_groups]
+    groups = [
+        group
+        for part in parts
+        for group in getattr(part, "_fsdp_param_groups", None) or [getattr(part, "_fsdp_param_group", None)]
+        if group is not None
+    ]
     return [
         (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info is None) for g in groups
     ] + [part._state_ctx.is_last_backward for part in parts]
