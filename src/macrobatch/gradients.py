@@ -251,7 +251,7 @@ def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
     if not gradients:
         return ()
     real = not gradients[0].is_complex()
-    if order == math.inf and real and gradients[0].device.type == "cpu":  # there the kernel below takes ten times as long
+    if order == math.inf and real and gradients[0].device.type == "cpu":  # the kernel below takes ten times as long
         return [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients]
     return torch._foreach_norm(gradients, order, dtype=torch.float32 if gradients[0].dtype in HALF else None)
 
