@@ -77,6 +77,7 @@ def torchrun(ranks: int, *program: object, directory: Path, seconds: float = LAU
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     screen, started = directory / f"screen-{time.monotonic_ns()}", time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_PIDS": str(directory), "PYTHONUNBUFFERED": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on CPUs, also where there is a GPU
     with screen.open("wb") as file:
         launched = subprocess.Popen(
             [*command, *map(str, program)], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=directory
