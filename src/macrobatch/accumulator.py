@@ -152,7 +152,8 @@ class Accumulator:
         if self._is_last:
             self._send(window)  # it travels during the backward
         try:
-            self._run_backward(loss, seed, gradients, counts=not (self._is_repeat or window.counts_for_nothing(items)))
+            counts = not (self._is_repeat or window.counts_for_nothing(items))
+            self._run_backward(loss, seed, gradients, counts=counts, is_first=window.turns == 1)
         finally:
             self._end_turn()
         self._order.expects = "step"
@@ -333,11 +334,10 @@ class Accumulator:
             if self._window is not None:
                 self._window.slots -= self._turn.slots
 
-    def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool) -> None:
+    def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool, is_first: bool) -> None:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
         hooks = [] if counts else self._sync.zeroed(gradients.parameters)
-        is_first = self._open_window().turns == 1
         try:
             run_backward(loss, seed, self._inputs)
         except BaseException:

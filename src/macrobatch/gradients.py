@@ -28,6 +28,7 @@ from macrobatch.window import wide
 
 HALF = (torch.float16, torch.bfloat16)
 GRADIENT_OF = operator.attrgetter("grad")
+VERSION_OF = operator.attrgetter("_version")
 
 
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | None) -> None:
@@ -121,14 +122,14 @@ class Gradients:
     def mark(self) -> None:
         """Remember the gradients as a backward left them, for `check_untouched`."""
         self._left = list(map(GRADIENT_OF, self.parameters))
-        self._versions = [-1 if gradient is None else gradient._version for gradient in self._left]
+        self._versions = _versions(self._left)
 
     def check_untouched(self) -> None:
         """Between a backward and the next, or `step`, nobody may clear, clip or unscale: these are undivided sums."""
         if self._left is None:
             return
         now = list(map(GRADIENT_OF, self.parameters))
-        versions = [-1 if gradient is None else gradient._version for gradient in now]
+        versions = _versions(now)
         if versions == self._versions and all(map(operator.is_, now, self._left)):
             return
         for name, gradient, version, left, before in zip(
@@ -244,6 +245,14 @@ class Gradients:
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
+
+
+def _versions(gradients: list[Tensor | None]) -> list[int]:
+    """How often each was written to; -1 for none."""
+    try:
+        return list(map(VERSION_OF, gradients))
+    except AttributeError:
+        return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
 def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:

@@ -37,6 +37,9 @@ class Turn(NamedTuple):
     flags: tuple[float, ...] = ()
 
 
+IN_BETWEEN = Turn(last=False)
+
+
 def length_of(loader: Iterable[Batch]) -> int | None:
     """How many batches a loader says it has; None where it does not know."""
     try:
@@ -120,7 +123,8 @@ def planned_turns(
     slot = 0
     fetched: tuple[Batch, int | None] | None = None
     while longest is None or slot < longest:
-        room = window().length - window().slots
+        current = window()
+        room = current.length - current.slots
         if own is None:  # in one process: reading ahead tells where it ends
             fetched = next(source)
             longest = slot + 1 if fetched[1] == 0 else None
@@ -133,7 +137,11 @@ def planned_turns(
         if own is not None and mine >= 1:
             fetched = next(source)
         assert fetched is not None, "a rank has at least one batch"
-        slots = part if last or (mine < 1 and not lockstep) else 1
+        if not last and mine >= 1:
+            slot += 1
+            yield fetched[0], IN_BETWEEN
+            continue
+        slots = part if last or not lockstep else 1
         slot += slots
         yield fetched[0], Turn(last, last and part < room, mine < 1, slots)
     next(source, None)  # complains if there is more than the length said

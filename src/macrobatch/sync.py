@@ -412,5 +412,16 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _has_node(loss: Tensor, kind: type) -> bool:
-    """Whether the graph behind `loss` holds a node of that kind."""
-    return any(type(node) is kind for node in _nodes(loss))
+    """Whether the graph behind `loss` holds a node of that kind. (Once a window: not through `_nodes`, for speed.)"""
+    pending: list[Any] = [loss.grad_fn]
+    seen = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        if type(node) is kind:
+            return True
+        seen.add(node)
+        for following, _ in node.next_functions:
+            pending.append(following)
+    return False

@@ -71,6 +71,7 @@ class Window:
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
         self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
+        self._device: torch.device | None = None
         self._loss: Tensor | None = None  # the sum, as wide as the device allows, but for what is in the next
         self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
         self._travelling: Callable[[], Tensor] | None = None
@@ -121,6 +122,7 @@ class Window:
     def _begin_turn(self, loss: Tensor) -> Tensor:
         self.turns += 1
         if self._loss is None:
+            self._device = loss.device
             self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
         return self._loss
 
@@ -129,7 +131,7 @@ class Window:
         number = tensor.data  # only read from here on: cheaper than detach()
         if number.dim():
             number = number.reshape(())
-        return number if number.device == self.device else number.to(self.device, non_blocking=True)
+        return number if number.device == self._device else number.to(self._device, non_blocking=True)
 
     def _fold(self) -> None:
         """Add what only the device can weigh to the totals; one by one as they come would take thrice the kernels."""
