@@ -98,7 +98,7 @@ class Window:
         return self._seed[1]
 
     def add(self, loss: Tensor, items: Items) -> None:
-        """Count a micro-batch whose backward is done."""
+        """Count a micro-batch."""
         self._counted = items is not None
         self.micro_batches += 1
         total = self._begin_turn(loss)
@@ -185,10 +185,6 @@ class Window:
         if self._travelling is not None:
             self._everyone, self._travelling = self._travelling(), None
 
-    def retract(self) -> None:
-        """The window is not closed after all: its totals are its own again."""
-        self._everyone = None
-
     def flag(self, index: int) -> float:
         """How many ranks have set that flag. The host waits for it."""
         assert self._everyone is not None
@@ -203,8 +199,8 @@ class Window:
 
     @property
     def device(self) -> torch.device:
-        assert self._loss is not None, "a window without a micro-batch has no totals"
-        return self._loss.device
+        assert self._device is not None, "a window without a micro-batch has no totals"
+        return self._device
 
     @property
     def is_empty(self) -> bool:
@@ -223,10 +219,8 @@ class Window:
 
     def items(self) -> Tensor:
         """The items of the window, on the device."""
-        if self._everyone is None:
-            return self._own_items()
-        own = self._own_items()  # are they counts, or weights?
-        return self._everyone[1].to(own.dtype)
+        own = self._own_items()
+        return own if self._everyone is None else self._everyone[1].to(own.dtype)  # counts, or weights
 
     def loss(self) -> Tensor:
         """The mean loss over the items of the window, on the device; NaN where there are none."""
