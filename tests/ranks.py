@@ -32,7 +32,7 @@ from typing import Any
 import reference
 import torch
 import torch.distributed as dist
-from reference import VOCABULARY, WIDTH, Attention, Batch, Counting, Trainee, relative_error
+from reference import VOCABULARY, WIDTH, Attention, Batch, Counting, Trainee, mean_loss, relative_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -603,3 +603,31 @@ if __name__ == "__main__":
     import ranks  # the module that the tests import, not this copy of it
 
     ranks.main()
+
+
+# --------------------------------------------------------------------------------------- leaving in the middle
+
+
+def other_batches() -> Iterator[Batch]:
+    yield from (micro for _, micro in share(10 + dist.get_rank(), 4))
+
+
+def breaks(record: Record) -> None:
+    """A progress bar keeps the generator alive."""
+    record.bar = record.acc.batches(other_batches())
+    for turn, micro in enumerate(record.bar):
+        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+        record.acc.step()
+        if turn == 1:
+            break
+    record.undisturbed &= flags(record.model) == record.before
+    record.acc.discard()
+
+
+def breaks_before_the_backward(record: Record) -> None:
+    for turn, micro in enumerate(record.acc.batches(other_batches())):
+        if turn == 2:
+            break
+        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+        record.acc.step()
+    record.acc.discard()

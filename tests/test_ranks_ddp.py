@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from ranks import (
     Tower,
     all_refused,
     all_well,
+    breaks,
+    breaks_before_the_backward,
     ddp,
     difference,
     flags,
@@ -26,12 +28,13 @@ from ranks import (
     full_weights,
     made,
     optimizer_for,
+    other_batches,
     refused,
     run,
     same_on_all,
     share,
 )
-from reference import Batch, Convolution, Experts, Trainee, mean_loss, relative_error, token_loss, whole_step
+from reference import Convolution, Experts, Trainee, mean_loss, relative_error, token_loss, whole_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -274,10 +277,6 @@ def three_windows_after(disturb: Callable[[Record], None]) -> Outcome:
     return record.outcome()
 
 
-def other_batches() -> Iterator[Batch]:
-    yield from (micro for _, micro in share(10 + dist.get_rank(), 4))
-
-
 def discards(record: Record) -> None:
     for turn, micro in enumerate(record.acc.batches(other_batches())):
         record.acc.backward(mean_loss(record.model, micro), items=micro.items)
@@ -295,27 +294,6 @@ def discards_before_the_backward(record: Record) -> None:
         record.acc.backward(mean_loss(record.model, micro), items=micro.items)
         if turn == 2:
             break
-        record.acc.step()
-    record.acc.discard()
-
-
-def breaks(record: Record) -> None:
-    """A progress bar keeps the generator alive."""
-    record.bar = record.acc.batches(other_batches())
-    for turn, micro in enumerate(record.bar):
-        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
-        record.acc.step()
-        if turn == 1:
-            break
-    record.undisturbed &= flags(record.model) == record.before
-    record.acc.discard()
-
-
-def breaks_before_the_backward(record: Record) -> None:
-    for turn, micro in enumerate(record.acc.batches(other_batches())):
-        if turn == 2:
-            break
-        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
         record.acc.step()
     record.acc.discard()
 

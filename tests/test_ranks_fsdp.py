@@ -17,6 +17,8 @@ from ranks import (
     Tower,
     all_refused,
     all_well,
+    breaks,
+    breaks_before_the_backward,
     ddp,
     flags,
     flags_are_kept,
@@ -25,6 +27,7 @@ from ranks import (
     hsdp,
     made,
     optimizer_for,
+    other_batches,
     run,
     same_on_all,
     share,
@@ -174,10 +177,6 @@ def three_windows_after(disturb: Callable[[Record], None], wrap: Wrap, **options
     return record.outcome()
 
 
-def other_batches() -> Iterator[Batch]:
-    yield from (micro for _, micro in share(10 + dist.get_rank(), 4))
-
-
 def discards(record: Record) -> None:
     for turn, micro in enumerate(record.acc.batches(other_batches())):
         record.acc.backward(mean_loss(record.model, micro), items=micro.items)
@@ -185,27 +184,6 @@ def discards(record: Record) -> None:
             record.acc.discard()
             break
         record.acc.step()
-
-
-def breaks(record: Record) -> None:
-    """A progress bar keeps the generator alive."""
-    record.bar = record.acc.batches(other_batches())
-    for turn, micro in enumerate(record.bar):
-        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
-        record.acc.step()
-        if turn == 1:
-            break
-    record.undisturbed &= flags(record.model) == record.before
-    record.acc.discard()
-
-
-def breaks_before_the_backward(record: Record) -> None:
-    for turn, micro in enumerate(record.acc.batches(other_batches())):
-        if turn == 2:
-            break
-        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
-        record.acc.step()
-    record.acc.discard()
 
 
 def fails(record: Record) -> None:
