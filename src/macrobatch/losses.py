@@ -122,13 +122,13 @@ def _tensor(batch: Mapping[str, Any], name: str) -> Tensor:
 def _inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with: the batch without its labels, and without a mask that the model cannot take."""
     accepted = inspect.signature(inner.forward).parameters
-    accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    kinds = {parameter.kind for parameter in accepted.values()}
     kwargs = {key: value for key, value in batch.items() if key not in ("labels", "input_ids")}
-    if "attention_mask" not in accepted and not accepts_any:
+    if "attention_mask" not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
         kwargs.pop("attention_mask", None)
     if "use_cache" in accepted:
         kwargs.setdefault("use_cache", False)  # keys and values for tokens that will never come: copies of them all
-    if "input_ids" in accepted:
+    if "input_ids" in accepted or kinds == {inspect.Parameter.VAR_KEYWORD}:
         return (), {"input_ids": batch["input_ids"], **kwargs}
     return (batch["input_ids"],), kwargs
 
