@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from macrobatch import collectives
 from macrobatch.accumulator import Accumulator, Options
-from macrobatch.errors import BackendError, BatchError, FitError, MacrobatchError, UsageError
+from macrobatch.errors import BackendError, BatchError, FitError, UsageError
 from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
 from macrobatch.loader import Turn
 from macrobatch.snapshot import Snapshot
@@ -174,10 +174,11 @@ class MacroStep:
         try:
             samples = samples_of(batch, self._collate)
             parts = [] if self._micro is None else self._micro.parts(samples)
-            rows = self._exchanged(self._row(samples, parts))
-        except MacrobatchError:
+            row = self._row(samples, parts)
+        except Exception:
             self._exchanged(Row(failed=1))
             raise
+        rows = self._exchanged(row)
         if any(row.failed for row in rows):
             ranks = [rank for rank, row in enumerate(rows) if row.failed]
             raise BatchError(f"the batch of rank {ranks[0]} cannot be cut; its own error says why. No step was taken.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +49,8 @@ def plan_by_tokens(lengths: Sequence[int], budget: int) -> Plan:
     order = sorted(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     widths = [max(lengths[sample], 1) for sample in order]  # ascending; an empty sample takes its row all the same
     ends = _fewest(widths, budget) if _work(widths, budget) > SEARCHED else _least_padding(widths, budget)
-    starts = [0, *ends[:-1]]
-    return [sorted(order[start:end]) for start, end in zip(starts[::-1], ends[::-1], strict=True)]
+    cuts = itertools.pairwise([0, *ends])
+    return [sorted(order[start:end]) for start, end in cuts][::-1]
 
 
 SEARCHED = 500_000  # steps of the search for the least padding that a window is worth: about 50 ms
