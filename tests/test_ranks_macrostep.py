@@ -3,8 +3,6 @@
 Run as a program by torchrun, this file is a training on which memory runs out where it cannot be done again.
 """
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +36,7 @@ from reference import VOCABULARY, WIDTH, Batch, Trainee, mean_loss, relative_err
 from torch import Tensor, nn
 
 from macrobatch import MacroStep, by_tokens
+from macrobatch.errors import BackendError, BatchError
 
 MODES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "ddp-window": (ddp, {}),
@@ -81,7 +80,9 @@ FILLED = [(0, 3), (5, 3), (4, 0), (0, 0), (2, 7), (1, 6), (0, 5), (4, 4)]
 ON_FOUR = [(0, 3, 1, 0), (5, 3, 0, 2), (0, 0, 7, 0), (2, 2, 2, 2)]
 
 
-def train(filled: Sequence[Sequence[int]], wrap: Any, micro: Any = 2, loss_fn: Any = counted_loss, **options) -> Outcome:
+def train(
+    filled: Sequence[Sequence[int]], wrap: Any, micro: Any = 2, loss_fn: Any = counted_loss, **options
+) -> Outcome:
     model = wrap(made(Tower))
     step = MacroStep(model, optimizer_for(model), loss_fn, micro=micro, max_norm=10.0, **options)
     weights, results = [full_weights(model)], []
@@ -98,18 +99,14 @@ def train(filled: Sequence[Sequence[int]], wrap: Any, micro: Any = 2, loss_fn: A
     }
 
 
-def by_length(budget: int) -> Any:
-    return by_tokens(budget, length=lambda batch: [int(row.max()) % 4 + 1 for row in batch.x], oversize="raise")
-
-
-def whole_lengths(batch: Batch) -> list[int]:
-    """Every sample is as long as it is, so that nothing is trimmed, but they are sorted by something."""
-    return [batch.x.shape[1]] * len(batch.x)
+def lengths(batch: Batch) -> list[int]:
+    """Up to the last item of each sample: what follows has no part in the loss, nor in what comes before it."""
+    return [max([0, *(row != reference.IGNORED).nonzero().flatten().add(1).tolist()]) for row in batch.y]
 
 
 for _mode, (_wrap, _options) in MODES.items():
     SCENARIOS[f"by-count-{_mode}"] = partial(train, FILLED, _wrap, 2, **_options)
-    SCENARIOS[f"by-tokens-{_mode}"] = partial(train, FILLED, _wrap, by_tokens(12, whole_lengths), **_options)
+    SCENARIOS[f"by-tokens-{_mode}"] = partial(train, FILLED, _wrap, by_tokens(7, lengths), **_options)
     SCENARIOS[f"auto-{_mode}"] = partial(train, FILLED, _wrap, "auto", **_options)
 SCENARIOS_ON_FOUR["by-count-hsdp"] = partial(train, ON_FOUR, hsdp, 2)
 SCENARIOS_ON_FOUR["auto-hsdp"] = partial(train, ON_FOUR, hsdp, "auto", gather="window")
@@ -303,19 +300,18 @@ def random_faults(seed: int, windows: int, wrap: Any, **options: Any) -> Outcome
     return twins.outcome()
 
 
-for _mode in HELD:
+FAULTS = [
+    (mode, place, turn) for mode in HELD for place in PLACES for turn in (0, 1) if turn or "sync" not in MODES[mode][1]
+]
+for _mode, _place, _turn in FAULTS:
     _wrap, _options = MODES[_mode]
-    for _place in PLACES:
-        for _turn in (0, 1):
-            SCENARIOS[f"{_place}-{_turn}-{_mode}"] = partial(one_fault, _place, _turn, _wrap, **_options)
-SCENARIOS["random-ddp"] = partial(random_faults, 1, 100, ddp)
-SCENARIOS["random-fsdp2"] = partial(random_faults, 2, 80, fsdp2, gather="window")
+    SCENARIOS[f"{_place}-{_turn}-{_mode}"] = partial(one_fault, _place, _turn, _wrap, **_options)
+SCENARIOS["random-ddp"] = partial(random_faults, 1, 140, ddp)
+SCENARIOS["random-fsdp2"] = partial(random_faults, 2, 40, fsdp2, gather="window")
 
 
-@pytest.mark.parametrize("mode", HELD)
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_rank_runs_out_and_the_window_is_done_again_by_all(ran, place, turn, mode):
+@pytest.mark.parametrize(("mode", "place", "turn"), FAULTS)
+def test_a_rank_runs_out_and_the_window_is_done_again_by_all(ran, mode, place, turn):
     outcomes = all_well(ran[f"{place}-{turn}-{mode}"])
     assert [(outcome["sizes"], outcome["met"]) for outcome in outcomes] == [([4, 2, 2, 2, 2], met) for met in (0, 2)]
     # Held gradients travel once, also where they are to travel after every micro-batch: then sums round otherwise.
@@ -326,3 +322,183 @@ def test_two_hundred_faults(ran):
     outcomes = [outcome for name in ("random-ddp", "random-fsdp2") for outcome in all_well(ran[name])]
     assert {outcome["worst"] for outcome in outcomes} == {0.0}
     assert sum(outcome["met"] for outcome in outcomes) >= 200
+
+
+# --------------------------------------------------------------------------------------- sizes, proven and unproven
+
+
+@scenario
+def collectives_by_window() -> Outcome:
+    """What DDP does in each of four windows: two are held, then the size is proven."""
+    model = ddp(made(Tower))
+    step = MacroStep(model, optimizer_for(model), counted_loss, micro="auto")
+    counts = []
+    for window in range(4):
+        with Collectives() as collectives:
+            step(own_batch(window, 4, dist.get_rank()))
+        counts.append(dict(collectives.counts))
+    return {"counts": counts}
+
+
+def test_a_proven_size_uses_the_overlapped_reducer(ran):
+    held, again, proven, later = all_well(ran["collectives_by_window"])[0]["counts"]
+    # The row and the vote; the totals, which parameters have gradients, and the gradients.
+    assert held == again == {"allgather": 2, "allreduce": 3}
+    assert proven == {"allgather": 1, "allreduce": 2}  # no vote any more; the totals, and the reducer's bucket
+    assert later["allgather"] == 1
+    assert later["allreduce"] >= 2  # DDP has rebuilt its buckets
+
+
+def cut_at(limit: int, wrap: Any, windows: Sequence[int], **options: Any) -> Outcome:
+    """On rank 1 no more than `limit` samples fit."""
+    model = wrap(made(Fragile).train())
+    loss, sizes = FragileLoss(), []
+    step = MacroStep(model, optimizer_for(model), loss, reduction="sum", **options)
+    for window, samples in enumerate(windows):
+        loss.fault = Fault(lambda _, size: dist.get_rank() == 1 and size > limit, PLACES[window % 4])
+        result = step(own_batch(window, samples, dist.get_rank()))
+        sizes.append(max(loss.fault.sizes[-result.micro_batches :]))
+    return {"sizes": sizes}
+
+
+SCENARIOS["too-large"] = lambda: cut_at(0, ddp, [4])
+SCENARIOS["too-large-fsdp2"] = lambda: cut_at(0, fsdp2, [4], gather="window")
+SCENARIOS["agreed"] = lambda: cut_at(3, ddp, [4, 6, 2, 7])
+SCENARIOS["fixed"] = lambda: cut_at(2, ddp, [2, 4], micro=4)
+
+
+@scenario
+def ended_though_proven() -> Outcome:
+    """A size that was proven to fit runs out all the same, where the reducer has begun."""
+    model, loss = ddp(made(Fragile).train()), FragileLoss()
+    step = MacroStep(model, optimizer_for(model), loss, reduction="sum")
+    for window in range(4):
+        strikes = window == 3 and dist.get_rank() == 1
+        loss.fault = Fault(lambda *_, s=strikes: s, "in the middle of the backward")
+        step(own_batch(window, 4, dist.get_rank()))
+    return {}
+
+
+@pytest.mark.parametrize("name", ["too-large", "too-large-fsdp2"])
+def test_not_even_one_sample_fits_on_one_rank(ran, name):
+    all_refused(ran[name], "not even one sample fits")
+    refused(ran[name], 1, "2.00 GiB", "checkpoint")
+    assert all("FitError" in outcome["raised"] for outcome in ran[name])
+
+
+def test_ranks_agree_on_the_smallest_size(ran):
+    assert [outcome["sizes"] for outcome in all_well(ran["agreed"])] == [[2, 2, 2, 2]] * 2
+
+
+def test_where_others_wait_in_a_collective_the_job_ends_at_once(ran):
+    outcomes = ran["ended_though_proven"]
+    all_refused(outcomes, "rank 1 ran out of memory", "2.00 GiB", "4 samples", "fit_file")
+    assert all("FitError" in outcome["raised"] and outcome["seconds"] < 8 for outcome in outcomes)
+
+
+def test_a_size_that_was_asked_for_is_not_changed(ran):
+    assert "OutOfMemoryError" in ran["fixed"][1]["raised"]
+
+
+# -------------------------------------------------------------------------------------------- the file of sizes
+
+
+def restarted() -> None:
+    """Memory holds 4 samples; 8 are tried first. Every attempt notes the sizes of its micro-batches."""
+    be_a_rank()
+    dist.init_process_group("gloo")
+    model, loss = fsdp2(made(Fragile).train()), FragileLoss()
+    step = MacroStep(model, optimizer_for(model), loss, reduction="sum", fit_file="sizes.json")
+    loss.fault = Fault(lambda _, size: dist.get_rank() == 1 and size > 4, "in the middle of the backward")
+    for window in range(3):
+        step(own_batch(window, 8, dist.get_rank()))
+    Path(f"done.{dist.get_rank()}").write_text(str(loss.fault.sizes))
+    dist.destroy_process_group()
+
+
+def test_a_restarted_job_begins_with_the_size_that_the_first_one_learnt(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart on a store of its own
+    launch = torchrun(2, __file__, directory=tmp_path, seconds=90, restarts=1)
+    assert launch.exit_code == 0, launch.output
+    assert "FitError: rank 1 ran out of memory" in launch.output
+    assert [(tmp_path / f"done.{rank}").read_text() for rank in range(2)] == [str([4] * 6)] * 2
+    assert launch.seconds < 60  # with all that starting twice takes
+
+
+# ------------------------------------------------------------------------------------------------- other failures
+
+
+@scenario
+def a_batch_that_cannot_be_cut() -> Outcome:
+    model = ddp(made(Tower))
+    step = MacroStep(model, optimizer_for(model), counted_loss, micro=2)
+    bad = Batch(torch.ones(3, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64))
+    with pytest.raises(BatchError) as raised:
+        step(bad if dist.get_rank() == 1 else own_batch(0, 3, 0))
+    result = step(own_batch(0, 3, dist.get_rank()))
+    return {"error": f"{raised.typename}: {raised.value}", "step": result.step, "weights": [full_weights(model)]}
+
+
+@scenario
+def a_held_window_that_fails_otherwise() -> Outcome:
+    model = ddp(made(Tower))
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Any:
+        if dist.get_rank() == 1 and len(batch.x) == 3:
+            raise ZeroDivisionError("a bug of the user's")
+        return counted_loss(model, batch)
+
+    step = MacroStep(model, optimizer_for(model), loss_fn)
+    with pytest.raises((ZeroDivisionError, BackendError)) as raised:
+        step(own_batch(0, 3, dist.get_rank()))
+    result = step(own_batch(1, 4, dist.get_rank()))
+    return {"error": f"{raised.typename}: {raised.value}", "step": result.step, "weights": [full_weights(model)]}
+
+
+@pytest.mark.parametrize(
+    ("name", "errors"),
+    [
+        ("a_batch_that_cannot_be_cut", ("BatchError: the batch of rank 1", "BatchError: the tensors of a batch")),
+        ("a_held_window_that_fails_otherwise", ("BackendError: rank 1 failed", "ZeroDivisionError: a bug")),
+    ],
+)
+def test_one_rank_fails_and_all_can_go_on(ran, name, errors):
+    outcomes = all_well(ran[name])
+    same_on_all(outcomes, "weights", "step")
+    for outcome, error in zip(outcomes, errors, strict=True):
+        assert outcome["error"].startswith(error)
+        assert outcome["step"] == 1
+
+
+@scenario
+def shared_statistics() -> Outcome:
+    model = fsdp2(nn.SyncBatchNorm.convert_sync_batchnorm(made(Fragile)))
+    MacroStep(model, optimizer_for(model), counted_loss, gather="window")(own_batch(0, 3, dist.get_rank()))
+    return {}
+
+
+def test_statistics_over_all_ranks_cannot_be_done_again(ran):
+    all_refused(ran["shared_statistics"], "SyncBatchNorm", "micro=")
+
+
+# ---------------------------------------------------------------------------------------------------- with a scaler
+
+
+def scaled(wrap: Any, micro: Any, **options: Any) -> Outcome:
+    """Ranks multiply alike, also one that has nothing in the very first window."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return train(FILLED, wrap, micro, scaler=scaler, **options)
+
+
+SCENARIOS["scaled-ddp"] = partial(scaled, ddp, 2)
+SCENARIOS["scaled-auto"] = partial(scaled, ddp, "auto")
+SCENARIOS["scaled-fsdp2"] = partial(scaled, fsdp2, 2)
+
+
+@pytest.mark.parametrize("name", ["scaled-ddp", "scaled-auto", "scaled-fsdp2"])
+def test_a_scaler_and_ranks_that_have_nothing(ran, name):
+    exact(ran[name], FILLED)
+
+
+if __name__ == "__main__":
+    restarted()
