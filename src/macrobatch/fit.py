@@ -144,7 +144,7 @@ class Sizes:
         """How many samples of that shape to put into a micro-batch, by all that is known."""
         if shape in self._known:
             return self._known[shape].size
-        limited = [(s, known) for s, known in self._known.items() if s.kind == shape.kind and known.failed is not None]
+        limited = [(s, known) for s, known in self._known.items() if s.kind == shape.kind and known.size < UNLIMITED]
         larger = [known.size for s, known in limited if _within(shape, s)]
         smaller = [known.size for s, known in limited if _within(s, shape)]
         if larger:
@@ -172,10 +172,10 @@ class Sizes:
         return self._known.setdefault(shape, Known(self.proposed(shape)))
 
     def save(self) -> None:
-        """Write down what failed, if a file was named; what others have written there stays."""
+        """Write down what is limited, if a file was named; what others have written there stays."""
         if self.file is None:
             return
-        kept = _read(self.file) | {shape: known for shape, known in self._known.items() if known.failed is not None}
+        kept = _read(self.file) | {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
         rows = [
             {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
             for shape, known in kept.items()
@@ -196,7 +196,9 @@ def _read(file: Path) -> dict[Shape, Known]:
     try:
         rows = json.loads(file.read_text())["shapes"]
         return {
-            Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): Known(int(row["size"]), int(row["failed"]))
+            Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): Known(
+                int(row["size"]), None if row["failed"] is None else int(row["failed"])
+            )
             for row in rows
         }
     except FileNotFoundError:

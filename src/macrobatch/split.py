@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections import UserDict
@@ -209,7 +210,7 @@ class Tree:
                     "into the batch: let loss_fn have it in another way, e.g. with functools.partial."
                 )
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         kind = " ".join(f"{path}:{leaf.dtype}:{len(leaf.shape)}" for path, leaf in self._leaves)
         return Shape(kind, tuple(int(size) for _, leaf in self._leaves for size in leaf.shape[1:]))
@@ -275,7 +276,7 @@ class Listed:
         self._collate = collate
         self.count = len(batch)
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         """The largest of all samples: that is what collating fills up to."""
         shapes = [Shape(*_sample_shape(sample)) for sample in self._samples]
