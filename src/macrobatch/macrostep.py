@@ -121,6 +121,10 @@ class MacroStep:
                 raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
         if not callable(loss_fn):
             raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")
+        if collate is not None and not callable(collate):
+            raise UsageError(
+                f"collate must be a function that makes a micro-batch of a list of samples: got {collate!r}."
+            )
         if cuda_graph:
             raise BackendError("cuda_graph=True is not available in this version.")
         self._model = model
