@@ -129,12 +129,12 @@ def test_a_vote_does_not_wait_for_the_device(wrap):
 
     batch = whole_batch()
     train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), fragile, **options)
-    results = [train(batch) for _ in range(3)]
+    results = [train(batch) for _ in range(4)]  # two held ones, and two in which DDP arranges its buckets
     twin = MacroStep(plain, torch.optim.SGD(plain.parameters(), lr=0.1), mean_square, micro=5)
-    for _ in range(3):
+    for _ in range(4):
         twin(batch)
     assert tries[:3] == [22, 11, 5]
-    assert [result.micro_batches for result in results] == [5, 5, 5]
+    assert [result.micro_batches for result in results] == [5] * 4
     assert difference(model, plain) < 1e-6
     assert dist.get_backend(train._ranks) == "gloo"
     with no_host_reads():
