@@ -514,14 +514,16 @@ def test_under_ddp(options):
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("part", ["whole", "body"])
 def test_under_fsdp2(part):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model, batch = in_float64(llama), batch_of()
     expected, _ = obvious(model(**batch).logits, batch["input_ids"])
     reference = gradients(model, expected)
-    fully_shard(model.model)
+    mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
+    fully_shard(model.model, mesh=mesh)
     if part == "whole":
-        fully_shard(model)
+        fully_shard(model, mesh=mesh)
         model.set_reshard_after_backward(False)  # between micro-steps its weights look like any others then
         model.set_requires_gradient_sync(False)
         rows = rows_of_logits(model, batch, chunk=20), rows_of_logits(model, batch, chunk=20)
