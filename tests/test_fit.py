@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from macrobatch import MacroStep, StepResult
 from macrobatch.errors import FitError, UsageError
-from macrobatch.fit import is_out_of_memory
+from macrobatch.fit import Pressure, is_out_of_memory
 
 FEATURES = 6
 WHERES = ("forward", "loss", "backward", "half-way")
@@ -471,6 +471,12 @@ def test_a_longer_list_of_samples_starts_no_higher():
     assert window(8, *[1] * 15) == [16, 8]
     assert window(*[1] * 15, 8) == [8]
     assert window(16, *[1] * 15)[0] <= 8
+
+
+def test_a_size_that_the_allocator_had_to_struggle_for_is_left(monkeypatch):
+    memory = Memory(capacity=float("inf"))
+    monkeypatch.setattr(Pressure, "rose", lambda pressure: memory.tried[-1][-1] > 5)
+    assert [memory(16) for _ in range(4)] == [[16], [8], [4], [4]]
 
 
 def test_sizes_go_back_up_when_all_was_quiet_for_long():

@@ -22,8 +22,8 @@ from macrobatch import by_count, by_tokens, split
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.split import plan_by_count, plan_by_tokens, samples_of
 
-quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
-at_length = settings(quickly, max_examples=500)
+quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+at_length = settings(quickly, max_examples=300)
 
 some_lengths = st.lists(st.integers(1, 12), max_size=40)
 few_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=7)
