@@ -495,6 +495,13 @@ SCENARIOS["scaled-auto"] = partial(scaled, ddp, "auto")
 SCENARIOS["scaled-fsdp2"] = partial(scaled, fsdp2, 2)
 
 
+SCENARIOS["scaled-fault"] = lambda: cut_at(3, ddp, [4, 6, 4], scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_scaler_and_a_rank_that_runs_out_before_its_first_loss(ran):
+    assert [outcome["sizes"] for outcome in all_well(ran["scaled-fault"])] == [[2, 2, 2]] * 2
+
+
 @pytest.mark.parametrize("name", ["scaled-ddp", "scaled-auto", "scaled-fsdp2"])
 def test_a_scaler_and_ranks_that_have_nothing(ran, name):
     exact(ran[name], FILLED)
