@@ -308,10 +308,9 @@ class MacroStep:
     def _learn(self, cut: Cut, asked: str) -> None:
         shape = cut.samples.shape
         self._sizes.ran_out(shape, cut.size)
-        logger.warning(
-            "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d",
-            *(cut.size, asked, self._sizes.proposed(shape)),
-        )
+        if cut.size > 1:
+            message = "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d"
+            logger.warning(message, cut.size, asked, self._sizes.proposed(shape))
 
     def _give_up(self, cut: Cut, mark: Any, error: BaseException) -> None:
         """Leave nothing of the window behind, and no rank waiting for this one."""
