@@ -6,7 +6,6 @@ import logging
 import pickle
 import pickletools
 import random
-from dataclasses import replace
 
 import programs
 import pytest
@@ -90,6 +89,7 @@ ALIKE = {
     "not with the loader": Program(samples=10, steps=3, sync_with_dataloader=False),
     "one cycle": Program(samples=24, one_cycle=24),
     "one cycle, too short": Program(samples=24, one_cycle=7),
+    "one cycle, far too short": Program(samples=24, one_cycle=3, steps=1),
     "no accumulation": Program(steps=1, samples=8),
 }
 
@@ -109,12 +109,20 @@ def same_trace(own, other):
     assert len(own.weights) == len(other.weights) > 0
 
 
-def test_one_step_too_many_of_one_cycle_is_left_out_as_theirs(theirs):
-    program = Program(samples=24, one_cycle=3, steps=1, epochs=1)
-    with pytest.raises(ValueError, match="Tried to step"):
-        program.run(theirs)
-    with pytest.raises(ValueError, match="Tried to step"):
-        program.run(OURS)
+@pytest.mark.parametrize("adjust", [False, True])
+def test_adjusted_schedulers_count_every_micro_batch(adjust):
+    plugin = GradientAccumulationPlugin(num_steps=3, adjust_scheduler=adjust)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    model, optimizer = trained(accelerator)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert scheduler.scheduler._step_count == 1 + (6 if adjust else 2)
+    assert scheduler.get_last_lr() == [0.1 * 0.25]
 
 
 # ------------------------------------------------------------------------------------------------ better than theirs
@@ -882,7 +890,3 @@ def test_a_tensor_dataset_of_tuples_is_moved():
     ((ones, zeros),) = loader
     assert ones.device == loader.device
     assert zeros.tolist() == [0, 0]
-
-
-def test_program_is_described_by_its_options():
-    assert replace(Program(), steps=3).steps == 3

@@ -22,7 +22,8 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: micro-batches in a window; None: 1.
-        adjust_scheduler: count the micro-batches in between for a scheduler that knows its total number of steps.
+        adjust_scheduler: let schedulers count the micro-batches in between, in their ``_step_count``. It changes no
+            learning rate, here as there.
         sync_with_dataloader: close the window at the end of the loader, however short it is.
         sync_each_batch: let gradients travel at every micro-batch: slower, but less memory under FSDP.
         exact_remainder: scale a window by the micro-batches that it holds. False divides by `num_steps` also where a

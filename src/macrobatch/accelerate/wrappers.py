@@ -183,16 +183,14 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self._state.sync_gradients:
-            if self._state.adjust_scheduler and hasattr(
-                self.scheduler, "_step_count"
-            ):  # so that one that knows its total ends in time
+            if self._state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                 self.scheduler._step_count += 1
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(1 if self._once else AcceleratorState().num_processes):
-            if self._once or total is None or self.scheduler._step_count <= total:
+            if self._once or total is None or self.scheduler.last_epoch < total:  # one too many would be an error
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:
