@@ -237,9 +237,10 @@ def in_step(model: nn.Module) -> bool:
 def whole_batches(program: Program, world: int = 1) -> list[Tensor]:
     """The weights after each window of a program, trained in plain torch with one big batch a window.
 
-    The loader must not shuffle, and world * batch_size divide the samples.
+    The loader must not shuffle, and the samples fill its rounds.
     """
-    samples, size = regression(program.samples).tensors, program.batch_size * world
+    once = world == 1 or program.split_batches
+    samples, size = regression(program.samples).tensors, program.batch_size * (1 if once else world)
     assert program.samples % size == 0
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -252,7 +253,7 @@ def whole_batches(program: Program, world: int = 1) -> list[Tensor]:
             optimizer.zero_grad()
             F.mse_loss(model(samples[0][window]), samples[1][window]).backward()
             optimizer.step()
-            for _ in range(world):
+            for _ in range(1 if once else world):
                 scheduler.step()
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return weights

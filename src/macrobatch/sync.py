@@ -283,9 +283,12 @@ class FSDP2(Local):
     def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         held = [group._partial_reduce_output for group in _groups(self._models)]
         for parameter in self._sharded():
-            held.append(parameter.unsharded_accumulated_grad)
+            held += [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad]
             held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
-        return super().accumulated(parameters) + [_local(gradient) for gradient in held if gradient is not None]
+        found = super().accumulated(parameters) + [_local(gradient) for gradient in held if gradient is not None]
+        return list(
+            {gradient.data_ptr(): gradient for gradient in found}.values()
+        )  # while gathered, some are seen twice
 
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         held, self._held = self._held, False
