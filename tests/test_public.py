@@ -20,7 +20,7 @@ LAYERS = [
     {"__init__"},
     {f"accelerate.{name}" for name in ("missing", "settings", "sharding", "checkpoints")},
     {"accelerate.state"},
-    {f"accelerate.{name}" for name in ("logging", "seeding", "gathering", "loaders", "wrappers")},
+    {f"accelerate.{name}" for name in ("logging", "seeding", "gathering", "loaders", "models", "wrappers")},
     {"accelerate.accumulation", "accelerate.resuming"},
     {"accelerate.accelerator"},
     {"accelerate.__init__", "accelerate.utils"},

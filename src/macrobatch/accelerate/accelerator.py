@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from macrobatch.accelerate import gathering, loaders, resuming
+from macrobatch.accelerate import gathering, loaders, models, resuming
 from macrobatch.accelerate.accumulation import Accumulation, Windows
 from macrobatch.accelerate.missing import missing_argument, missing_attribute
 from macrobatch.accelerate.settings import (
@@ -40,7 +36,6 @@ from macrobatch.accelerate.sharding import Share
 from macrobatch.accelerate.state import AcceleratorState, DistributedType, GradientState
 from macrobatch.accelerate.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Scaling
 from macrobatch.errors import UsageError
-from macrobatch.split import transformed
 from macrobatch.sync import sync_for
 from macrobatch.window import Items
 
@@ -243,18 +238,18 @@ class Accelerator:
                 f"device_placement has {len(device_placement)} entries for {len(objects)} objects: give one each."
             )
         places = [self.device_placement] * len(objects) if device_placement is None else device_placement
-        before = self._names_before_sharding(objects)
+        before = models.places_of(given for given in objects if isinstance(given, nn.Module))
         made = list(objects)
-        order: tuple[tuple[Any, Callable[..., Any]], ...] = (
+        kinds: tuple[tuple[Any, Callable[[Any, bool], Any]], ...] = (
             (nn.Module, self.prepare_model),
             (DataLoader, self.prepare_data_loader),
-            (Optimizer, functools.partial(self._prepare_optimizer, before)),
-            ((LRScheduler, ReduceLROnPlateau), self.prepare_scheduler),
+            (Optimizer, lambda given, _: self._prepare_optimizer(given, before)),
+            ((LRScheduler, ReduceLROnPlateau), lambda given, _: self.prepare_scheduler(given)),
         )
-        for kind, prepare in order:  # a scheduler looks for its optimizer, an optimizer for its model
+        for kind, prepare in kinds:  # in this order: a scheduler looks for its optimizer, an optimizer for its model
             for index, (given, place) in enumerate(zip(objects, places, strict=True)):
                 if isinstance(given, kind):
-                    made[index] = prepare(given) if prepare == self.prepare_scheduler else prepare(given, place)
+                    made[index] = prepare(given, place)
         return tuple(made) if len(made) != 1 else made[0]
 
     def prepare_model(
@@ -264,60 +259,27 @@ class Accelerator:
         if any(model is known for known in self._models):
             return model
         if self.mixed_precision != "no":
-            self._wrap_forward(model)
+            models.compute_in(self.autocast, model)
         if self.device_placement if device_placement is None else device_placement:
             model = model.to(self.device)
         if self.use_distributed and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
-            model = self._replicated(model) if self._fsdp_plugin is None else self._sharded(model, self._fsdp_plugin)
+            if self._fsdp_plugin is None:
+                model = models.replicated(model, self._ddp_options, self.state)
+            else:
+                model = models.sharded(model, self._fsdp_plugin, self.state)
         self._models.append(model)
         self._windows.forget()
         return model
 
-    def _replicated(self, model: nn.Module) -> nn.Module:
-        if isinstance(model, DistributedDataParallel | FSDPModule):
-            return model
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, **self._ddp_options.to_kwargs())
-
-    def _sharded(self, model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> nn.Module:
-        if isinstance(model, FSDPModule):
-            return model
-        options: Any = {
-            "mesh": init_device_mesh(self.device.type, (self.num_processes,)),
-            "reshard_after_forward": plugin.reshard_after_forward,
-            "mp_policy": plugin.policy(self.mixed_precision),
-        }
-        for part in [module for module in model.modules() if module is not model and plugin.wraps(module)][::-1]:
-            fully_shard(part, **options)
-        fully_shard(model, **options)
-        return model
-
-    def _wrap_forward(self, model: nn.Module) -> None:
-        """Compute in mixed precision, and hand out float32. (As a method, so that a copy of the model has its own.)"""
-        model = getattr(model, "_orig_mod", model)
-        plain = model.forward
-        of_class = getattr(plain, "__func__", None) if "forward" not in vars(model) else None
-
-        @functools.wraps(plain)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                outputs = plain(*args, **kwargs) if of_class is None else of_class(module, *args, **kwargs)
-            return transformed(outputs, _widened)
-
-        forward._plain = plain if of_class is None else None  # type: ignore[attr-defined]
-        model.forward = MethodType(forward, model)
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:  # noqa: ARG002
         """The optimizer, waiting for the end of each window."""
-        return self._prepare_optimizer({}, optimizer, device_placement)
+        return self._prepare_optimizer(optimizer, {})
 
-    def _prepare_optimizer(
-        self, before: dict[int, tuple[nn.Module, str]], optimizer: Optimizer, _: bool | None = None
-    ) -> AcceleratedOptimizer:
+    def _prepare_optimizer(self, optimizer: Optimizer, before: models.Places) -> AcceleratedOptimizer:
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         if self._fsdp_plugin is not None:
-            _point_to_shards(optimizer, before)
+            models.point_to_shards(optimizer, before)
         windows = self._windows
         if windows.scaling is not None:
             windows.scaling.optimizers.append(optimizer)
@@ -326,13 +288,6 @@ class Accelerator:
         )
         windows.optimizers.append(made)
         return made
-
-    def _names_before_sharding(self, objects: Sequence[Any]) -> dict[int, tuple[nn.Module, str]]:
-        """Where each parameter of a model that is about to be sharded will be found afterwards."""
-        if self._fsdp_plugin is None:
-            return {}
-        models = [given for given in objects if isinstance(given, nn.Module)]
-        return {id(p): (model, name) for model in models for name, p in model.named_parameters(remove_duplicate=False)}
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """The scheduler, following its optimizer."""
@@ -371,19 +326,7 @@ class Accelerator:
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """The model as it was before `prepare`. (A sharded one stays sharded.)"""
-        inner: Any = getattr(model, "_orig_mod", model)
-        if isinstance(inner, DistributedDataParallel):
-            inner = inner.module
-        elif keep_torch_compile:
-            inner = model
-        bare = getattr(inner, "_orig_mod", inner)
-        if not keep_fp32_wrapper and hasattr(bare.forward, "_plain"):
-            if bare.forward._plain is None:
-                del bare.forward
-            else:
-                bare.forward = bare.forward._plain
-        found: nn.Module = inner if keep_torch_compile else bare
-        return found
+        return models.unwrapped(model, keep_precision=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
 
     # ------------------------------------------------------------------------------------------ this process
 
@@ -538,30 +481,3 @@ def _plugin(given: GradientAccumulationPlugin | None, steps: int) -> GradientAcc
             f"plugin alone, GradientAccumulationPlugin(num_steps={steps})."
         )
     return given
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _point_to_shards(optimizer: Optimizer, before: dict[int, tuple[nn.Module, str]]) -> None:
-    """Let an optimizer that was made for whole parameters step the shards that took their place."""
-    for group in optimizer.param_groups:
-        found: list[Tensor] = []
-        for parameter in group["params"]:
-            if isinstance(parameter, DTensor):
-                found.append(parameter)
-                continue
-            if id(parameter) not in before:
-                raise UsageError(
-                    f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that belongs to no model given "
-                    "to the same prepare(). Sharding replaces parameters, and it would step those that nobody uses any "
-                    "more: prepare(model, optimizer) together, or make the optimizer of the prepared model."
-                )
-            if parameter in optimizer.state:
-                raise UsageError(
-                    "an optimizer that has already stepped whole parameters cannot go on with shards: prepare it first."
-                )
-            model, name = before[id(parameter)]
-            found.append(model.get_parameter(name))
-        group["params"] = found
