@@ -207,29 +207,24 @@ def test_what_is_stepped_together_is_scaled_together():
 
 
 def test_two_models_have_two_windows():
-    """A GAN's loop, each model with its own optimizer: neither scales the other's gradients."""
-    draw = torch.randn(5, 2, 1, dtype=torch.float64)
-    left, right = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
-    expected = [gradient_of_mean(copy.deepcopy(model), draw[4:]) for model in (left, right)]
-    accelerator = Accelerator(gradient_accumulation_steps=4)  # two accumulate() a batch: windows of two batches
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (left, right)]
-    left, right, *optimizers, loader = accelerator.prepare(left, right, *optimizers, DataLoader(draw, batch_size=None))
-    last = None
+    """Each with its own optimizer and its own `accumulate`, which the counter counts: neither scales the other's."""
+    draw = torch.randn(3, 2, 1, dtype=torch.float64)
+    models = [nn.Linear(1, 1, bias=False).double() for _ in range(2)]
+    starts = [model.weight.detach().clone() for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    left, right, *optimizers, loader = accelerator.prepare(*models, *optimizers, DataLoader(draw, batch_size=None))
     for x in loader:
         for model, optimizer in zip((left, right), optimizers, strict=True):
             with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
+                accelerator.backward(model(x).mean())
                 optimizer.step()
-                last = [model.weight.grad.clone() for model in (left, right)] if model is right else last
-                optimizer.zero_grad() if model is right else None
-        if accelerator.sync_gradients:
-            optimizers[0].zero_grad()
-    torch.testing.assert_close(last[1], expected[1], rtol=0, atol=1e-12)
-
-
-def gradient_of_mean(model, x):
-    torch.stack([model(micro).square().mean() for micro in x]).mean().backward()
-    return model.weight.grad
+                optimizer.zero_grad()
+    means = draw.mean((1, 2))
+    found = [start - model.weight for start, model in zip(starts, models, strict=True)]
+    # The fourth micro-batch, right's second, closes right's window; then the loader ends, and all windows with it.
+    torch.testing.assert_close(found[0].item(), means.mean().item(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[1].item(), (means[:2].mean() + means[2]).item(), rtol=0, atol=1e-12)
 
 
 def test_steps_changed_inside_a_window():
@@ -349,6 +344,10 @@ def test_nested_loaders_and_loaders_broken_off():
         assert state.active_dataloader is inner
     assert state.active_dataloader is None
     assert state.remainder == -1
+    kept = iter(inner)
+    next(kept)  # never ends
+    assert len(list(inner)) == 2
+    assert state.active_dataloader is None
 
 
 def test_a_loader_broken_off_leaves_its_micro_batches_to_the_next():
@@ -591,6 +590,17 @@ def test_items_under_a_scaler_overflow_no_sooner_than_means():
     torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 1 / 1024), rtol=1e-2, atol=0)
 
 
+def test_items_under_a_scaler_underflow_no_sooner_than_means():
+    """A gradient of 1e-9 is zero in float16, unless it is scaled up: in every micro-batch of the window."""
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, gradient_accumulation_steps=2)
+    model, _ = trained(accelerator)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum() * 1e-9, items=1)
+    accelerator.unscale_gradients()
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 1e-9), rtol=1e-2, atol=0)
+
+
 # ------------------------------------------------------------------------------------------------------- going on later
 
 
@@ -628,6 +638,18 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path, precision):
     rest, rate_after = a_run(accelerator, tmp_path, resumed=True)
     assert rest == whole[6:]
     assert rate_after == rate
+
+
+def test_loaders_go_on_in_the_same_epoch(tmp_path):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    loader = accelerator.prepare(DataLoader(torch.arange(9), shuffle=True))
+    first = torch.cat(list(loader))
+    accelerator.save_state(tmp_path)
+    second, _ = torch.cat(list(loader)), torch.cat(list(loader))
+    accelerator.load_state(tmp_path)
+    again = torch.cat(list(loader))
+    assert torch.equal(again, second)
+    assert not torch.equal(again, first)
 
 
 def test_no_pickle_is_written_and_safetensors_reads_it(tmp_path):
