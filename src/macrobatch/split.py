@@ -209,8 +209,9 @@ class Tree:
             if different.shape[0] != self.count:
                 raise BatchError(
                     f"the tensors of a batch must agree in their first dimension, the samples: {path} has "
-                    f"{self.count}, but {other} has {different.shape[0]}. What belongs to no sample does not belong "
-                    "into the batch: let loss_fn have it in another way, e.g. with functools.partial."
+                    f"{self.count}, but {other} has {different.shape[0]}. A list of samples needs collate=; and what "
+                    "belongs to no sample does not belong into the batch: let loss_fn have it in another way, e.g. "
+                    "with functools.partial."
                 )
 
     @functools.cached_property
