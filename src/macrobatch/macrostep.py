@@ -270,11 +270,15 @@ class MacroStep:
         """The forward and backward of every micro-batch."""
         if not cut.turns:
             self._acc._take_part()
+        counted = set()
         for index in range(cut.turns):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
             micro_batch, samples = self._taken(cut, index)
             with self._acc._micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
                 loss, items = self._loss(micro_batch)
+                counted.add(items is not None)
+                if len(counted) > 1:
+                    raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
                 self._acc.backward(loss, samples if items is None else items)
             if not is_final:
                 self._acc.step()
