@@ -37,8 +37,9 @@ from macrobatch.errors import BackendError, BatchError, UsageError
 
 
 @pytest.fixture(autouse=True)
-def _process():
+def _process(monkeypatch):
     """Every test finds the process as at its start."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # also where there is a GPU
     programs.start_anew(OURS)
     yield
     programs.start_anew(OURS)
@@ -755,6 +756,12 @@ def test_saving_inside_a_window_warns(tmp_path):
     micro_step(accelerator, model, optimizer)
     accelerator.save_state(tmp_path)
     assert json.loads((tmp_path / "training.json").read_text())["step"] == 2
+    micro_step(accelerator, model, optimizer)
+    accelerator.load_state(tmp_path)
+    assert model.weight.grad is None, "gradients of the run before would be added to"
+    micro_step(accelerator, model, optimizer)
+    assert not accelerator.sync_gradients
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]
 
 
 # ------------------------------------------------------------------------------------------------- what is an error

@@ -92,7 +92,10 @@ class Accelerator:
         if mixed_precision is None:
             mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         self._ddp_options, scaler_options = handlers_of(kwargs_handlers)
-        self.state = AcceleratorState(cpu=cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"))
+        cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        self.state = AcceleratorState(cpu=cpu)
+        if cpu:  # also where a logger has asked for the state before
+            self.state.device = torch.device("cpu")
         self.state.mixed_precision = checked_precision(mixed_precision)
         self.state.sharded = fsdp_plugin is not None
         self.gradient_state = GradientState(plugin)
@@ -448,7 +451,7 @@ class Accelerator:
         """Go on from what `save_state` has saved, with the same objects prepared. Nothing that is read is executed."""
         training = self._training()
         resuming.load(training, Path(input_dir))
-        self._windows.step = training.step
+        self._windows.restart(training.step)
 
     def _training(self) -> resuming.Training:
         return resuming.Training(

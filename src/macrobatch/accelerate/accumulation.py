@@ -59,6 +59,14 @@ class Windows:
         """Models were prepared: how their gradients travel is to be found out anew."""
         self._accumulations = {key: one for key, one in self._accumulations.items() if one.is_open}
 
+    def restart(self, step: int) -> None:
+        """Another state was loaded: what was accumulated for the one before does not belong to it."""
+        for one in self._accumulations.values():
+            one.drop()
+        for optimizer in self.optimizers:
+            optimizer.optimizer.zero_grad()
+        self.step = step
+
     def advance(self) -> bool:
         """A micro-batch begins; returns whether it closes the window."""
         state = self.state
@@ -184,6 +192,11 @@ class Accumulation:
         self._has_backward = False  # whether the current micro-batch has had one
         self._counts: bool | None = None  # whether items are given; the first backward decides
         self._window: Window | None = None
+
+    def drop(self) -> None:
+        """Forget the window, and gradients that are held anywhere but in ``.grad``."""
+        self._begin_window()
+        self._sync.clear()
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 

@@ -51,16 +51,15 @@ class AcceleratorState:
 
     def _set_up(self, cpu: bool = False, mixed_precision: str = "no", sharded: bool = False) -> None:
         on_gpu = torch.cuda.is_available() and not cpu
-        self.owns_group = False
-        if not _connected() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            dist.init_process_group(None if on_gpu else "gloo")
-            self.owns_group = True
-        self.num_processes = dist.get_world_size() if _connected() else 1
-        self.process_index = dist.get_rank() if _connected() else 0
-        self.local_process_index = int(os.environ.get("LOCAL_RANK", self.process_index))
+        self.local_process_index = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cuda", self.local_process_index) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
+        self.owns_group = not _connected() and int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if self.owns_group:
+            dist.init_process_group(None if on_gpu else "gloo")  # None: one backend for each kind of device
+        self.num_processes = dist.get_world_size() if _connected() else 1
+        self.process_index = dist.get_rank() if _connected() else 0
         self.mixed_precision = mixed_precision
         self.sharded = sharded
 

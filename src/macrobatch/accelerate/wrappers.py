@@ -104,11 +104,11 @@ class AcceleratedOptimizer(Optimizer):
             self._skipped = False
             self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients if the window is complete."""
         if self._state.sync_gradients:
             self._before_clear(self)
-            self.optimizer.zero_grad(set_to_none)
+            self.optimizer.zero_grad(True if set_to_none is None else set_to_none)
 
     @property
     def step_was_skipped(self) -> bool:
