@@ -823,6 +823,10 @@ def test_every_public_name_of_their_accelerator_is_here_or_explained(theirs):
     [
         ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, bf16, fp16"),
         ({"kwargs_handlers": [object()]}, "kwargs_handlers takes"),
+        ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "both given"),
+        ({"gradient_accumulation_plugin": 2}, "import GradientAccumulationPlugin from macrobatch.accelerate"),
+        ({"dataloader_config": {}}, "import DataLoaderConfiguration"),
+        ({"fsdp_plugin": "fsdp"}, "import FullyShardedDataParallelPlugin"),
     ],
 )
 def test_bad_arguments(options, words):

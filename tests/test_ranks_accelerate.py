@@ -198,19 +198,22 @@ def counted(
     optimizer = optimizer_for(model)
     loader = DataLoader(sentences(count), batch_size=1, collate_fn=lambda batch: batch[0])
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    before, weights = None, [full_weights(model)]
+    before, weights, norms = None, [full_weights(model)], []
     with Collectives() as collectives:
         for batch in loader:
             with accelerator.accumulate(model):
                 items = (batch.y != reference.IGNORED).sum()
                 accelerator.backward(mean_loss(model, batch), items=items if as_tensor else int(items))
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e6))
+                    accelerator.clip_grad_value_(model.parameters(), 1e6)
                 optimizer.step()
                 optimizer.zero_grad()
             before = flags(model) if before is None else before
             assert flags(model) == before, "a flag was left as accumulate() had set it"
             if accelerator.sync_gradients:
                 weights.append(full_weights(model))
-    return {"weights": weights, "collectives": dict(collectives.counts)}
+    return {"weights": weights, "collectives": dict(collectives.counts), "norms": norms}
 
 
 def unweighed(**options: Any) -> Outcome:
@@ -278,6 +281,9 @@ def test_gradients_are_those_of_the_big_batch(ran, name):
     for before, after, gradient in zip(weights, weights[1:], expected, strict=False):
         found = {parameter: before[parameter] - after[parameter] for parameter in before}
         assert relative_error(found, gradient) <= 1e-12
+    norms = [torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradient.values()])) for gradient in expected]
+    if name in COUNTED:
+        torch.testing.assert_close(outcomes[1]["norms"], norms)
 
 
 def test_gradients_travel_once_a_window(ran):
@@ -371,6 +377,11 @@ def test_values_are_gathered(ran):
 # ----------------------------------------------------------------------------------------------------- float16
 
 
+def uneven(rank: int, count: int) -> list[reference.Batch]:
+    """One rank has one item in each micro-batch, the other fifteen: they must shrink their losses alike."""
+    return [reference.batch(4, seed=10 * rank + i, items=(1, 15)[rank]) for i in range(count)]
+
+
 def one_rank_overflows(**options: Any) -> Outcome:
     """In the second of three windows, on rank 1 alone."""
     accelerator = Accelerator(
@@ -380,7 +391,7 @@ def one_rank_overflows(**options: Any) -> Outcome:
     model = made(Spiked, torch.float32)
     model, optimizer = accelerator.prepare(model, optimizer_for(model))
     bare, skipped, weights = accelerator.unwrap_model(model), [], [full_weights(model)]
-    for turn, (_, batch) in enumerate(share(accelerator.process_index, 6)):
+    for turn, batch in enumerate(uneven(accelerator.process_index, 6)):
         bare.spiked = turn == 3 and accelerator.process_index == 1
         with accelerator.accumulate(model):
             accelerator.backward(mean_loss(model, batch), items=batch.items)
@@ -419,7 +430,7 @@ def test_all_ranks_skip_together(ran, name):
 
 
 def whole_steps_of_first_window() -> dict[str, Any]:
-    return reference.whole_batch_gradient(made(Spiked, torch.float32), sentences(2))
+    return reference.whole_batch_gradient(made(Spiked, torch.float32), uneven(0, 2) + uneven(1, 2))
 
 
 # ------------------------------------------------------------------------------------------------------ going on later

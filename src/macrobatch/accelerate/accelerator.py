@@ -88,6 +88,11 @@ class Accelerator:
         **others: object,
     ) -> None:
         missing_argument(others)
+        _require_ours(gradient_accumulation_plugin, GradientAccumulationPlugin)
+        _require_ours(dataloader_config, DataLoaderConfiguration)
+        _require_ours(fsdp_plugin, FullyShardedDataParallelPlugin)
+        if split_batches and dataloader_config is not None:
+            raise UsageError("split_batches and a dataloader_config were both given: say it in the latter alone.")
         plugin = _plugin(gradient_accumulation_plugin, gradient_accumulation_steps)
         if mixed_precision is None:
             mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -107,7 +112,7 @@ class Accelerator:
         scaling = None
         if self.mixed_precision == "fp16":
             self.scaler = GradScaler(self.device.type, **asdict(scaler_options))
-            scaling = Scaling(self.scaler, sharded=self._fsdp_plugin is not None)
+            scaling = Scaling(self.scaler)
         self._windows = Windows(scaling)
         self._models: list[nn.Module] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -473,6 +478,15 @@ class Accelerator:
             self.wait_for_everyone()
             dist.destroy_process_group()
             self.state.owns_group = False
+
+
+def _require_ours(given: object, kind: type) -> None:
+    """Settings of Accelerate, from an import line that was not changed, lack what is new here."""
+    if given is not None and not isinstance(given, kind):
+        raise UsageError(
+            f"a {type(given).__name__} of {type(given).__module__} was given: import {kind.__name__} from "
+            "macrobatch.accelerate."
+        )
 
 
 def _plugin(given: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
@@ -19,12 +18,10 @@ class Scaling:
 
     Args:
         scaler: torch's.
-        sharded: whether ranks hold different parts of the gradients, so that an overflow may be seen by one alone.
     """
 
-    def __init__(self, scaler: GradScaler, *, sharded: bool) -> None:
+    def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
-        self._sharded = sharded
         self._stepped: set[int] = set()
         self.optimizers: list[Optimizer] = []  # those that share it
 
@@ -38,10 +35,7 @@ class Scaling:
         state = self.scaler._per_optimizer_states[id(optimizer)]
         if not self.scaler.is_enabled() or state["stage"] is not OptState.READY:
             return
-        self.scaler.unscale_(optimizer)
-        if self._sharded:
-            for found in state["found_inf_per_device"].values():
-                dist.all_reduce(found, dist.ReduceOp.MAX)
+        self.scaler.unscale_(optimizer)  # of shards, torch lets all ranks know what one has found
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Tensor | None:
         """Step unless a gradient overflowed; returns a number that is not zero if one did."""
