@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
@@ -474,10 +473,9 @@ class Accelerator:
 
     def end_training(self) -> None:
         """Leave the group of processes, if it was this object that joined it."""
-        if self.state.owns_group and dist.is_initialized():
+        if self.state.owns_group:
             self.wait_for_everyone()
-            dist.destroy_process_group()
-            self.state.owns_group = False
+            self.state.destroy_process_group()
 
 
 def _require_ours(given: object, kind: type) -> None:

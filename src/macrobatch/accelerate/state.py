@@ -16,12 +16,23 @@ from macrobatch.accelerate.settings import GradientAccumulationPlugin
 
 
 class DistributedType(StrEnum):
-    """How processes work together."""
+    """How processes work together: in one of the first four ways. Programs compare with the others, too."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     FSDP = "FSDP"
+
+    DEEPSPEED = "DEEPSPEED"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_XPU = "MULTI_XPU"
+    XLA = "XLA"
 
 
 class AcceleratorState:
@@ -96,6 +107,12 @@ class AcceleratorState:
         """Until all processes are here."""
         if self.num_processes > 1:
             dist.barrier()
+
+    def destroy_process_group(self) -> None:
+        """Leave the group of processes."""
+        if _connected():
+            dist.destroy_process_group()
+        self.owns_group = False
 
     def __repr__(self) -> str:
         return (
