@@ -382,12 +382,14 @@ def uneven(rank: int, count: int) -> list[reference.Batch]:
     return [reference.batch(4, seed=10 * rank + i, items=(1, 15)[rank]) for i in range(count)]
 
 
-def one_rank_overflows(**options: Any) -> Outcome:
+def one_rank_overflows(each: bool = False, **options: Any) -> Outcome:
     """In the second of three windows, on rank 1 alone."""
     accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
-        gradient_accumulation_steps=2, **options,
-    )  # fmt: skip
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=each),
+        **options,
+    )
     model = made(Spiked, torch.float32)
     model, optimizer = accelerator.prepare(model, optimizer_for(model))
     bare, skipped, weights = accelerator.unwrap_model(model), [], [full_weights(model)]
@@ -407,6 +409,7 @@ def one_rank_overflows(**options: Any) -> Outcome:
 
 OVERFLOWS = {
     "ddp, overflow": partial(one_rank_overflows),
+    "ddp, overflow, each": partial(one_rank_overflows, each=True),
     "fsdp2, overflow": partial(one_rank_overflows, fsdp_plugin=SHARDING),
 }
 for name, function in OVERFLOWS.items():
