@@ -1,0 +1,257 @@
+"""What happens inside a training step that nobody looks into: which inputs, which gradients, which optimizer steps.
+
+`watch(step, model, batch, keep)` runs it once under hooks. The weights are put back after every optimizer step, so that
+all windows of a step are gradients at the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from macrobatch.keep import Keep, local
+from macrobatch.split import leaves
+
+Named = dict[str, Tensor | None]
+Step = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model, with a graph.
+
+    Attributes:
+        inputs: the tensors that went in, by their path in the arguments.
+        micro: calls with the same number had their backward at the same time.
+        arrived: the largest gradient that came back, for each tensor that it came back to.
+    """
+
+    inputs: dict[str, Tensor]
+    micro: int
+    arrived: list[Tensor] = field(default_factory=list)
+
+    @property
+    def counts(self) -> bool:
+        """Whether a backward went through it that was not weighed with zero."""
+        return any(float(largest) != 0 for largest in self.arrived)
+
+
+@dataclass(eq=False)
+class Window:
+    """What led to one optimizer step: the calls of the model, and the gradients that the optimizer was handed.
+
+    Attributes:
+        held: the parameters that the optimizer holds, by name; of a step without an optimizer, all.
+        repeats: how often the optimizer stepped again without a backward in between.
+    """
+
+    calls: list[Call]
+    gradients: Named
+    held: set[str]
+    optimizers: list[Optimizer] = field(default_factory=list)
+    repeats: int = 0
+
+    @property
+    def micro_batches(self) -> int:
+        return len({call.micro for call in self.calls})
+
+
+@dataclass(eq=False)
+class Seen:
+    """What a step did.
+
+    Attributes:
+        open: the calls after the last optimizer step, whose gradients no optimizer has seen.
+        before, left: the gradients that it found when it began, and left when it returned.
+        strangers: how often an optimizer stepped that holds no parameter of the model.
+        unheld: parameters that require a gradient, and that no optimizer holds which stepped.
+        modes: for each module, whether it was in training mode when the model was called.
+        autocast: the dtype that autocast had on then.
+    """
+
+    windows: list[Window] = field(default_factory=list)
+    open: list[Call] = field(default_factory=list)
+    before: Named = field(default_factory=dict)
+    left: Named = field(default_factory=dict)
+    strangers: int = 0
+    unheld: list[str] = field(default_factory=list)
+    modes: list[bool] | None = None
+    autocast: torch.dtype | None = None
+
+    @property
+    def stepped(self) -> bool:
+        return any(window.optimizers for window in self.windows)
+
+
+def watch(step: Step, model: nn.Module, batch: Any, keep: Keep) -> Seen:
+    """Run a step once, and put everything back but the gradients that it left."""
+    witness = Witness(model, keep)
+    try:
+        with witness.recording_calls(model), witness.recording_steps():
+            step(model, batch)
+    finally:
+        keep.restore_all_but_gradients()
+    return witness.finish()
+
+
+def recorded_calls(run: Callable[[], object], model: nn.Module) -> list[Call]:
+    """The calls of the model that happen in `run`."""
+    witness = Witness(model, None)
+    with witness.recording_calls(model):
+        run()
+    return witness.seen.open
+
+
+class Witness:
+    """Hooks on a model and on all optimizers, for the length of one step."""
+
+    def __init__(self, model: nn.Module, keep: Keep | None) -> None:
+        self._named = {bare(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._named.items()}
+        self._keep = keep
+        self._micro = 0
+        self._backward_came = False
+        self._depth = 0
+        self.seen = Seen(before=gradients_of(self._named))
+
+    # ------------------------------------------------------------------------------------------ calls of the model
+
+    @contextlib.contextmanager
+    def recording_calls(self, model: nn.Module) -> Iterator[None]:
+        """The outermost calls of the model, or of its parts where a loss calls those."""
+        modules = [model] if hasattr(model, "_orig_mod") else list(model.modules())  # hooks inside would break graphs
+        self._modules = list(model.modules())
+        hooks = [m.register_forward_pre_hook(self._before_call, with_kwargs=True) for m in modules]
+        hooks += [m.register_forward_hook(self._after_call, always_call=True) for m in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1 and self._is_training_call():
+            if self._backward_came:
+                self._micro, self._backward_came = self._micro + 1, False
+            tensors = {
+                path: leaf.detach().clone()
+                for path, leaf in leaves((args, kwargs), "inputs")
+                if isinstance(leaf, Tensor) and leaf.ndim > 0
+            }
+            self.seen.open.append(Call(tensors, self._micro))
+            if self.seen.modes is None:
+                self.seen.modes = [each.training for each in self._modules]
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
+                self.seen.autocast = torch.get_autocast_dtype(device)
+
+    def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or not self._is_training_call():
+            return
+        call, reached = self.seen.open[-1], False
+        for _, leaf in leaves(output, "output"):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                reached = True
+                leaf.register_hook(lambda gradient: self._came_back(call, gradient))  # type: ignore[no-untyped-call]
+        if not reached:
+            self.seen.open.remove(call)  # nothing to train here
+
+    def _came_back(self, call: Call, gradient: Tensor) -> None:
+        self._backward_came = True
+        call.arrived.append(local(gradient).detach().abs().max())
+
+    def _is_training_call(self) -> bool:
+        """Not an evaluation, and not checkpointing's second forward."""
+        return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    # ------------------------------------------------------------------------------------------ optimizer steps
+
+    @contextlib.contextmanager
+    def recording_steps(self) -> Iterator[None]:
+        hooks = [register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        assert self._keep is not None, "steps are recorded where they can be undone"
+        if not self._held_by(optimizer):
+            self.seen.strangers += 1
+            return None
+        self._keep.add(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._close(optimizer)
+            return None
+
+        def closed() -> Any:  # the last backward of the window is in there: the gradients are known after it
+            loss = closure()
+            self._close(optimizer)
+            return loss
+
+        return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._keep is not None and self._held_by(optimizer):
+            self._keep.restore_weights()
+
+    def _held_by(self, optimizer: Optimizer) -> set[str]:
+        held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        return {self._names[each] for each in held if each in self._names}
+
+    def _close(self, optimizer: Optimizer) -> None:
+        """Take the gradients of a window. Several optimizers may step one after the other: that is one window."""
+        held, windows = self._held_by(optimizer), self.seen.windows
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
+        gradients = gradients_of({name: self._named[name] for name in held}, scale)
+        calls = [call for call in self.seen.open if call.arrived]
+        if calls or not windows:
+            self.seen.open = []
+            windows.append(Window(calls, gradients, held, [optimizer]))
+        elif any(own is optimizer for own in windows[-1].optimizers):
+            windows[-1].repeats += any(gradient is not None for gradient in gradients.values())
+        else:
+            windows[-1].gradients |= gradients
+            windows[-1].held |= held
+            windows[-1].optimizers.append(optimizer)
+
+    def finish(self) -> Seen:
+        """What was seen. Without any optimizer step, what the step left in ``.grad`` is its one window."""
+        seen = self.seen
+        seen.open = [call for call in seen.open if call.arrived]
+        seen.left = gradients_of(self._named)
+        if not seen.windows:
+            seen.windows.append(Window(seen.open, seen.left, set(self._named)))
+            seen.open = []
+        held = set().union(*(window.held for window in seen.windows))
+        seen.unheld = [name for name in self._named if name not in held]
+        return seen
+
+
+def gradients_of(named: dict[str, nn.Parameter], scale: Tensor | None = None) -> Named:
+    """A copy of the gradients, this rank's part of them, divided by `scale`."""
+    return {name: None if p.grad is None else _copied(p.grad, scale) for name, p in named.items()}
+
+
+def _copied(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    gradient = local(gradient).detach()
+    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    if scale is None:
+        return dense.clone()
+    return dense.double() / scale.to(dense.device, torch.float64)
+
+
+def bare(name: str) -> str:
+    """The name of a parameter without what wrappers put before it."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
