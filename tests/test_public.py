@@ -12,16 +12,24 @@ SOURCE = Path(macrobatch.__file__).parent
 # Each module may import those in the rows above its own, and torch; nothing else but the standard library.
 LAYERS = [
     {"errors", "snapshot", "collectives"},
-    {"window", "sync"},
-    {"gradients", "arguments", "loader", "order"},
+    {"window", "sync", "split", "losses"},
+    {"gradients", "arguments", "loader", "order", "fit"},
     {"update"},
     {"accumulator"},
+    {"macrostep"},
     {"__init__"},
 ]
 
 
 def test_public_names():
-    assert sorted(macrobatch.__all__) == ["Accumulator", "MacrobatchError", "StepResult"]
+    assert sorted(macrobatch.__all__) == [
+        "Accumulator",
+        "MacroStep",
+        "MacrobatchError",
+        "StepResult",
+        "by_count",
+        "by_tokens",
+    ]
     assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
 
 

@@ -2,7 +2,9 @@
 
 from macrobatch.accumulator import Accumulator
 from macrobatch.errors import MacrobatchError
+from macrobatch.macrostep import MacroStep
+from macrobatch.split import by_count, by_tokens
 from macrobatch.update import StepResult
 
-__all__ = ["Accumulator", "MacrobatchError", "StepResult"]
+__all__ = ["Accumulator", "MacroStep", "MacrobatchError", "StepResult", "by_count", "by_tokens"]
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,20 @@ from macrobatch.update import NonFinite, StepResult, Update
 from macrobatch.window import Items, Reduction, Window
 
 Batch = TypeVar("Batch")
+
+
+class Options(TypedDict, total=False):
+    """What `Accumulator` and `MacroStep` both take."""
+
+    scheduler: LRScheduler | Sequence[LRScheduler] | None
+    max_norm: float | None
+    scaler: GradScaler | None
+    reduction: Reduction
+    sync: When
+    gather: When
+    accumulate_dtype: torch.dtype | None
+    nonfinite: NonFinite
+    process_group: object
 
 
 class Accumulator:
@@ -214,14 +228,8 @@ class Accumulator:
         Args:
             last: whether this one closes the window; None: ``steps`` decides.
         """
-        self._order.require_finished(self._window, self._is_last)
-        self._begin(Turn(last))
-        try:
+        with self._micro_batch(Turn(last)):
             yield
-            if self._order.expects == "backward":
-                raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
-        finally:
-            self._give_up_turn()
 
     # ------------------------------------------------------------------------------------------ what one can ask
 
@@ -284,17 +292,21 @@ class Accumulator:
         )
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> tuple[Iterable[Batch], list[int | None]]:
-        device = next(iter(self._parameters.trainable().values())).device
-        loader, lengths = exchanged_lengths(loader, lambda length: gathered(length, self._sync.group, device))
+        group, device = self._sync.group, self._device
+        loader, lengths = exchanged_lengths(loader, lambda own: [n for (n,) in gathered([own], group, device)])
         if None in lengths and self._remainder == "carry":
             raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
         if lengths.count(lengths[0]) < len(lengths) or None in lengths:
-            for module in (m for model in self._models for m in model.modules() if isinstance(m, nn.SyncBatchNorm)):
-                raise BackendError(
-                    f"loaders of lengths {lengths} with {type(module).__name__}: a rank that has run out takes part "
-                    "with a repeated batch, which would change the others' statistics. Make the lengths equal."
-                )
+            self._require_own_statistics(
+                f"loaders of lengths {lengths}: a rank that has run out takes part with a repeated batch, which would "
+                "change the others' statistics. Make the lengths equal."
+            )
         return loader, lengths
+
+    def _require_own_statistics(self, why: str) -> None:
+        """No layer may take its statistics from the micro-batches of all ranks together."""
+        if any(isinstance(module, nn.SyncBatchNorm) for model in self._models for module in model.modules()):
+            raise BackendError(f"SyncBatchNorm with {why}")
 
     def _end_epoch(self) -> None:
         self._epoch = None
@@ -306,6 +318,17 @@ class Accumulator:
             self._update.settle()  # no later window may come to notice it
 
     # ------------------------------------------------------------------------------------------ one micro-batch
+
+    @contextlib.contextmanager
+    def _micro_batch(self, turn: Turn) -> Iterator[None]:
+        self._order.require_finished(self._window, self._is_last)
+        self._begin(turn)
+        try:
+            yield
+            if self._order.expects == "backward":
+                raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
+        finally:
+            self._give_up_turn()
 
     def _begin(self, turn: Turn) -> None:
         self._end_turn()
@@ -389,6 +412,10 @@ class Accumulator:
         return self._remainder != "drop" or bool(complete) or window.flag(1) > 0
 
     @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.trainable().values())).device
+
+    @property
     def _accumulated(self) -> bool:
         """Whether the window holds anything."""
         return self._window is not None and self._window.turns > 0
@@ -403,6 +430,7 @@ class Accumulator:
                 reduction=self._reduction,
                 scaler=self._scaler,
                 typical_items=self._typical_items,
+                alone=self._sync.group is None,
             )
         return self._window
 
@@ -433,6 +461,39 @@ class Accumulator:
             self._gradients.clear()
         self._window = self._gradients = self._inputs = None
         self._order.carries = self._order.broken = False
+
+    # ------------------------------------------------------------------------------------------ for whole batches
+
+    # What `MacroStep` needs beyond the calls above: it knows a window's micro-batches beforehand, and does it again.
+
+    def _take_part(self) -> None:
+        """This rank adds nothing to the window that others fill, but will be there at its close."""
+        self._catch_up()
+        nothing = torch.zeros((), device=self._device)
+        self._open_window().add_nothing(nothing)
+        self._open_gradients(nothing)
+
+    def _skip(self) -> StepResult:
+        """A window in which no rank has anything."""
+        window = self._open_window()
+        window.add_nothing(torch.zeros((), device=self._device))
+        try:
+            return self._update.close(window, self._open_gradients(torch.zeros(())))
+        finally:
+            self._drop_window()
+
+    def _catch_up(self) -> None:
+        """What this rank would have done together with the others, had it not failed in the window."""
+        self._agree_on_items(torch.zeros((), device=self._device), 0)
+
+    def _mark(self) -> tuple[int, float | Tensor | None]:
+        """Where `_rewind` goes back to."""
+        return self._windows, self._typical_items
+
+    def _rewind(self, mark: tuple[int, float | Tensor | None]) -> None:
+        """The open window is as if it had not begun."""
+        self.discard()
+        self._windows, self._typical_items = mark
 
     def _require_same_wrapping(self) -> None:
         if wrapping(self._models) != self._wrapping:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +46,51 @@ def all_reduce_later(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
     return arrived
 
 
-def gathered(number: int, group: Group, device: torch.device) -> list[int]:
-    """That number of every rank, on the host."""
-    own = torch.tensor([number], device=device)
+def gathered(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+    """Those numbers of every rank, on the host."""
+    own = torch.tensor(numbers, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
-    return [int(other) for other in torch.cat(everyone).tolist()]
+    return [list(map(int, other)) for other in torch.stack(everyone).tolist()]
 
 
 def largest(number: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' numbers, which the host does not get to know."""
     dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
     return number
+
+
+def host_group(group: Group) -> Group:
+    """The same ranks, to exchange what lives on the host: no device has to be waited for."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return group
+
+
+def sent(value: Any, source: int, group: Group) -> Any:
+    """`value` of one rank of the group, on all of them. It must be on the host."""
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
+    return box[0]
+
+
+NOTE = "macrobatch/end"  # where in the store of the job a rank says why it leaves
+
+
+def leave(why: str) -> None:
+    """End the job for all: the others, which wait for this rank somewhere, find the note when their waiting fails."""
+    with contextlib.suppress(Exception):  # nothing may keep the reason itself from being raised
+        dist.distributed_c10d._get_default_store().set(NOTE, why)
+        dist.distributed_c10d._abort_process_group()
+
+
+def note_left() -> str | None:
+    """Why another rank has left, if one has."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(NOTE).decode() if store.check([NOTE]) else None
+    except Exception:  # the store may have gone with the rank that kept it
+        return None

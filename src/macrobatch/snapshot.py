@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 
 class Snapshot:
-    """The random number generators, and the buffers of some modules, as they are now.
+    """The random number generators (torch's, Python's, numpy's) and the buffers of some modules, as they are now.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = Snapshot([model])
@@ -21,6 +23,8 @@ class Snapshot:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._cpu = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
         self._buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
@@ -29,6 +33,9 @@ class Snapshot:
     def restore(self) -> None:
         """Put it all back."""
         torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
         for buffer, before in self._buffers:

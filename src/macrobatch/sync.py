@@ -31,6 +31,8 @@ class Local:
         lockstep: whether every micro-batch communicates, so that all ranks must do equally many.
         shows_gradients: whether ``.grad`` holds the window's sum after each backward, and only backwards change it.
         shards: the groups of ranks that hold other parts of plain gradients.
+        holds: whether all that ranks do together in a window can wait for its close (`hold`).
+        needs_turns: whether a rank must take a turn in a window even if it has nothing to add.
     """
 
     group: Group = None
@@ -38,6 +40,11 @@ class Local:
     lockstep = False
     shows_gradients = True
     shards: tuple[Group, ...] = ()
+    holds = True
+    needs_turns = False
+
+    def hold(self) -> None:
+        """Before a window that may fail on one rank: no micro-batch of it communicates, only `finish` does."""
 
     def begin(self, last: bool) -> None:
         """Before the forward of a micro-batch."""
@@ -70,7 +77,8 @@ class Local:
 class DDP(Local):
     """DistributedDataParallel: the reducer averages, overlapped with the last backward; or one flat sum at the close.
 
-    Flat where the reducer cannot: gradients wider than their parameters, a window closed before its last micro-batch.
+    Flat where the reducer cannot: gradients wider than their parameters, a window closed before its last micro-batch,
+    one in which a rank has nothing, or that is held.
     """
 
     def __init__(self, models: Sequence[Any], *, sync: When, group: Group, flat: bool) -> None:
@@ -84,6 +92,7 @@ class DDP(Local):
         self._flat = flat
         self._flags = contextlib.ExitStack()
         self._synced = False  # whether the last backward went through the reducer
+        self._held = False
         self._world = dist.get_world_size(group)
         self.group = group
         self.lockstep = self._micro
@@ -93,16 +102,24 @@ class DDP(Local):
     def average(self) -> float:  # type: ignore[override]
         return self._world if self._synced else 1
 
+    def hold(self) -> None:
+        self._held = True
+        for model in self._models:  # what else the first forward would do, together with the other ranks
+            model.reducer._rebuild_buckets()
+            if model.will_sync_module_buffers():
+                model._sync_buffers()
+            model.require_forward_param_sync = False
+
     def begin(self, last: bool) -> None:
-        self._synced = not self._flat and (last or self._micro)
+        self._synced = not (self._flat or self._held) and (last or self._micro)
         if self._synced:
             return
         for model in self._models:
             if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
                 raise BackendError(
                     "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
-                    "synchronised. Let the first window have one micro-batch: "
-                    "steps=lambda step: 1 if step == 0 else 8."
+                    "synchronised. Let the first window have one micro-batch "
+                    "(steps=lambda step: 1 if step == 0 else 8), or leave static_graph out."
                 )
             self._flags.enter_context(model.no_sync())
 
@@ -127,8 +144,14 @@ class DDP(Local):
             )
 
     def finish(self, named: dict[str, nn.Parameter]) -> None:
+        self._held = False
         if not self._synced:
             all_reduce_flat(named, self.group)
+            for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
+                model.require_forward_param_sync = True
+
+    def clear(self) -> None:
+        self._held = False
 
 
 class FSDP1(Local):
@@ -136,6 +159,8 @@ class FSDP1(Local):
 
     shows_gradients = False
     lockstep = True  # parameters are gathered for every micro-batch
+    holds = False
+    needs_turns = True
 
     def __init__(self, models: Sequence[Any], *, sync: When, group: Group) -> None:
         self._models = models
@@ -179,11 +204,15 @@ class FSDP2(Local):
     """`fully_shard`, over one mesh dimension or two (HSDP): flags on each parameter group, for forward and backward."""
 
     shows_gradients = False
+    needs_turns = True
 
     def __init__(self, models: Sequence[Any], *, sync: When, gather: When, group: Group) -> None:
         self._models = models
         self._micro = sync == "micro"
         self._gathered = gather == "window"
+        self._held = False
+        # An aborted forward or backward leaves traces everywhere, which torch clears away since 2.13.
+        self.holds = self._gathered and all(hasattr(model, "reset_iter_state") for model in models)
         self._saved: list[tuple[object, str, object]] = []
         self._closed = False  # whether the last backward was a window's last
         self.group = group
@@ -193,11 +222,18 @@ class FSDP2(Local):
             raise BackendError(f"the parts of the model divide gradients by different factors: {sorted(factors)}.")
         self.average = factors.pop()
 
+    def hold(self) -> None:
+        self._held = True
+        for model in self._models:
+            model._get_fsdp_state()._lazy_init()
+        for module in self._modules():
+            module.unshard()
+
     def begin(self, last: bool) -> None:
         self._save()
         self._closed = last
         for model in self._models:
-            model.set_requires_gradient_sync(last or self._micro)
+            model.set_requires_gradient_sync((last or self._micro) and not self._held)
             if self._micro:
                 model.set_requires_all_reduce(last)  # of HSDP: once a window
             if self._gathered:
@@ -235,11 +271,12 @@ class FSDP2(Local):
         return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
 
     def finish(self, named: dict[str, nn.Parameter]) -> None:
+        held, self._held = self._held, False
         if self._closed:
             return
-        if self._micro and any(group.mesh_info.mesh.ndim > 1 for group in _groups(self._models)):
+        if self._micro and not held and any(group.mesh_info.mesh.ndim > 1 for group in _groups(self._models)):
             raise _closed_early("fully_shard over a mesh of two dimensions")
-        if not self._micro:  # what a backward does at its very end, for gradients that were held back
+        if held or not self._micro:  # what a backward does at its very end, for gradients that were held back
             self.begin(last=True)
             for model in self._models:
                 model._get_fsdp_state()._root_post_backward_final_callback()
@@ -247,6 +284,10 @@ class FSDP2(Local):
         self._reshard()
 
     def clear(self) -> None:
+        self._held = False
+        for model in self._models:
+            if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
+                model.reset_iter_state()
         # zero_grad() does not reach what a parameter group holds back: the next window would be off by it.
         for parameter in self._sharded():
             parameter.unsharded_accumulated_grad = None
@@ -259,8 +300,11 @@ class FSDP2(Local):
     def _reshard(self) -> None:
         """Else an optimizer would step parameters that nobody sees."""
         if self._gathered:
-            for module in (m for model in self._models for m in model.modules() if _wrapper(m) == "FSDPModule"):
+            for module in self._modules():
                 module.reshard()
+
+    def _modules(self) -> Iterator[Any]:
+        return (m for model in self._models for m in model.modules() if _wrapper(m) == "FSDPModule")
 
     def _sharded(self) -> Iterator[Any]:
         for group in _groups(self._models):

@@ -45,6 +45,7 @@ class Window:
         reduction: whether losses are means over their items, or sums.
         scaler: whose scale at the first micro-batch multiplies all losses of the window.
         typical_items: of a micro-batch, by what is known from before; None: the first one's serve.
+        alone: whether this process is the only one; ranks must multiply alike, whatever their micro-batches are.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Window:
         reduction: Reduction,
         scaler: GradScaler | None = None,
         typical_items: float | Tensor | None = None,
+        alone: bool = True,
     ) -> None:
         self.number = number
         self.length = length
@@ -65,6 +67,7 @@ class Window:
         self._reduction = reduction
         self._scaler = scaler
         self.typical = typical_items
+        self._alone = alone
         self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
         self._seed: tuple[float, Tensor] | None = None  # the last one by its weight: mostly it serves again
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
@@ -83,8 +86,8 @@ class Window:
         """The seed of this micro-batch's backward: what its gradient is multiplied with to become that of a sum."""
         self._check_counted(items)
         count = 1 if items is None else items
-        if self._multiplier is None and not is_zero(items):
-            self._multiplier = self._choose_multiplier(loss, count)
+        if not is_zero(items):
+            self._choose_multiplier(loss, count)
         weight = self.multiplier
         if self._reduction == "mean":
             weight = count if self.multiplier is UNSCALED else count * weight
@@ -121,6 +124,8 @@ class Window:
 
     def _begin_turn(self, loss: Tensor) -> Tensor:
         self.turns += 1
+        if self.typical is not None:  # what other ranks multiply with must be undone here too
+            self._choose_multiplier(loss, self.typical)
         if self._loss is None:
             self._device = loss.device
             self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
@@ -152,14 +157,17 @@ class Window:
         """Whether the host knows that this is a mean over no items: 0 / 0 in itself, and nothing in the window."""
         return self._reduction == "mean" and is_zero(items)
 
-    def _choose_multiplier(self, loss: Tensor, count: int | float | Tensor) -> float | Tensor:
+    def _choose_multiplier(self, loss: Tensor, count: int | float | Tensor) -> None:
         """For float16: the scale that the scaler wants, shrunk because sums overflow where means do not."""
-        if self._scaler is None and loss.dtype != torch.float16:
-            return UNSCALED
+        if self._multiplier is not None:
+            return
+        if self._scaler is None and (loss.dtype != torch.float16 or not self._alone):
+            self._multiplier = UNSCALED
+            return
         shrink = inverse_power_of_two(count if self.typical is None else self.typical)
-        if self._scaler is None:
-            return shrink
-        return self._scaler.scale(torch.ones((), device=loss.device)) * shrink
+        if self._scaler is not None:
+            shrink = self._scaler.scale(torch.ones((), device=loss.device)) * shrink
+        self._multiplier = shrink
 
     def _check_counted(self, items: Items) -> None:
         if self._counted is not None and self._counted != (items is not None):
