@@ -23,8 +23,8 @@ from macrobatch.collectives import Group
 from macrobatch.errors import BatchError, FitError
 from macrobatch.keep import local
 from macrobatch.snapshot import Snapshot
-from macrobatch.split import Part, Tree, rebuilt
-from macrobatch.sync import backend_of, group_of, sync_for
+from macrobatch.split import Part, Tree, transformed
+from macrobatch.sync import backend_of, sync_for
 from macrobatch.witness import Call, Named, bare, recorded_calls
 
 LossFunction = Callable[[Any, Any], Any]
@@ -143,10 +143,11 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks()
         kind = backend_of([model])
-        if kind is None or kind == "DistributedDataParallel":
-            group = dist.group.WORLD if kind is None else group_of(model)
-            return Ranks(group if dist.get_world_size(group) > 1 else None)
+        if kind is None:  # synchronised by hand, if at all
+            return Ranks(dist.group.WORLD if dist.get_world_size() > 1 else None)
         sync = sync_for([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
+        if kind == "DistributedDataParallel":
+            return Ranks(sync.group if dist.get_world_size(sync.group) > 1 else None)
         return Ranks(sync.group, True, sync.average)
 
     @property
@@ -220,7 +221,7 @@ class BigBatch:
             return f"the model cannot be copied ({_first_line(error)})"
         twin.zero_grad()
         before, self._model, self._batch_before = self._model, twin, self._batch
-        self._batch = rebuilt(self._batch, _widened)
+        self._batch = transformed(self._batch, _widened)
         try:
             gradient = self.gradient([Term(None, 1.0)])
             if all(part is None for part in gradient.parts.values()):
@@ -234,14 +235,14 @@ class BigBatch:
     @contextlib.contextmanager
     def in_own_precision(self, autocast: torch.dtype | None) -> Iterator[None]:
         """Compute on the model itself, with autocast where the step had it on."""
-        saved = self._model, self._batch, self._own.training
+        saved = self._model, self._batch
         if self.copied:
             self._model, self._batch = self._own, self._batch_before
         self.autocast = autocast
         try:
             yield
         finally:
-            self._model, self._batch, _ = saved
+            self._model, self._batch = saved
             self.autocast = None
 
     @property
@@ -330,8 +331,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _widened(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from macrobatch.snapshot import Snapshot
 
 
 class Saved(NamedTuple):
@@ -49,19 +49,14 @@ class Keep:
         self._modules = [(module, module.training, vars(module).get("forward")) for module in model.modules()]
         self._parameters = [(p, Saved.of(p), p.requires_grad) for p in model.parameters()]
         self._gradients = [(p, None if p.grad is None else Saved.of(p.grad)) for p in model.parameters()]
-        self._buffers = [
-            (module, name, Saved.of(buffer))
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._optimizers: dict[int, tuple[Optimizer, OptimizerState]] = {}
-        self._random = RandomState()
+        self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        self._optimizers: dict[int, OptimizerState] = {}
+        self._snapshot = Snapshot([model])
 
     def add(self, optimizer: Optimizer) -> None:
         """Keep this one too, as it is now, unless it is kept already."""
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer, OptimizerState(optimizer)
+            self._optimizers[id(optimizer)] = OptimizerState(optimizer)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -76,14 +71,15 @@ class Keep:
                 vars(module).pop("forward", None)
                 if forward is not None:
                     vars(module)["forward"] = forward
-        for module, name, saved in self._buffers:
-            module._buffers[name] = saved.restored()
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        self._snapshot.restore()
         self.restore_weights()
         for parameter, _, requires_grad in self._parameters:
             parameter.requires_grad_(requires_grad)
-        for _, state in self._optimizers.values():
+        for state in self._optimizers.values():
             state.restore()
-        self._random.restore()
 
     def restore_weights(self) -> None:
         """Put back the values of the parameters."""
@@ -115,25 +111,6 @@ class OptimizerState:
             state[parameter] = _restored(saved)
         for group, saved in self._groups:
             group.update(_restored(saved))
-
-
-class RandomState:
-    """Every random number generator that a training step is likely to draw from."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")  # only where somebody uses it
-        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy[0].set_state(self._numpy[1])
 
 
 def local(tensor: Tensor) -> Tensor:

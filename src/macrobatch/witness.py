@@ -130,6 +130,7 @@ class Witness:
         self._modules = list(model.modules())
         hooks = [m.register_forward_pre_hook(self._before_call, with_kwargs=True) for m in modules]
         hooks += [m.register_forward_hook(self._after_call, always_call=True) for m in modules]
+        hooks += [p.register_hook(self._reached_parameter) for p in self._named.values()]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -166,8 +167,15 @@ class Witness:
             self.seen.open.remove(call)  # nothing to train here
 
     def _came_back(self, call: Call, gradient: Tensor) -> None:
+        """A backward began at what a call returned."""
         self._backward_came = True
         call.arrived.append(local(gradient).detach().abs().max())
+
+    def _reached_parameter(self, gradient: Tensor) -> None:
+        """A backward reached a parameter, perhaps not by way of what a call returned."""
+        for call in self.seen.open:
+            if call.micro == self._micro:
+                self._came_back(call, gradient)
 
     def _is_training_call(self) -> bool:
         """Not an evaluation, and not checkpointing's second forward."""
