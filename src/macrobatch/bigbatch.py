@@ -79,6 +79,19 @@ class Gradient:
         square = other.dot(other)
         return self.dot(other) / square if square else 0.0
 
+    def spread(self) -> float:
+        """How far the ranks' own versions, of what should be the same on all, are apart."""
+        present = _reduced([float(part is not None) for part in self.parts.values()], self.group, dist.ReduceOp.SUM)
+        apart = [0.0]
+        for part, ranks in zip(self.parts.values(), present, strict=True):
+            if part is None or ranks < dist.get_world_size(self.group):
+                apart.append(_largest(part))  # some have none
+                continue
+            mean = part.to(torch.float64, copy=True)
+            dist.all_reduce(mean, group=self.group)
+            apart.append(_apart(part, mean, 1 / ranks))
+        return _reduced([max(apart)], self.group, dist.ReduceOp.MAX)[0]
+
     def _over_ranks(self, numbers: dict[str, float]) -> dict[str, float]:
         reduced = _reduced(list(numbers.values()), self.group, dist.ReduceOp.MAX)
         return dict(zip(numbers, reduced, strict=True))
@@ -183,14 +196,6 @@ class Term(NamedTuple):
     weight: float
 
 
-class Loss(NamedTuple):
-    """What `loss_fn` returned for a part of the batch. `items` are 1 of a loss that came without."""
-
-    value: float
-    items: float
-    counted: bool
-
-
 class BigBatch:
     """Gradients of a user's loss over parts of a batch, summed over all ranks.
 
@@ -204,8 +209,10 @@ class BigBatch:
         self._batch = batch
         self._own = model if ranks.shards else unwrapped(model)
         self._model = self._own
-        self.autocast: torch.dtype | None = None
+        self._autocast: torch.dtype | None = None
+        self._items: dict[tuple[int, ...] | None, float] = {}  # of the parts that were asked for
         self.copied = False
+        self.counted = False  # whether loss_fn returns items
         try:
             self.samples: Tree | None = Tree(batch)
         except BatchError:
@@ -238,12 +245,12 @@ class BigBatch:
         saved = self._model, self._batch
         if self.copied:
             self._model, self._batch = self._own, self._batch_before
-        self.autocast = autocast
+        self._autocast = autocast
         try:
             yield
         finally:
             self._model, self._batch = saved
-            self.autocast = None
+            self._autocast = None
 
     @property
     def model(self) -> nn.Module:
@@ -252,7 +259,17 @@ class BigBatch:
 
     def calls(self) -> list[Call]:
         """How the model is called for the whole batch."""
-        return recorded_calls(lambda: self.loss(None), self._model)
+        return recorded_calls(lambda: self.gradient([Term(None, 0.0)]), self._model)
+
+    def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
+        """What the loss of each part (None: all of it) is a mean over; its samples where `loss_fn` does not say.
+
+        Ranks may ask for different numbers of parts.
+        """
+        keys = [None if part is None else tuple(part) for part in parts]
+        if self.ranks.largest(float(any(key not in self._items for key in keys))):
+            self.gradient([Term(part, 0.0) for part in parts])
+        return [self._items[key] for key in keys]
 
     def part(self, samples: Sequence[int] | None) -> Any:
         """A part of the batch."""
@@ -260,11 +277,6 @@ class BigBatch:
             return self._batch
         assert self.samples is not None, "asked for where samples can be told apart"
         return Tree(self._batch).take(Part(sorted(samples)))
-
-    def loss(self, samples: Sequence[int] | None) -> Loss:
-        """The loss of a part, and its items."""
-        loss, items, counted = self._loss(samples)
-        return Loss(float(loss.detach().item()), items, counted)
 
     def gradient(self, terms: Sequence[Term]) -> Gradient:
         """The sum of the terms' gradients, each so many times, over all ranks."""
@@ -295,9 +307,7 @@ class BigBatch:
 
     def _backward(self, samples: Sequence[int] | None, weight: float) -> None:
         try:
-            loss, _, _ = self._loss(samples)
-            checked_loss(loss)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            (self._loss(samples) * weight).backward()  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError as error:
             message = _first_line(error)
         else:
@@ -307,20 +317,25 @@ class BigBatch:
             "Hand over fewer samples: the cut matters here, not the size."
         )
 
-    def _loss(self, samples: Sequence[int] | None) -> tuple[Tensor, float, bool]:
+    def _loss(self, samples: Sequence[int] | None) -> Tensor:
+        """The loss of a part. Its items are noted."""
         with self._autocasting():
             returned = self._loss_fn(self._model, self.part(samples))
-        loss, items = returned if isinstance(returned, tuple) else (returned, None)
+        loss, items = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
         items = checked_items(items)
-        return loss, 1.0 if items is None else float(items), items is not None
+        self.counted = items is not None
+        if items is None and (samples is not None or self.samples is not None):
+            items = len(samples) if samples is not None else self.samples.count  # type: ignore[union-attr]
+        self._items[None if samples is None else tuple(samples)] = 1.0 if items is None else float(items)
+        return checked_loss(loss)
 
     @contextlib.contextmanager
     def _autocasting(self) -> Iterator[None]:
-        if self.autocast is None:
+        if self._autocast is None:
             yield
             return
         device = next(self._model.parameters()).device.type
-        with torch.autocast(device, dtype=self.autocast):
+        with torch.autocast(device, dtype=self._autocast):
             yield
 
 
@@ -352,7 +367,7 @@ def _summed(found: Named, parameters: dict[str, nn.Parameter], group: Group) -> 
         if not ranks:
             summed[name] = None
             continue
-        total = torch.zeros_like(parameters[name]) if part is None else part
+        total = torch.zeros_like(parameters[name]) if part is None else part.clone()
         dist.all_reduce(total, group=group)
         summed[name] = total
     return summed

@@ -41,6 +41,7 @@ class Compared:
     Attributes:
         parts: for each micro-batch of this rank, its samples; None where they cannot be told.
         samples: those of this rank that the window was compared with; None: the whole batch.
+        micro_batches: how many it has, on the rank that has most.
         bound: what its error may be.
         clipped: the norm that its gradient was clipped to, if it was.
     """
@@ -48,6 +49,7 @@ class Compared:
     window: Window
     parts: list[list[int]] | None
     samples: list[int] | None
+    micro_batches: int
     found: Gradient
     right: Gradient
     bound: float
@@ -69,10 +71,6 @@ class Compared:
     def factor(self) -> float:
         """What the right gradient has to be multiplied with to come closest."""
         return self.found.fit(self.right)
-
-    @property
-    def micro_batches(self) -> int:
-        return self.window.micro_batches if self.parts is None else len(self.parts)
 
     @property
     def is_wrong(self) -> bool:
@@ -157,34 +155,23 @@ class Case:
 
     def right(self, samples: list[int] | None) -> Gradient:
         """That of one big batch of these samples (None: all), of all ranks."""
-        if samples is not None and not samples:
-            terms, total = [], self.big.ranks.sum(0.0)
-            return self.big.gradient(terms)
+        parts = [samples] if samples is None or samples else []
         if self.big.ranks.group is None and self.reduction == "mean":
-            return self.big.gradient([Term(samples, 1.0)])
-        items = self.items(samples)
-        total = self.big.ranks.sum(items)
+            return self.big.gradient([Term(part, 1.0) for part in parts])
+        items = self.big.items(parts)
+        total = self.big.ranks.sum(sum(items)) or 1.0
         if self.reduction == "mean":
-            return self.big.gradient([Term(samples, items / total)])
-        counted = self.big.loss(samples).counted
-        return self.big.gradient([Term(samples, 1 / total if counted or self.divides else 1.0)])
+            return self.big.gradient([Term(part, n / total) for part, n in zip(parts, items, strict=True)])
+        divisor = total if self.big.counted or self.divides else 1.0
+        return self.big.gradient([Term(part, 1 / divisor) for part in parts])
 
     def weighted(self, parts: Sequence[Sequence[int]], weights: Sequence[float]) -> Gradient:
         """The mean of the parts' mean losses with these weights, of all ranks."""
         total = self.big.ranks.sum(sum(weights)) or 1.0
-        terms = [Term(part, weight / total) for part, weight in zip(parts, weights, strict=True)]
-        if self.reduction == "sum":
-            terms = [Term(part, weight / (self.items(part) or 1.0)) for part, weight in terms]
-        return self.big.gradient(terms)
-
-    def items(self, samples: Sequence[int] | None) -> float:
-        """What the loss of a part is a mean over; its samples where `loss_fn` does not say."""
-        loss = self.big.loss(samples)
-        if loss.counted:
-            return loss.items
-        if samples is not None:
-            return len(samples)
-        return 1.0 if self.big.samples is None else self.big.samples.count
+        items = self.big.items(parts) if self.reduction == "sum" else [1.0] * len(parts)
+        return self.big.gradient(
+            [Term(part, weight / total / (n or 1.0)) for part, weight, n in zip(parts, weights, items, strict=True)]
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the main path
@@ -284,8 +271,7 @@ def _unsynchronised(case: Case, wrong: list[Compared]) -> Cause | None:
     if ranks.group is None or ranks.shards:
         return None
     for window in wrong:
-        mean = Gradient(_averaged(window.found, ranks.world), None)
-        apart = ranks.largest(Gradient(window.found.parts).distance(mean)) / (window.right.largest or 1.0)
+        apart = window.found.spread() / (window.right.largest or 1.0)
         if apart > window.tolerance:
             return Cause(
                 name="gradients not synchronised",
@@ -294,22 +280,6 @@ def _unsynchronised(case: Case, wrong: list[Compared]) -> Cause | None:
                 "no_sync() is read at the forward.",
             )
     return None
-
-
-def _averaged(gradient: Gradient, world: int) -> dict[str, Tensor | None]:
-    import torch.distributed as dist
-
-    averaged: dict[str, Tensor | None] = {}
-    for name, part in gradient.parts.items():
-        total = torch.zeros(()) if part is None else part.double()
-        present = torch.tensor(float(part is not None))
-        dist.all_reduce(present, group=gradient.group)
-        if int(present) < world:
-            averaged[name] = None
-            continue
-        dist.all_reduce(total, group=gradient.group)
-        averaged[name] = total / world
-    return averaged
 
 
 def _received_nothing(case: Case, wrong: list[Compared]) -> Cause | None:
@@ -377,8 +347,7 @@ def _coupled(case: Case, wrong: list[Compared]) -> Cause | None:
     whole, one, other = (
         case.big.gradient([Term(part, 1.0 if ranks.rank == 0 else 0.0)]) for part in (None, *halves)
     )
-    rest = _rest(whole, one, other)
-    apart = rest.largest / (whole.largest or 1.0)
+    apart = _rest(whole, [one, other]).largest / (whole.largest or 1.0)
     if apart <= wrong[0].tolerance:
         return None
     share = f"one big batch is {apart:.2g} away from any weighted mean of its halves"
@@ -397,14 +366,18 @@ def _coupled(case: Case, wrong: list[Compared]) -> Cause | None:
     )
 
 
-def _rest(whole: Gradient, one: Gradient, other: Gradient) -> Gradient:
-    """What is left of `whole` when its projection on the other two is taken away."""
-    matrix = torch.tensor(
-        [[one.dot(one), one.dot(other)], [other.dot(one), other.dot(other)]], dtype=torch.float64
-    )
-    vector = torch.tensor([whole.dot(one), whole.dot(other)], dtype=torch.float64)
-    first, second = torch.linalg.lstsq(matrix, vector, driver="gelsd").solution.tolist()
-    return whole.plus(one, -first).plus(other, -second)
+def _rest(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
+    """What is left of `whole` when its projection on the others is taken away."""
+    for part, weight in zip(parts, _projection(whole, parts), strict=True):
+        whole = whole.plus(part, -weight)
+    return whole
+
+
+def _projection(whole: Gradient, parts: Sequence[Gradient]) -> list[float]:
+    """The weights with which the parts add up to what is closest to the whole."""
+    matrix = torch.tensor([[one.dot(other) for other in parts] for one in parts], dtype=torch.float64)
+    vector = torch.tensor([whole.dot(part) for part in parts], dtype=torch.float64)
+    return list(torch.linalg.lstsq(matrix, vector, driver="gelsd").solution.tolist())
 
 
 def _first_layer_that_differs(case: Case, half: list[int]) -> str | None:
@@ -513,22 +486,19 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
         return
     assert parts is not None
     yield from _families_of_samples(case, window, parts)
-    held, count = window.window.held, len(parts)
-    if ranks.largest(count) > 1:
-        items = [case.items(part) for part in parts]
+    held, count, items = window.window.held, len(parts), case.big.items(parts)
+    if window.micro_batches > 1:
         yield Family(
             "mean of means",
             case.weighted(parts, [1.0] * count).only(held),
-            f"all {count} micro-batches count the same, but their items differ: {_numbers(items)}"
-            + ("" if case.big.loss(parts[0]).counted else " samples; let loss_fn return (loss, items) to see the items")
-            + ".",
+            _unequal(case, window, parts, items),
             "Back-propagate sums and divide once by all items of the window: Accumulator.backward(loss, items=n).",
         )
     if ranks.world > 1:
         yield Family(
             "mean of means",
-            case.weighted(parts, _shares([case.items(part) for part in parts])).only(held),
-            f"every rank counts the same, but their items differ: this one has {sum(map(case.items, parts)):g}.",
+            case.weighted(parts, _shares(items)).only(held),
+            f"every rank counts the same, but their items differ: {sum(items):g} on the first.",
             "Sum the items over all ranks too, and multiply the loss by the number of ranks, which the wrapper divides by.",
         )
     for before, after in _shifted(case, parts):
@@ -538,10 +508,10 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             f"the micro-batches weigh as if they had {_numbers(before)} items; after the shift they have {_numbers(after)}.",
             "Count what the loss is a mean over: (labels[..., 1:] != -100).sum().",
         )
-    if case.big.loss(parts[0]).counted:
+    if case.big.counted:
         yield Family(
             "items that do not fit the loss",
-            case.weighted(parts, [case.items(part) for part in parts]).only(held),
+            case.weighted(parts, items).only(held),
             "the micro-batches weigh as their items say, but one big batch is not the mean over those items.",
             "Let loss_fn return what its loss is a mean over, e.g. (labels != -100).sum() after any shift.",
         )
@@ -552,6 +522,24 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             f"only the last of {count} micro-batches counts.",
             "Call zero_grad() once a window, after optimizer.step(), not before every backward.",
         )
+
+
+def _unequal(case: Case, window: Compared, parts: list[list[int]], items: list[float]) -> str:
+    said = f"all {len(parts)} micro-batches count the same, but "
+    if case.big.counted:
+        return said + f"their items differ: {_numbers(items)}."
+    weights = _true_weights(case, window, parts)
+    if weights is None:
+        return said + "the loss is a mean over items of which they have different numbers."
+    return said + f"one big batch weighs them {' '.join(f'{weight:.3f}' for weight in weights)}."
+
+
+def _true_weights(case: Case, window: Compared, parts: list[list[int]]) -> list[float] | None:
+    """How much each micro-batch counts in one big batch: of a few, in one process, that can be solved for."""
+    if case.big.ranks.world > 1 or len(parts) > 8:
+        return None
+    gradients = [case.weighted([part], [1.0]).only(window.window.held) for part in parts]
+    return _projection(window.right, gradients)
 
 
 def _families_of_samples(case: Case, window: Compared, parts: list[list[int]]) -> Iterator[Family]:
@@ -571,7 +559,7 @@ def _families_of_samples(case: Case, window: Compared, parts: list[list[int]]) -
     if case.big.ranks.largest(twice) and case.big.ranks.world == 1:
         yield Family(
             "samples used twice",
-            case.weighted(parts, [case.items(part) for part in parts]).only(window.window.held),
+            case.weighted(parts, case.big.items(parts)).only(window.window.held),
             f"{twice} samples reached more than one backward.",
             "Look for a sampler or a loader that fills up the last micro-batch.",
         )
@@ -646,7 +634,7 @@ def _known_factors(case: Case, window: Compared, factor: float) -> Iterator[tupl
     )
     if window.parts is not None:
         samples = case.big.ranks.sum(sum(map(len, window.parts)))
-        items = case.big.ranks.sum(sum(case.items(part) for part in window.parts))
+        items = case.big.ranks.sum(sum(case.big.items(window.parts)))
         for number, what in ((items, "items"), (samples, "samples")):
             yield Cause(name="not divided", evidence=f"{said}: the number of its {what}.", cure=not_divided), number
             yield Cause(name="not divided", evidence=f"{said}: {what} / micro-batches.", cure=not_divided), number / count

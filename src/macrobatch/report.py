@@ -35,7 +35,7 @@ class WindowReport:
 
     Attributes:
         samples: how many went into it, on all ranks; None where they could not be told.
-        micro_batches: how many, on this rank.
+        micro_batches: how many, on the rank that has most.
         relative_error: largest difference / largest gradient of the model.
         factor: what the right gradient would have to be multiplied with to come closest.
     """

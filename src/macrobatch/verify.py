@@ -175,8 +175,15 @@ def _together(parts: list[list[int]] | None) -> list[int] | None:
 def _compared(case: Case, window: Window, parts: list[list[int]] | None, samples: list[int] | None) -> Compared:
     found = Gradient(window.gradients, case.big.ranks.group).only(window.held)
     right = case.right(samples).only(window.held)
+    own = window.micro_batches if parts is None else len(parts)
     return Compared(
-        window=window, parts=parts, samples=samples, found=found, right=right, bound=case.precision.bound
+        window=window,
+        parts=parts,
+        samples=samples,
+        micro_batches=int(case.big.ranks.largest(own)),
+        found=found,
+        right=right,
+        bound=case.precision.bound,
     )
 
 

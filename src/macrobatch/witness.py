@@ -222,7 +222,7 @@ class Witness:
         """Take the gradients of a window. Several optimizers may step one after the other: that is one window."""
         held, windows = self._held_by(optimizer), self.seen.windows
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
-        gradients = gradients_of({name: self._named[name] for name in held}, scale)
+        gradients = gradients_of({name: p for name, p in self._named.items() if name in held}, scale)
         calls = [call for call in self.seen.open if call.arrived]
         if calls or not windows:
             self.seen.open = []
