@@ -65,7 +65,9 @@ class Loop:
     zero_each: bool = False
     step_times: int = 1
     max_norm: float | None = None
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(model.parameters(), 0.1)
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(
+        model.parameters(), 0.1
+    )
     cut: Callable[[Batch, int], Iterator[Batch]] = pieces
 
     def __call__(self, model: nn.Module, batch: Batch) -> None:

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import Loop, by_items, loss_fn, pieces
-from ranks import Outcome, all_refused, all_well, ddp, full_weights, fsdp1, fsdp2, hsdp, made, run, same_on_all
+from ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, hsdp, made, run, same_on_all
 from reference import Attention, Batch, batch, sum_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch import Accumulator, verify
-from macrobatch.errors import BackendError
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
@@ -109,7 +108,10 @@ RIGHT = {
     "fsdp2-float32": lambda: verified(fsdp2(made(dtype=torch.float32))),
 }
 WRONG = {
-    "ddp-unsynchronised": (lambda: verified(ddp(made()), by_hand(all_items, syncs=False)), "gradients not synchronised"),
+    "ddp-unsynchronised": (
+        lambda: verified(ddp(made()), by_hand(all_items, syncs=False)),
+        "gradients not synchronised",
+    ),
     "plain-unsynchronised": (lambda: verified(made(), by_hand(all_items, syncs=False)), "gradients not synchronised"),
     "ddp-world": (lambda: verified(ddp(made()), by_hand(lambda b: everyone(b.items))), "world size"),
     "ddp-ranks": (lambda: verified(ddp(made()), by_hand(lambda b: b.items)), "mean of means"),
@@ -122,7 +124,10 @@ WRONG = {
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }
 SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}
-SCENARIOS_ON_FOUR |= {"hsdp": lambda: verified(hsdp(made())), "hsdp-by-hand": lambda: verified(hsdp(made()), by_hand(all_items))}
+SCENARIOS_ON_FOUR |= {
+    "hsdp": lambda: verified(hsdp(made())),
+    "hsdp-by-hand": lambda: verified(hsdp(made()), by_hand(all_items)),
+}
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *SCENARIOS_ON_FOUR])

@@ -5,7 +5,7 @@ from macrobatch.errors import MacrobatchError
 from macrobatch.macrostep import MacroStep
 from macrobatch.split import by_count, by_tokens
 from macrobatch.update import StepResult
-from macrobatch.verify import Report, verify
+from macrobatch.verify import verify
 
 __all__ = ["Accumulator", "MacroStep", "MacrobatchError", "StepResult", "by_count", "by_tokens", "verify"]
 __version__ = "0.1.0"

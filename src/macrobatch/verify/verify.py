@@ -13,17 +13,19 @@ import torch
 from torch import nn
 
 from macrobatch import arguments
-from macrobatch.bigbatch import BigBatch, Gradient, LossFunction, Ranks
-from macrobatch.causes import Case, Compared, Precision, explain
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.keep import Keep, Quiet
 from macrobatch.macrostep import MacroStep
-from macrobatch.report import ParameterError, Report, WindowReport
-from macrobatch.rows import micro_batches_of
 from macrobatch.split import ByCount, ByTokens, Tree
 from macrobatch.sync import backend_of, sync_for
+from macrobatch.verify.bigbatch import BigBatch, LossFunction
+from macrobatch.verify.causes import explain
+from macrobatch.verify.comparison import Case, Compared, Precision
+from macrobatch.verify.gradient import Gradient, Ranks
+from macrobatch.verify.keep import Keep, Quiet
+from macrobatch.verify.report import ParameterError, Report, WindowReport
+from macrobatch.verify.rows import micro_batches_of
+from macrobatch.verify.witness import Call, Seen, Step, Window, watch
 from macrobatch.window import Reduction
-from macrobatch.witness import Call, Seen, Step, Window, watch
 
 WORST = 5  # parameters that a report names
 
@@ -79,7 +81,8 @@ def verify(
         keep.restore_gradients()
         _enter_modes(model, seen)
         case = compare(seen, again, BigBatch(model, loss_fn, batch, ranks), reduction, divides=step is None)
-        return ranks.same(report_of(case, quiet.names))
+        report: Report = ranks.same(report_of(case, quiet.names))
+        return report
     finally:
         quiet.restore()
         _let_go(model)
@@ -123,7 +126,10 @@ def watch_again(step: Step | None, model: nn.Module, batch: Any, keep: Keep, see
     """Run a step once more where it left gradients behind: does it begin by clearing them?"""
     if step is None or not seen.stepped or all(gradient is None for gradient in seen.left.values()):
         return None
-    return watch(step, model, batch, keep)
+    try:
+        return watch(step, model, batch, keep)
+    except Exception:  # it cannot be called twice, e.g. as its loader is used up: then that much is not known
+        return None
 
 
 def _enter_modes(model: nn.Module, seen: Seen) -> None:
@@ -146,7 +152,7 @@ def compare(seen: Seen, again: Seen | None, big: BigBatch, reduction: Reduction,
     case = Case(seen, again, big, reduction, divides, Precision.of(big, seen))
     if not case.in_step:
         return case
-    whole = case.whole_calls()
+    whole = big.calls()
     alone = len(seen.windows) == 1 and not seen.open
     for window in seen.windows:
         parts = _parts(window, whole, big)
@@ -205,7 +211,9 @@ def report_of(case: Case, silenced: list[str]) -> Report:
         max_relative_error=math.inf if worst is None else worst.error,
         bound=case.precision.bound if worst is None else worst.bound,
         reference=case.precision.reference,
-        worst=tuple(ParameterError(name, errors[name]) for name in sorted(errors, key=errors.__getitem__)[: -WORST - 1 : -1]),
+        worst=tuple(
+            ParameterError(name, errors[name]) for name in sorted(errors, key=errors.__getitem__)[: -WORST - 1 : -1]
+        ),
         windows=tuple(
             WindowReport(
                 samples=case.total_samples(window),
@@ -218,5 +226,3 @@ def report_of(case: Case, silenced: list[str]) -> Report:
         causes=tuple(causes),
         notes=tuple(notes),
     )
-
-

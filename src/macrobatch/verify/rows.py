@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from macrobatch.witness import Call
+from macrobatch.verify.witness import Call
 
 
 def micro_batches_of(calls: Sequence[Call], whole: Sequence[Call], count: int) -> list[list[int]] | None:
@@ -30,8 +30,8 @@ def micro_batches_of(calls: Sequence[Call], whole: Sequence[Call], count: int) -
     for micro in sorted({call.micro for call in calls}):
         own: list[list[int]] = []
         for position, call in enumerate(call for call in calls if call.micro == micro):
-            again = whole[position % len(whole) :] + whole[: position % len(whole)] if whole else []
-            rows = next((rows for one in again if (rows := _rows(call, one, count, used)) is not None), None)
+            likeliest = sorted(range(len(whole)), key=lambda index: index != position % len(whole))
+            rows = next((found for i in likeliest if (found := _rows(call, whole[i], count, used)) is not None), None)
             if rows is None:
                 return None
             if not any(set(rows) == set(other) for other in own):
@@ -60,7 +60,9 @@ def _pairs(call: Call, whole: Call, count: int) -> list[tuple[Tensor, Tensor]]:
     """Tensors of the call, with those of one big batch that stand in the same place and have a row for each sample."""
     names = zip(call.inputs, call.inputs if call.inputs.keys() == whole.inputs.keys() else whole.inputs, strict=False)
     pairs = [(call.inputs[own], whole.inputs[other]) for own, other in names]
-    pairs = [(own, everything) for own, everything in pairs if _comparable(own, everything) and len(everything) == count]
+    pairs = [
+        (own, everything) for own, everything in pairs if _comparable(own, everything) and len(everything) == count
+    ]
     return [(own, everything) for own, everything in pairs if len(own) == len(pairs[0][0])]
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from macrobatch.keep import Keep, local
 from macrobatch.split import leaves
+from macrobatch.verify.gradient import Named
+from macrobatch.verify.keep import Keep, local
 
-Named = dict[str, Tensor | None]
 Step = Callable[[nn.Module, Any], Any]
 
 
@@ -74,6 +74,7 @@ class Seen:
         unheld: parameters that require a gradient, and that no optimizer holds which stepped.
         modes: for each module, whether it was in training mode when the model was called.
         autocast: the dtype that autocast had on then.
+        lowest: the dtype of the lowest precision that went from one module to another.
     """
 
     windows: list[Window] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Seen:
     unheld: list[str] = field(default_factory=list)
     modes: list[bool] | None = None
     autocast: torch.dtype | None = None
+    lowest: torch.dtype = torch.float64
 
     @property
     def stepped(self) -> bool:
@@ -137,7 +139,7 @@ class Witness:
             for hook in hooks:
                 hook.remove()
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth == 1 and self._is_training_call():
             if self._backward_came:
@@ -150,11 +152,18 @@ class Witness:
             self.seen.open.append(Call(tensors, self._micro))
             if self.seen.modes is None:
                 self.seen.modes = [each.training for each in self._modules]
+        if torch.is_grad_enabled():
+            self._note_precision(args)
+
+    def _note_precision(self, args: tuple[Any, ...]) -> None:
+        for tensor in args:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self.seen.lowest = min(self.seen.lowest, tensor.dtype, key=lambda dtype: dtype.itemsize)
         for device in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
+            if torch.is_autocast_enabled(device):
                 self.seen.autocast = torch.get_autocast_dtype(device)
 
-    def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_call(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth > 0 or not self._is_training_call():
             return
@@ -169,7 +178,8 @@ class Witness:
     def _came_back(self, call: Call, gradient: Tensor) -> None:
         """A backward began at what a call returned."""
         self._backward_came = True
-        call.arrived.append(local(gradient).detach().abs().max())
+        gradient = dense(local(gradient).detach())
+        call.arrived.append(gradient.abs().max() if gradient.numel() else gradient.new_zeros(()))
 
     def _reached_parameter(self, gradient: Tensor) -> None:
         """A backward reached a parameter, perhaps not by way of what a call returned."""
@@ -185,7 +195,10 @@ class Witness:
 
     @contextlib.contextmanager
     def recording_steps(self) -> Iterator[None]:
-        hooks = [register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)]
+        hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
         try:
             yield
         finally:
@@ -210,9 +223,9 @@ class Witness:
 
         return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._keep is not None and self._held_by(optimizer):
-            self._keep.restore_weights()
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._keep is not None:
+            self._keep.restore_weights({id(p) for group in optimizer.param_groups for p in group["params"]})
 
     def _held_by(self, optimizer: Optimizer) -> set[str]:
         held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -224,10 +237,11 @@ class Witness:
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
         gradients = gradients_of({name: p for name, p in self._named.items() if name in held}, scale)
         calls = [call for call in self.seen.open if call.arrived]
-        if calls or not windows:
+        again = bool(windows) and any(own is optimizer for own in windows[-1].optimizers)
+        if calls or not windows or (again and not _is_old(gradients, windows[-1].gradients)):
             self.seen.open = []
             windows.append(Window(calls, gradients, held, [optimizer]))
-        elif any(own is optimizer for own in windows[-1].optimizers):
+        elif again:
             windows[-1].repeats += any(gradient is not None for gradient in gradients.values())
         else:
             windows[-1].gradients |= gradients
@@ -253,11 +267,21 @@ def gradients_of(named: dict[str, nn.Parameter], scale: Tensor | None = None) ->
 
 
 def _copied(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    gradient = local(gradient).detach()
-    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    if scale is None:
-        return dense.clone()
-    return dense.double() / scale.to(dense.device, torch.float64)
+    gradient = dense(local(gradient).detach())
+    return gradient.clone() if scale is None else gradient.double() / scale.to(gradient.device, torch.float64)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Embeddings may have sparse gradients."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _is_old(gradients: Named, before: Named) -> bool:
+    """Whether nothing was added since: they are the same still, or cleared."""
+    return all(
+        gradient is None or not gradient.any() or ((old := before.get(name)) is not None and torch.equal(gradient, old))
+        for name, gradient in gradients.items()
+    )
 
 
 def bare(name: str) -> str:

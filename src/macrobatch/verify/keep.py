@@ -75,16 +75,17 @@ class Keep:
             module._buffers.clear()
             module._buffers.update(buffers)
         self._snapshot.restore()
-        self.restore_weights()
+        self.restore_weights(None)
         for parameter, _, requires_grad in self._parameters:
             parameter.requires_grad_(requires_grad)
         for state in self._optimizers.values():
             state.restore()
 
-    def restore_weights(self) -> None:
-        """Put back the values of the parameters."""
-        for _, saved, _ in self._parameters:
-            saved.restored()
+    def restore_weights(self, only: set[int] | None) -> None:
+        """Put back the values of the parameters with these ids (None: of all)."""
+        for parameter, saved, _ in self._parameters:
+            if only is None or id(parameter) in only:
+                saved.restored()
 
     def restore_gradients(self) -> None:
         """Put back ``.grad``: the tensors themselves, and what was in them."""
@@ -135,7 +136,7 @@ def _restored(tree: Any) -> Any:
     return copy.deepcopy(tree)
 
 
-# ---------------------------------------------------------------------------------------------- randomness, switched off
+# ---------------------------------------------------------------------------------------------- randomness, off
 
 
 class Quiet:

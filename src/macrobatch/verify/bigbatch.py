@@ -1,17 +1,14 @@
 """One big batch: the gradient that should have come out, and those that known mistakes would give.
 
-A `Gradient` is that of a whole model, over all ranks, as one long vector. `BigBatch` computes the gradient of any weighted
-sum of losses over parts of a batch, in float64 where the model can be copied.
+`BigBatch` computes the gradient of any weighted sum of losses over parts of a batch, over all ranks, in float64 where
+the model can be copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,172 +18,13 @@ from torch import Tensor, nn
 from macrobatch.arguments import checked_items, checked_loss
 from macrobatch.collectives import Group
 from macrobatch.errors import BatchError, FitError
-from macrobatch.keep import local
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import Part, Tree, transformed
-from macrobatch.sync import backend_of, sync_for
-from macrobatch.witness import Call, Named, bare, recorded_calls
+from macrobatch.verify.gradient import Gradient, Named, Ranks, reduced
+from macrobatch.verify.keep import local
+from macrobatch.verify.witness import Call, bare, dense, recorded_calls
 
 LossFunction = Callable[[Any, Any], Any]
-
-
-# ---------------------------------------------------------------------------------------------- vectors
-
-
-class Gradient:
-    """The gradient of a whole model as one vector. All ranks must ask the same questions; all get the same answers.
-
-    >>> right, wrong = Gradient({"w": torch.tensor([3.0, 4.0])}), Gradient({"w": torch.tensor([6.0, 8.0])})
-    >>> wrong.distance(right), wrong.fit(right), wrong.distance(right, factor=2.0)
-    (4.0, 2.0, 0.0)
-    """
-
-    def __init__(self, parts: Named, group: Group = None) -> None:
-        self.parts = parts
-        self.group = group
-
-    def only(self, names: set[str]) -> Gradient:
-        """Without the other parameters."""
-        return Gradient({name: part for name, part in self.parts.items() if name in names}, self.group)
-
-    def plus(self, other: Gradient, factor: float = 1.0) -> Gradient:
-        """The sum of this and so many times the other."""
-        return Gradient({name: _sum(part, other.parts.get(name), factor) for name, part in self.parts.items()}, self.group)
-
-    @cached_property
-    def largest(self) -> float:
-        """The largest |number|."""
-        return max(self.sizes().values(), default=0.0)
-
-    def sizes(self) -> dict[str, float]:
-        """The largest |number| of each parameter."""
-        return self._over_ranks({name: _largest(part) for name, part in self.parts.items()})
-
-    def distances(self, other: Gradient, factor: float = 1.0) -> dict[str, float]:
-        """For each parameter, the largest |difference| to so many times the other."""
-        return self._over_ranks({name: _apart(part, other.parts.get(name), factor) for name, part in self.parts.items()})
-
-    def distance(self, other: Gradient, factor: float = 1.0) -> float:
-        """The largest of them."""
-        return max(self.distances(other, factor).values(), default=0.0)
-
-    def dot(self, other: Gradient) -> float:
-        products = [_dot(part, other.parts.get(name)) for name, part in self.parts.items()]
-        return _reduced([sum(products)], self.group, dist.ReduceOp.SUM)[0]
-
-    def fit(self, other: Gradient) -> float:
-        """The factor with which the other comes closest."""
-        square = other.dot(other)
-        return self.dot(other) / square if square else 0.0
-
-    def spread(self) -> float:
-        """How far the ranks' own versions, of what should be the same on all, are apart."""
-        present = _reduced([float(part is not None) for part in self.parts.values()], self.group, dist.ReduceOp.SUM)
-        apart = [0.0]
-        for part, ranks in zip(self.parts.values(), present, strict=True):
-            if part is None or ranks < dist.get_world_size(self.group):
-                apart.append(_largest(part))  # some have none
-                continue
-            mean = part.to(torch.float64, copy=True)
-            dist.all_reduce(mean, group=self.group)
-            apart.append(_apart(part, mean, 1 / ranks))
-        return _reduced([max(apart)], self.group, dist.ReduceOp.MAX)[0]
-
-    def _over_ranks(self, numbers: dict[str, float]) -> dict[str, float]:
-        reduced = _reduced(list(numbers.values()), self.group, dist.ReduceOp.MAX)
-        return dict(zip(numbers, reduced, strict=True))
-
-
-def _reduced(numbers: list[float], group: Group, how: Any) -> list[float]:
-    if group is None or not numbers:
-        return numbers
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    together = torch.tensor(numbers, dtype=torch.float64, device=device)
-    if how == dist.ReduceOp.MAX:
-        together = together.nan_to_num(nan=math.inf, posinf=math.inf)  # the larger of NaN and a number may be the number
-    dist.all_reduce(together, how, group=group)
-    return list(together.tolist())
-
-
-def _largest(part: Tensor | None) -> float:
-    if part is None or not part.numel():
-        return 0.0
-    largest = part.abs().max().item()
-    return largest if math.isfinite(largest) else math.inf
-
-
-def _apart(one: Tensor | None, other: Tensor | None, factor: float) -> float:
-    if one is None or other is None:
-        return _largest(one) if other is None else abs(factor) * _largest(other)
-    return _largest(one.double() - factor * other.to(one.device, torch.float64))
-
-
-def _dot(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0
-    return float(torch.vdot(one.double().flatten(), other.to(one.device, torch.float64).flatten()).item())
-
-
-def _sum(one: Tensor | None, other: Tensor | None, factor: float) -> Tensor | None:
-    if other is None:
-        return one
-    other = factor * other.double()
-    return other if one is None else one.double() + other.to(one.device)
-
-
-# ---------------------------------------------------------------------------------------------- ranks
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that train a model together, and what its wrapper does to gradients.
-
-    Attributes:
-        group: None in one process.
-        shards: whether every backward communicates, so that the model cannot be run on one rank alone.
-        average: what a backward divides gradients by then.
-    """
-
-    group: Group = None
-    shards: bool = False
-    average: float = 1.0
-
-    @staticmethod
-    def of(model: nn.Module) -> Ranks:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Ranks()
-        kind = backend_of([model])
-        if kind is None:  # synchronised by hand, if at all
-            return Ranks(dist.group.WORLD if dist.get_world_size() > 1 else None)
-        sync = sync_for([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
-        if kind == "DistributedDataParallel":
-            return Ranks(sync.group if dist.get_world_size(sync.group) > 1 else None)
-        return Ranks(sync.group, True, sync.average)
-
-    @property
-    def world(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    def sum(self, number: float) -> float:
-        return _reduced([number], self.group, dist.ReduceOp.SUM if self.group is not None else None)[0]
-
-    def largest(self, number: float) -> float:
-        return _reduced([number], self.group, dist.ReduceOp.MAX if self.group is not None else None)[0]
-
-    def same(self, answer: Any) -> Any:
-        """The answer of the first rank, on all of them."""
-        if self.group is None:
-            return answer
-        answers = [answer]
-        dist.broadcast_object_list(answers, src=dist.get_global_rank(self.group, 0), group=self.group)
-        return answers[0]
-
-
-# ---------------------------------------------------------------------------------------------- gradients of losses
 
 
 class Term(NamedTuple):
@@ -254,8 +92,13 @@ class BigBatch:
 
     @property
     def model(self) -> nn.Module:
-        """The module that `loss_fn` is given."""
+        """The module that `loss_fn` is given: a copy, or the model itself."""
         return self._model
+
+    @property
+    def model_itself(self) -> nn.Module:
+        """The plain module that is trained."""
+        return self._own
 
     def calls(self) -> list[Call]:
         """How the model is called for the whole batch."""
@@ -289,7 +132,7 @@ class BigBatch:
             for samples, weight in self._in_step(terms):
                 self._backward(samples, weight * self.ranks.average)
                 snapshot.restore()
-            found = {name: None if p.grad is None else _dense(local(p.grad)) for name, p in parameters.items()}
+            found = {name: None if p.grad is None else dense(local(p.grad)) for name, p in parameters.items()}
         finally:
             snapshot.restore()
             for name, parameter in parameters.items():
@@ -341,17 +184,17 @@ class BigBatch:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The plain module: not compiled, not wrapped for data parallelism."""
-    while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
-        model = getattr(model, "_orig_mod", None) or model.module
-    return model
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _first_line(error: Exception) -> str:
@@ -361,7 +204,7 @@ def _first_line(error: Exception) -> str:
 
 def _summed(found: Named, parameters: dict[str, nn.Parameter], group: Group) -> Named:
     """Over the ranks. A gradient is None where no rank has one."""
-    present = _reduced([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
+    present = reduced([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
     summed: Named = {}
     for (name, part), ranks in zip(found.items(), present, strict=True):
         if not ranks:

@@ -1,0 +1,157 @@
+"""A step's windows beside what they should have been, and how far off they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from macrobatch.verify.bigbatch import BigBatch, Term
+from macrobatch.verify.gradient import Gradient
+from macrobatch.verify.witness import Seen, Window
+from macrobatch.window import Reduction
+
+FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LIKE_ONE_BIG_BATCH = 3.0  # times the error that one big batch has itself in that precision
+MEANINGLESS = 0.3  # no precision excuses more
+
+
+@dataclass(kw_only=True, eq=False)
+class Compared:
+    """A window, with what it should have been.
+
+    Attributes:
+        parts: for each micro-batch of this rank, its samples; None where they cannot be told.
+        samples: those of this rank that the window was compared with; None: the whole batch.
+        micro_batches: how many it has, on the rank that has most.
+        bound: what its error may be.
+        clipped: the norm that its gradient was clipped to, if it was.
+    """
+
+    window: Window
+    parts: list[list[int]] | None
+    samples: list[int] | None
+    micro_batches: int
+    found: Gradient
+    right: Gradient
+    bound: float
+    clipped: float | None = None
+    own_factor: float = 1.0  # that is left when the way its micro-batches are weighed is explained
+
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """For each parameter, the difference as a share of the largest gradient of the model."""
+        scale = self.right.largest or 1.0
+        factor = 1.0 if self.clipped is None else self.factor
+        return {name: apart / scale / factor for name, apart in self.found.distances(self.right, factor).items()}
+
+    @property
+    def error(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    @cached_property
+    def factor(self) -> float:
+        """What the right gradient has to be multiplied with to come closest."""
+        return self.found.fit(self.right)
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= self.bound
+
+    @property
+    def tolerance(self) -> float:
+        """How well an explanation has to fit."""
+        return min(max(10 * self.bound, 1e-9), 0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What a step may be off by rounding alone."""
+
+    bound: float
+    reference: str
+    why_not: str | None  # there is no float64 copy
+    autocast: torch.dtype | None
+
+    @staticmethod
+    def of(big: BigBatch, seen: Seen) -> Precision:
+        dtypes = {p.dtype for p in big.model.parameters() if p.requires_grad}
+        if seen.autocast is not None:
+            dtypes.add(seen.autocast)
+        lowest = min({*dtypes, seen.lowest}, key=lambda dtype: dtype.itemsize)
+        name = str(lowest).removeprefix("torch.")
+        if dtypes == {torch.float64}:
+            return Precision(bound=FLOOR[lowest], reference="one big batch in float64", why_not=None, autocast=None)
+        why_not = big.copy()
+        if why_not is not None:  # the reference is rounded too
+            bound = _floor(lowest) * (5 if lowest == torch.float32 else 1)
+            return Precision(bound=bound, reference=f"one big batch in {name}", why_not=why_not, autocast=seen.autocast)
+        weights = max(_floor(p.dtype) for p in big.model_itself.parameters() if p.requires_grad)
+        return Precision(
+            bound=max(weights, _floor(lowest) / 4),
+            reference=f"one big batch in float64 (the step ran in {name})",
+            why_not=None,
+            autocast=seen.autocast,
+        )
+
+    def bound_for(self, case: Case, samples: list[int] | None, right: Gradient) -> float:
+        """With what one big batch is off itself, in the step's own precision."""
+        if not case.big.copied:
+            return self.bound
+        with case.big.in_own_precision(self.autocast):
+            own = case.right(samples)
+        error = own.only(set(right.parts)).distance(right) / (right.largest or 1.0)
+        return max(self.bound, min(LIKE_ONE_BIG_BATCH * error, MEANINGLESS))
+
+
+def _floor(dtype: torch.dtype) -> float:
+    return FLOOR.get(dtype, FLOOR[torch.bfloat16])
+
+
+@dataclass(eq=False)
+class Case:
+    """All that is known about a step."""
+
+    seen: Seen
+    again: Seen | None
+    big: BigBatch
+    reduction: Reduction
+    divides: bool
+    precision: Precision
+    windows: list[Compared] = field(default_factory=list)
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether all ranks took as many optimizer steps."""
+        own = float(len(self.seen.windows))
+        return self.big.ranks.largest(own) == -self.big.ranks.largest(-own)
+
+    def total_samples(self, window: Compared) -> int | None:
+        own = None if window.parts is None else sum(map(len, window.parts))
+        if own is None:
+            return None
+        return int(self.big.ranks.sum(own))
+
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def right(self, samples: list[int] | None) -> Gradient:
+        """That of one big batch of these samples (None: all), of all ranks."""
+        parts = [samples] if samples is None or samples else []
+        if self.big.ranks.group is None and self.reduction == "mean":
+            return self.big.gradient([Term(part, 1.0) for part in parts])
+        items = self.big.items(parts)
+        total = self.big.ranks.sum(sum(items)) or 1.0
+        if self.reduction == "mean":
+            return self.big.gradient([Term(part, n / total) for part, n in zip(parts, items, strict=True)])
+        divisor = total if self.big.counted or self.divides else 1.0
+        return self.big.gradient([Term(part, 1 / divisor) for part in parts])
+
+    def weighted(self, parts: Sequence[Sequence[int]], weights: Sequence[float]) -> Gradient:
+        """The mean of the parts' mean losses with these weights, of all ranks."""
+        total = self.big.ranks.sum(sum(weights)) or 1.0
+        items = self.big.items(parts) if self.reduction == "sum" else [1.0] * len(parts)
+        return self.big.gradient(
+            [Term(part, weight / total / (n or 1.0)) for part, weight, n in zip(parts, weights, items, strict=True)]
+        )
