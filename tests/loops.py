@@ -1,6 +1,6 @@
 """Training loops to verify, right and wrong: the vocabulary of test_verify*.py.
 
-A loop is a `step(model, batch)`. The hand-written ones are `Loop`s, whose fields say what is done, or done wrongly, where.
+A loop is a `step(model, batch)`. The hand-written ones are `Loop`s, whose fields say what is done where, or wrongly.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,8 +51,8 @@ def next_token_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 class Loop:
     """Accumulation as people write it by hand.
 
-    Every number is a function of the window's micro-batches: `divisor` of the losses, `final` of the gradients before the
-    step. `closes(index, count)` says after which micro-batches the optimizer steps.
+    `weight` is what the loss of a micro-batch is multiplied with, given its window. `closes(index, count, steps)` says
+    after which micro-batches the optimizer steps.
     """
 
     size: int = 5
@@ -129,3 +129,25 @@ def contrastive(model: nn.Module, batch: Batch) -> Tensor:
     """Each sample's embedding must find its own target's among those of all the others."""
     seen, wanted = model(batch.x).mean(1), model(batch.x.flip(1)).mean(1).detach()
     return F.cross_entropy(seen @ wanted.T, torch.arange(len(batch.x)))
+
+
+class Perceptron(nn.Module):
+    """Two layers, for regression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def regression(samples: int) -> Batch:
+    """Far off in one direction, so that gradients add up instead of cancelling each other."""
+    draw = torch.Generator().manual_seed(0)
+    return Batch(torch.rand(samples, 16, generator=draw), torch.rand(samples, 4, generator=draw) + 1)
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return F.mse_loss(model(batch.x.to(dtype)), batch.y.to(dtype))

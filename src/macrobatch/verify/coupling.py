@@ -41,8 +41,8 @@ def coupled(case: Case, wrong: list[Compared]) -> Cause | None:
     return Cause(
         name="loss that couples samples",
         evidence=f"the model's outputs do not depend on the other samples, but the loss does: {share}.",
-        cure="Keep what must meet in one micro-batch; or compute the embeddings of the whole batch first, without a graph, "
-        "and let every micro-batch meet those.",
+        cure="Keep what must meet in one micro-batch; or compute the embeddings of the whole batch first, without a "
+        "graph, and let every micro-batch meet those.",
     )
 
 

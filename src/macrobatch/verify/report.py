@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -71,10 +72,9 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in plain dicts, lists, strings and numbers, as JSON has them."""
-        plain = asdict(self)
-        plain["worst"] = [{"name": name, "error": error} for name, error in self.worst]
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+        """All of it as JSON has it; what is not finite is None."""
+        plain = asdict(self) | {"worst": [{"name": name, "error": error} for name, error in self.worst]}
+        return {key: _plain(value) for key, value in plain.items()}
 
     def __str__(self) -> str:
         verdict = "EXACT" if self.ok else "WRONG"
@@ -94,6 +94,15 @@ class Report:
             lines += ["", f"cause {number}: {cause.name}", f"  found: {cause.evidence}", f"  cure:  {cause.cure}"]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and None for numbers that JSON does not have."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _or_unknown(number: int | None) -> str:

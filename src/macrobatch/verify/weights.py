@@ -66,7 +66,9 @@ def _best_fit(case: Case, window: Compared) -> Fit | None:
             if factor and rest <= window.tolerance and (left_over is None or abs(factor - 1) <= window.tolerance):
                 fits.append(Fit(family, factor, rest, left_over))
     best = min((fit.rest for fit in fits), default=0.0)
-    return next((fit for fit in fits if fit.rest <= 3 * best + window.bound), None)
+    fits = [fit for fit in fits if fit.rest <= 3 * best + window.bound]
+    # Of a model with a handful of parameters everything fits up to a factor: what needs none is likelier.
+    return next((fit for fit in fits if abs(fit.factor - 1) <= window.tolerance), fits[0] if fits else None)
 
 
 def _without_left_over(case: Case, window: Compared) -> list[tuple[str, Gradient]]:
@@ -100,7 +102,7 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             "mean of means",
             case.weighted(parts, _shares(items)).only(held),
             f"every rank counts the same, but their items differ: {sum(items):g} on the first.",
-            "Sum the items over all ranks too, and multiply the loss by the number of ranks: the wrapper divides by it.",
+            "Divide by the items of all ranks, and multiply by the number of ranks, which the wrapper divides by.",
         )
     for before, after in _shifted(case, parts):
         yield Family(
