@@ -32,6 +32,8 @@ from torch import nn
 
 from macrobatch import Accumulator, verify
 
+TWENTY_UNEQUAL = batch_of(items=UNEQUAL)  # in micro-batches of 5, one window of 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
@@ -39,7 +41,7 @@ class Mistake:
 
     causes: tuple[str, ...]
     step: Callable[[nn.Module, Any], None] | None = None  # None: a MacroStep, which cannot help what the others do
-    batch: Any = batch_of(items=UNEQUAL)
+    batch: Any = TWENTY_UNEQUAL
     loss_fn: Callable[[nn.Module, Any], Any] = loss_fn
     make: Callable[[], nn.Module] = Attention
     dtype: torch.dtype = torch.float64
@@ -307,8 +309,8 @@ def test_evidence_has_the_numbers():
         .evidence
         for name in ("mean of means", "mean of means, loss alone", "short last window", "BatchNorm", "never closed")
     }
-    assert "31 32 31 26" in evidence["mean of means"]  # its items
-    assert "0.258 0.267 0.258 0.217" in evidence["mean of means, loss alone"]  # 31 / 120 and so on, without being told
+    assert "38 24 30 26" in evidence["mean of means"]  # its items
+    assert "0.322 0.203 0.254 0.220" in evidence["mean of means, loss alone"]  # 38 / 118 and so on, without being told
     assert "divided by 4, but the window has 2" in evidence["short last window"]
     assert "norm (BatchNorm1d)" in evidence["BatchNorm"]
     assert evidence["never closed"].startswith("2 micro-batches")

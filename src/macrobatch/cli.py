@@ -41,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a training step with one big batch",
         description="Compares the gradient that a training step accumulates with that of one big batch, and names the "
-        "cause where they differ. Exit status: 0 exact, 1 wrong, 2 could not be verified. Under torchrun, FUNCTION runs "
-        "on every rank and returns that rank's own share of the batch.",
+        "cause where they differ. Exit status: 0 exact, 1 wrong, 2 could not be verified. Under torchrun, FUNCTION "
+        "runs on every rank and returns that rank's own share of the batch.",
     )
     check.add_argument(
         "target",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.snapshot import Snapshot
 
@@ -50,13 +52,9 @@ class Keep:
         self._parameters = [(p, Saved.of(p), p.requires_grad) for p in model.parameters()]
         self._gradients = [(p, None if p.grad is None else Saved.of(p.grad)) for p in model.parameters()]
         self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
-        self._optimizers: dict[int, OptimizerState] = {}
+        self._optimizers = [OptimizerState(optimizer) for optimizer in _optimizers_of(model)]
+        self._schedulers = _schedulers_of([state.optimizer for state in self._optimizers])
         self._snapshot = Snapshot([model])
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Keep this one too, as it is now, unless it is kept already."""
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = OptimizerState(optimizer)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -78,8 +76,10 @@ class Keep:
         self.restore_weights(None)
         for parameter, _, requires_grad in self._parameters:
             parameter.requires_grad_(requires_grad)
-        for state in self._optimizers.values():
+        for state in self._optimizers:
             state.restore()
+        for scheduler, state_dict in self._schedulers:
+            scheduler.load_state_dict(copy.deepcopy(state_dict))
 
     def restore_weights(self, only: set[int] | None) -> None:
         """Put back the values of the parameters with these ids (None: of all)."""
@@ -97,7 +97,7 @@ class OptimizerState:
     """The state and the settings of an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._state = {parameter: _saved(state) for parameter, state in optimizer.state.items()}
         self._groups = [
             (group, _saved({key: value for key, value in group.items() if key != "params"}))
@@ -105,13 +105,33 @@ class OptimizerState:
         ]
 
     def restore(self) -> None:
-        state = self._optimizer.state
+        state = self.optimizer.state
         for parameter in [p for p in state if p not in self._state]:
             del state[parameter]
         for parameter, saved in self._state.items():
             state[parameter] = _restored(saved)
         for group, saved in self._groups:
             group.update(_restored(saved))
+
+
+def _optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """Those that hold a parameter of the model: which of them will step is not known yet."""
+    own = {id(parameter) for parameter in model.parameters()}
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(p) in own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    ]
+
+
+def _schedulers_of(optimizers: list[Optimizer]) -> list[tuple[LRScheduler, dict[str, Any]]]:
+    """With what they remember."""
+    if not optimizers:
+        return []
+    schedulers = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+    own = [each for each in schedulers if any(getattr(each, "optimizer", None) is one for one in optimizers)]
+    return [(scheduler, copy.deepcopy(scheduler.state_dict())) for scheduler in own]
 
 
 def local(tensor: Tensor) -> Tensor:

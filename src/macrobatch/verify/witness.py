@@ -210,7 +210,6 @@ class Witness:
         if not self._held_by(optimizer):
             self.seen.strangers += 1
             return None
-        self._keep.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._close(optimizer)
