@@ -72,9 +72,12 @@ class Launch:
     exit_code: int
 
 
-def torchrun(ranks: int, *program: object, directory: Path, seconds: float = LAUNCH_SECONDS) -> Launch:
+def torchrun(
+    ranks: int, *program: object, directory: Path, seconds: float = LAUNCH_SECONDS, restarts: int = 0
+) -> Launch:
     """Run a program of some ranks to its end. After `seconds` all that was started is killed, and that is an error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
     screen, started = directory / f"screen-{time.monotonic_ns()}", time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_PIDS": str(directory), "PYTHONUNBUFFERED": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on CPUs, also where there is a GPU

@@ -335,6 +335,20 @@ def test_a_ramp_of_steps(ran, mode):
     assert fresh(outcomes[1]) == [[0], [1, 2], [3], []]
 
 
+def scaled(wrap: Wrap, **options: Any) -> Outcome:
+    """A rank that has run out divides by what the others multiplied with."""
+    return SCALED.run(wrap, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0), **options)
+
+
+SCALED = Plan(counts=((8, 2),), steps=2, empty=[(1, 0), (1, 1)])
+everywhere("scaled", scaled)
+
+
+@every_mode
+def test_a_scaler(ran, mode):
+    SCALED.check(ran[f"scaled-{mode}"])
+
+
 @pytest.mark.parametrize("name", ["step-ddp-window", "infinite-ddp-window"])
 def test_results_are_the_same_on_every_rank(ran, name):
     first, second = all_well(ran[name])

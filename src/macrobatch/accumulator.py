@@ -469,6 +469,7 @@ class Accumulator:
     def _take_part(self) -> None:
         """This rank adds nothing to the window that others fill, but will be there at its close."""
         self._catch_up()
+        self._turn, self._is_last, self._is_repeat = Turn(), False, False
         nothing = torch.zeros((), device=self._device)
         self._open_window().add_nothing(nothing)
         self._open_gradients(nothing)

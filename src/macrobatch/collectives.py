@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,13 +78,10 @@ def sent(value: Any, source: int, group: Group) -> Any:
     return box[0]
 
 
-NOTE = "macrobatch/end"  # where in the store of the job a rank says why it leaves
-
-
 def leave(why: str) -> None:
     """End the job for all: the others, which wait for this rank somewhere, find the note when their waiting fails."""
     with contextlib.suppress(Exception):  # nothing may keep the reason itself from being raised
-        dist.distributed_c10d._get_default_store().set(NOTE, why)
+        dist.distributed_c10d._get_default_store().set(_note(), why)
         dist.distributed_c10d._abort_process_group()
 
 
@@ -91,6 +89,11 @@ def note_left() -> str | None:
     """Why another rank has left, if one has."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        return store.get(NOTE).decode() if store.check([NOTE]) else None
+        return store.get(_note()).decode() if store.check([_note()]) else None
     except Exception:  # the store may have gone with the rank that kept it
         return None
+
+
+def _note() -> str:
+    """Where in the job's store a rank says why it leaves; after a restart that may be the same store."""
+    return f"macrobatch/left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

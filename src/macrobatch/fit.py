@@ -10,8 +10,10 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ from macrobatch.split import Shape
 
 # What the allocators and libraries of torch's devices say when they have no memory left.
 MESSAGES = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory"
+    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|bad_alloc"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
     re.IGNORECASE,
 )
@@ -28,7 +30,7 @@ ASKED_FOR = re.compile(r"tried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IG
 UNLIMITED = 2**62
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, is a lack of memory.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
@@ -36,13 +38,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     >>> is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
     False
     """
+    return any(
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(one, RuntimeError) and MESSAGES.search(str(one)) is not None)
+        for one in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError) and MESSAGES.search(str(error)):
-            return True
+        yield error
         error = error.__cause__
-    return False
 
 
 def asked_for(error: BaseException) -> str:
@@ -51,9 +57,10 @@ def asked_for(error: BaseException) -> str:
     >>> asked_for(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
     '2.00 GiB'
     """
-    text = str(error) or type(error).__name__
-    found = ASKED_FOR.search(text)
-    return found[1] if found else f"an unknown amount ({text.splitlines()[0]})"
+    for one in _with_causes(error):
+        if found := ASKED_FOR.search(str(one)):
+            return found[1]
+    return f"an unknown amount ({(str(error) or type(error).__name__).splitlines()[0]})"
 
 
 def too_large(asked: str) -> FitError:
@@ -83,6 +90,7 @@ class Known:
         fits: the largest that did so twice, the second time with an optimizer's state in memory: it is proven.
         quiet: windows at `size` without trouble.
         patience: after how many of them a larger size is tried.
+        rising: whether `size` is such a larger one, not known to fit.
     """
 
     size: int
@@ -91,6 +99,7 @@ class Known:
     fits: int = 0
     quiet: int = 0
     patience: int = PATIENCE
+    rising: bool = False
 
     def fitted(self, size: int) -> None:
         """A window with micro-batches of that size went through."""
@@ -98,28 +107,28 @@ class Known:
             self.fits = max(self.fits, size)
         self.once = max(self.once, size)
         if size == self.size:
+            self.rising = False
             self.quiet += 1
             if self.quiet >= self.patience:
                 self._go_up()
 
     def _go_up(self) -> None:
         """Try more: half-way to what failed, while that stays clear of it; then as if it had not failed."""
-        self.quiet = 0
+        self.quiet, self.rising = 0, True
         if self.failed is not None and self.size < (half_way := (self.size + self.failed) // 2) <= CLEAR * self.failed:
             self.size = half_way
         else:
             self.size, self.failed = 2 * self.size, None
 
     def ran_out(self, size: int) -> None:
-        """One did not: back to what did, or half of it."""
-        went_up = 0 < self.once < size
-        if went_up:
+        """One did not: half of it, or what is known to fit if that is more."""
+        if self.rising:
             self.patience *= 2
-        else:
+        if size <= self.once:  # it did fit before: something else has taken memory since
             self.once = self.fits = 0
-        self.size = self.once if went_up else max(size // 2, 1)
+        self.size = max(size // 2, self.once, 1)
         self.failed = size if self.failed is None else min(self.failed, size)
-        self.quiet = 0
+        self.quiet, self.rising = 0, False
 
 
 class Sizes:
@@ -144,12 +153,12 @@ class Sizes:
         """How many samples of that shape to put into a micro-batch, by all that is known."""
         if shape in self._known:
             return self._known[shape].size
-        limited = [(s, known) for s, known in self._known.items() if s.kind == shape.kind and known.failed is not None]
-        larger = [known.size for s, known in limited if _within(shape, s)]
-        smaller = [known.size for s, known in limited if _within(s, shape)]
-        if larger:
-            return max(larger)
-        return min(smaller or [known.size for _, known in limited], default=UNLIMITED)
+        alike = {s: known for s, known in self._known.items() if s.kind == shape.kind}
+        limits = {s: known.size for s, known in alike.items() if known.size < UNLIMITED}
+        if not limits:
+            return UNLIMITED
+        fit = max((limits.get(s, known.once) for s, known in alike.items() if _within(shape, s)), default=0)
+        return fit or min([size for s, size in limits.items() if _within(s, shape)] or limits.values())
 
     def proven(self, shape: Shape) -> int:
         """The largest number of samples of that shape, or a larger one, that is known to fit."""
@@ -172,10 +181,10 @@ class Sizes:
         return self._known.setdefault(shape, Known(self.proposed(shape)))
 
     def save(self) -> None:
-        """Write down what failed, if a file was named; what others have written there stays."""
+        """Write down what is limited, if a file was named; what others have written there stays."""
         if self.file is None:
             return
-        kept = _read(self.file) | {shape: known for shape, known in self._known.items() if known.failed is not None}
+        kept = _read(self.file) | {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
         rows = [
             {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
             for shape, known in kept.items()
@@ -195,14 +204,18 @@ def _within(shape: Shape, other: Shape) -> bool:
 def _read(file: Path) -> dict[Shape, Known]:
     try:
         rows = json.loads(file.read_text())["shapes"]
-        return {
-            Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): Known(int(row["size"]), int(row["failed"]))
-            for row in rows
-        }
+        return {Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): _known(row) for row in rows}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Name another, or delete it.") from None
+
+
+def _known(row: dict[str, Any]) -> Known:
+    known = Known(int(row["size"]), None if row["failed"] is None else int(row["failed"]))
+    if known.size < 1 or (known.failed is not None and known.failed < 1):
+        raise ValueError(f"sizes are 1 or more: {row}")
+    return known
 
 
 # ---------------------------------------------------------------------------------------------- the cliff

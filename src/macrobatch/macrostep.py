@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from macrobatch import collectives
 from macrobatch.accumulator import Accumulator, Options
-from macrobatch.errors import BackendError, BatchError, FitError, MacrobatchError, UsageError
+from macrobatch.errors import BackendError, BatchError, FitError, UsageError
 from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
 from macrobatch.loader import Turn
 from macrobatch.snapshot import Snapshot
@@ -121,6 +121,10 @@ class MacroStep:
                 raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
         if not callable(loss_fn):
             raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")
+        if collate is not None and not callable(collate):
+            raise UsageError(
+                f"collate must be a function that makes a micro-batch of a list of samples: got {collate!r}."
+            )
         if cuda_graph:
             raise BackendError("cuda_graph=True is not available in this version.")
         self._model = model
@@ -174,10 +178,11 @@ class MacroStep:
         try:
             samples = samples_of(batch, self._collate)
             parts = [] if self._micro is None else self._micro.parts(samples)
-            rows = self._exchanged(self._row(samples, parts))
-        except MacrobatchError:
+            row = self._row(samples, parts)
+        except Exception:
             self._exchanged(Row(failed=1))
             raise
+        rows = self._exchanged(row)
         if any(row.failed for row in rows):
             ranks = [rank for rank, row in enumerate(rows) if row.failed]
             raise BatchError(f"the batch of rank {ranks[0]} cannot be cut; its own error says why. No step was taken.")

@@ -27,7 +27,12 @@ class Snapshot:
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
-        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for model in models
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -38,5 +43,7 @@ class Snapshot:
             sys.modules["numpy"].random.set_state(self._numpy)
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        for module, name, buffer, before in self._buffers:
+            setattr(module, name, buffer)  # it may have been replaced, not written to
+            if 0 not in buffer.stride():  # an expanded one cannot be written to, here or elsewhere
+                buffer.copy_(before)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +50,8 @@ def plan_by_tokens(lengths: Sequence[int], budget: int) -> Plan:
     order = sorted(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     widths = [max(lengths[sample], 1) for sample in order]  # ascending; an empty sample takes its row all the same
     ends = _fewest(widths, budget) if _work(widths, budget) > SEARCHED else _least_padding(widths, budget)
-    starts = [0, *ends[:-1]]
-    return [sorted(order[start:end]) for start, end in zip(starts[::-1], ends[::-1], strict=True)]
+    cuts = itertools.pairwise([0, *ends])
+    return [sorted(order[start:end]) for start, end in cuts][::-1]
 
 
 SEARCHED = 500_000  # steps of the search for the least padding that a window is worth: about 50 ms
@@ -134,8 +136,10 @@ class ByTokens:
             if self.oversize == "raise":
                 raise BatchError(f"{found}. Truncate it, raise the budget, or let it be a micro-batch of its own.")
             warnings.warn(f"{found}: it is a micro-batch of its own.", stacklevel=4)
+        # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
+        trims = self.length is None or isinstance(samples, Tree)
         plan = plan_by_tokens(lengths, self.budget)
-        return [Part(indices, max(lengths[sample] for sample in indices)) for indices in plan]
+        return [Part(indices, max(lengths[sample] for sample in indices) if trims else None) for indices in plan]
 
 
 def by_count(n: int) -> ByCount:
@@ -160,8 +164,9 @@ def by_tokens(
 
     Args:
         budget: the largest number of samples x longest of a micro-batch. A longer sample is alone in its own.
-        length: the length of a sample of a list, or, of a batch of tensors, those of all its samples. Without it, the
-            last position that the attention mask shows tells; without a mask, the last that has a label.
+        length: the length of a sample of a list, or, of a batch of tensors, those of all its samples: what is beyond
+            is trimmed off. Without it, the last position that the attention mask shows tells; without a mask, the last
+            that has a label.
         oversize: what a sample above the budget does: "warn" or "raise".
     """
     return ByTokens(budget, length, oversize)
@@ -208,7 +213,7 @@ class Tree:
                     "into the batch: let loss_fn have it in another way, e.g. with functools.partial."
                 )
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         kind = " ".join(f"{path}:{leaf.dtype}:{len(leaf.shape)}" for path, leaf in self._leaves)
         return Shape(kind, tuple(int(size) for _, leaf in self._leaves for size in leaf.shape[1:]))
@@ -221,14 +226,7 @@ class Tree:
     def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
         """How long each sample is without its padding."""
         if length is not None:
-            found = length(self._batch)
-            numbers = torch.as_tensor(found).reshape(-1).tolist() if _is_numbers(found) else None
-            if numbers is None or len(numbers) != self.count:
-                raise BatchError(
-                    f"length= of a batch of tensors gets the batch and must return {self.count} lengths, one a "
-                    f"sample: it returned {found!r}."
-                )
-            return [_checked_length(number, index) for index, number in enumerate(numbers)]
+            return self._told(length)
         if (mask := self._named("attention_mask")) is not None:
             return _extents(mask != 0)
         if (labels := self._named("labels")) is not None:
@@ -237,6 +235,21 @@ class Tree:
             "by_tokens cannot tell the lengths of samples: the batch has neither an attention_mask nor labels of two "
             "dimensions. Say it: by_tokens(budget, length=lambda batch: batch[...])."
         )
+
+    def _told(self, length: Callable[[Any], Any]) -> list[int]:
+        found = length(self._batch)
+        numbers = torch.as_tensor(found).reshape(-1).tolist() if _is_numbers(found) else None
+        if numbers is None or len(numbers) != self.count:
+            raise BatchError(
+                f"length= of a batch of tensors gets the batch and must return {self.count} lengths, one a sample: it "
+                f"returned {found!r}."
+            )
+        return [_checked_length(number, index) for index, number in enumerate(numbers)]
+
+    def trimmed(self, width: int) -> Any:
+        """The batch without the padding that its attention mask shows beyond that width, if there is such a mask."""
+        mask = self._named("attention_mask")
+        return self._batch if mask is None else self.take(Part(range(self.count), min(width, int(mask.shape[1]))))
 
     def _named(self, name: str) -> Tensor | None:
         """The leaf of that name, if it has one row for each sample and one column for each position."""
@@ -274,7 +287,7 @@ class Listed:
         self._collate = collate
         self.count = len(batch)
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         """The largest of all samples: that is what collating fills up to."""
         shapes = [Shape(*_sample_shape(sample)) for sample in self._samples]
@@ -284,8 +297,9 @@ class Listed:
         return Shape(kinds.pop(), tuple(map(max, zip(*(shape.sizes for shape in shapes), strict=True))))
 
     def take(self, part: Part) -> Any:
-        """A micro-batch."""
-        return self._collate([self._samples[index] for index in part.samples])
+        """A micro-batch, without the padding that its samples may have brought."""
+        collated = self._collate([self._samples[index] for index in part.samples])
+        return collated if part.width is None else Tree(collated).trimmed(part.width)
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
         """How long each sample is."""
@@ -405,7 +419,7 @@ def _is_numbers(found: Any) -> bool:
 def _checked_length(number: Any, index: int) -> int:
     try:
         length = int(number)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         length = -1
     if length < 0 or length != number:
         raise BatchError(f"the length of a sample must be a whole number, 0 or more: sample {index} has {number!r}.")
@@ -418,7 +432,7 @@ def _sample_length(sample: Any) -> int:
         if "attention_mask" in sample:
             return _extents(torch.as_tensor(sample["attention_mask"]).reshape(1, -1) != 0)[0]
         for name in ("labels", "input_ids"):
-            if name in sample:
+            if name in sample and (_has_samples(sample[name]) or isinstance(sample[name], Sequence)):
                 return len(sample[name])
     elif _has_samples(sample) or (isinstance(sample, list) and all(isinstance(token, int) for token in sample)):
         return len(sample)

@@ -103,7 +103,7 @@ class DDP(Local):
         return self._world if self._synced else 1
 
     def hold(self) -> None:
-        self._held = True
+        self._held, self._synced = True, False
         for model in self._models:  # what else the first forward would do, together with the other ranks
             model.reducer._rebuild_buckets()
             if model.will_sync_module_buffers():
@@ -223,7 +223,7 @@ class FSDP2(Local):
         self.average = factors.pop()
 
     def hold(self) -> None:
-        self._held = True
+        self._held, self._closed = True, False
         for model in self._models:
             model._get_fsdp_state()._lazy_init()
         for module in self._modules():

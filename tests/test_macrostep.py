@@ -1,0 +1,540 @@
+"""One call, one exact step: whatever the batch, however it is cut, the optimizer gets the whole batch's gradient."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reference import (
+    HOWS,
+    IGNORED,
+    LENGTH,
+    OPTIMIZERS,
+    Accumulation,
+    Attention,
+    Batch,
+    Convolution,
+    Counting,
+    Experts,
+    PartlyFrozen,
+    Tied,
+    Trainee,
+    batch,
+    gradients_of,
+    make_optimizer,
+    relative_error,
+    same_snapshot,
+    same_training,
+    snapshot,
+    token_loss,
+    train_whole,
+    trainee,
+    weights_of,
+)
+from torch import Tensor, nn
+
+from macrobatch import MacroStep, StepResult, by_count, by_tokens
+from macrobatch.errors import BackendError, BatchError, FitError, MacrobatchError, NonFiniteError, UsageError
+from macrobatch.losses import causal_lm_loss
+
+EXACT = 1e-12
+quickly = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+at_length = settings(quickly, max_examples=150)
+
+POSITIONWISE = (Tied, Experts, PartlyFrozen)  # what padding cannot reach, so that it may be trimmed
+
+
+# --------------------------------------------------------------------------------------------------------- vocabulary
+
+
+def extents(batch: Batch) -> Tensor:
+    """How long each sample is: up to its last target."""
+    return ((batch.y != IGNORED) * torch.arange(1, batch.y.shape[1] + 1)).amax(1)
+
+
+def with_lengths(lengths: Iterable[int], *, seed: int = 0) -> Batch:
+    """Samples with targets up to their lengths."""
+    lengths = torch.tensor(list(lengths))
+    whole = batch(len(lengths), seed=seed, items=len(lengths) * LENGTH)
+    return Batch(whole.x, whole.y.where(torch.arange(LENGTH) < lengths[:, None], IGNORED))
+
+
+def planted(limit: int, loss_fn: Callable) -> Callable:
+    """A loss that runs out of memory above so many tokens; a single sample always fits."""
+
+    def limited(model: nn.Module, micro: Batch) -> Any:
+        if micro.y.numel() > limit and len(micro.y) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss_fn(model, micro)
+
+    return limited
+
+
+def loss_with(counting: Counting) -> Callable:
+    return lambda model, micro: (counting.loss(model, micro), counting.given(micro, 0))
+
+
+MICROS: dict[str, Callable[[int], Any]] = {
+    "int": lambda n: n,
+    "by_count": by_count,
+    "by_tokens": lambda n: by_tokens(max(n, LENGTH), length=extents),
+    "auto": lambda n: "auto",
+}
+
+
+@dataclass
+class Training:
+    """MacroStep over some batches; notes results and the gradients that the optimizer was handed."""
+
+    own: Trainee
+    train: MacroStep
+    results: list[StepResult] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        note = lambda *_: self.gradients.append(gradients_of(self.own.model))  # noqa: E731
+        self.own.optimizers[-1].register_step_pre_hook(note)
+
+    def over(self, batches: Iterable[Any]) -> "Training":
+        self.results += [self.train(batch) for batch in batches]
+        return self
+
+
+def training(own: Trainee, loss_fn: Callable, **options: Any) -> Training:
+    return Training(own, MacroStep(own.model, own.optimizers, loss_fn, scheduler=own.schedulers, **options))
+
+
+def count_loss(model: nn.Module, micro: Batch) -> tuple[Tensor, int]:
+    return token_loss(model, micro), micro.items
+
+
+def no_gradients(model: nn.Module) -> bool:
+    return all(p.grad is None for p in model.parameters())
+
+
+def compare(run: Training, whole: Trainee, batches: list[Batch], counting: Counting, max_norm: float | None) -> None:
+    """Each result and gradient, and all that was learnt, against the big batches."""
+    steps = train_whole(whole, [[b] for b in batches], max_norm=max_norm, counting=counting)
+    assert [result.skipped for result in run.results] == [step is None for step in steps]
+    taken = [(r, s) for r, s in zip(run.results, steps, strict=True) if s is not None]
+    assert [r.step for r, _ in taken] == list(range(1, len(taken) + 1))
+    for result, step in taken:
+        assert result.items.item() == step.items
+        assert result.loss.item() == pytest.approx(step.loss.item(), rel=EXACT)
+        assert (result.grad_norm is None) == (max_norm is None)
+        assert max_norm is None or result.grad_norm.item() == pytest.approx(step.grad_norm.item(), rel=EXACT)
+    if not run.own.optimizers[-1].defaults["fused"]:
+        for found, (_, step) in zip(run.gradients, taken, strict=True):
+            assert relative_error(found, step.gradients) <= EXACT
+    assert no_gradients(run.own.model)
+    assert run.train.optimizer_step == len(taken)
+    same_training(run.own, whole, EXACT)
+
+
+# ------------------------------------------------------------------------------------------------------- for every cut
+
+
+any_batch = st.builds(with_lengths, st.lists(st.integers(0, LENGTH), min_size=1, max_size=12), seed=st.integers(0, 99))
+countings = st.builds(Counting, st.sampled_from(["int", "tensor"]), st.sampled_from(["mean", "sum"]))
+setups = st.tuples(st.sampled_from(POSITIONWISE), st.sampled_from(OPTIMIZERS), st.sampled_from(HOWS))
+clips = st.sampled_from([None, 0.05, 1e3])
+
+
+@at_length
+@given(
+    st.lists(any_batch, min_size=1, max_size=3),
+    st.sampled_from(sorted(MICROS)),
+    st.integers(1, 50),
+    setups,
+    countings,
+    clips,
+)
+@example([batch(12, seed=0)], "auto", 1, (Tied, "SGD", "plain"), Counting(), None)
+@example([with_lengths([0, 0])], "by_tokens", 9, (Tied, "SGD", "plain"), Counting("int", "sum"), 0.05)
+def test_any_batch_and_any_cut_train_as_the_whole(batches, micro, size, setup, counting, max_norm):
+    loss_fn, how = loss_with(counting), MICROS[micro](size)
+    if micro == "auto":
+        loss_fn = planted(size, loss_fn)
+    run = training(trainee(*setup), loss_fn, micro=how, max_norm=max_norm, reduction=counting.reduction)
+    compare(run.over(batches), trainee(*setup), batches, counting, max_norm)
+
+
+@quickly
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 50), st.sampled_from(["int", "auto"]))
+def test_attention_and_convolutions_cut_by_samples(sizes, size, micro):
+    batches = [batch(n, seed=i) for i, n in enumerate(sizes)]
+    for make in (Attention, Convolution):
+        run = training(
+            trainee(make), planted(size, count_loss) if micro == "auto" else count_loss, micro=MICROS[micro](size)
+        )
+        compare(run.over(batches), trainee(make), batches, Counting(), None)
+
+
+@quickly
+@given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["mean", "sum"]))
+def test_items_are_samples_where_nobody_counts(samples, size, reduction):
+    def loss_fn(model: nn.Module, micro: Batch) -> Tensor:
+        each = F.cross_entropy(model(micro.x).flatten(0, 1), micro.y.flatten(), reduction="none")
+        each = each.view(micro.y.shape).sum(1)
+        return each.mean() if reduction == "mean" else each.sum()
+
+    own, whole = trainee(Tied), trainee(Tied)
+    given = batch(samples, seed=samples, items=samples * LENGTH)
+    run = training(own, loss_fn, micro=size, reduction=reduction).over([given])
+    (loss_fn(whole.model, given) / (1 if reduction == "mean" else samples)).backward()
+    assert relative_error(run.gradients[0], gradients_of(whole.model)) <= EXACT
+    assert run.results[0].items.item() == samples
+
+
+@pytest.mark.parametrize("items", [lambda m: m.items, lambda m: torch.tensor(m.items), lambda m: float(m.items), None])
+def test_items_in_every_form(items):
+    given = with_lengths([4, 1, 2, 3, 4], seed=1)
+    run = training(trainee(Tied), lambda m, b: (token_loss(m, b, "sum"), items and items(b)), micro=2, reduction="sum")
+    run.over([given])
+    assert run.results[0].items.item() == (given.items if items else 5)
+
+
+@quickly
+@given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=9), st.integers(LENGTH, 20))
+def test_lists_of_samples(lengths, budget):
+    whole = with_lengths(lengths, seed=3)
+    samples = [Batch(whole.x[i, :n], whole.y[i, :n]) for i, n in enumerate(lengths)]
+
+    def collate(some: list[Batch]) -> Batch:
+        pad = nn.utils.rnn.pad_sequence
+        return Batch(pad([s.x for s in some], True), pad([s.y for s in some], True, padding_value=IGNORED))
+
+    for micro in (by_tokens(budget, length=lambda sample: len(sample.y)), 2, "auto"):
+        loss_fn = planted(budget, loss_with(Counting("int", "sum")))
+        if micro == 2:
+            loss_fn = loss_with(Counting("int", "sum"))
+        run = training(trainee(Tied), loss_fn, micro=micro, collate=collate, reduction="sum").over([samples])
+        compare(run, trainee(Tied), [whole], Counting("int", "sum"), None)
+
+
+@pytest.mark.parametrize("micro", [2, by_tokens(24), "auto"], ids=str)
+def test_a_language_model_of_transformers(micro):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, **sizes)).double().eval()
+    mask = torch.arange(12) < torch.tensor([12, 3, 9, 1, 5, 2, 7])[:, None]
+    given = {"input_ids": torch.randint(1, 31, mask.shape) * mask, "attention_mask": mask.long()}
+    causal_lm_loss(model, given)[0].backward()
+    expected = gradients_of(model)
+    seen = []
+    optimizer = make_optimizer(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append(gradients_of(model)))
+
+    def loss_fn(model: nn.Module, micro_batch: Any) -> Any:
+        if micro == "auto" and len(micro_batch["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("planted")
+        return causal_lm_loss(model, micro_batch)
+
+    result = MacroStep(model, optimizer, loss_fn, micro=micro)(given)
+    assert relative_error(seen[0], expected) <= EXACT
+    assert result.micro_batches > 1
+    assert result.items.item() == int(mask[:, 1:].sum())
+
+
+# ----------------------------------------------------------------------------------------------- all of an Accumulator
+
+
+def scaled(own: Trainee) -> Any:
+    return {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)}
+
+
+OPTIONS: dict[str, Callable[[Trainee], dict[str, Any]]] = {
+    "none": lambda own: {},
+    "max_norm": lambda own: {"max_norm": 0.05},
+    "scaler": scaled,
+    "accumulate_dtype": lambda own: {"accumulate_dtype": torch.float32},
+    "skip": lambda own: {"nonfinite": "skip"},
+    "keep": lambda own: {"nonfinite": "keep"},
+    "sync": lambda own: {"sync": "micro"},
+    "all": lambda own: {"max_norm": 0.05, "accumulate_dtype": torch.float32, "nonfinite": "skip", **scaled(own)},
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_bitwise_the_accumulator_over_the_same_micro_batches(option, how):
+    kind = {"dtype": torch.bfloat16 if option in ("accumulate_dtype", "all") else torch.float32}
+    own, hand = trainee(Attention, "AdamW", how, **kind), trainee(Attention, "AdamW", how, **kind)
+    batches = [batch(n, seed=n) for n in (7, 4, 1, 6)]
+    options, same_options = OPTIONS[option](own), OPTIONS[option](hand)
+    run = training(own, count_loss, micro=3, **options).over(batches)
+    loop = Accumulation(hand, hand.accumulator(steps=99, **same_options))
+    for b in batches:
+        cut = zip(b.x.split(3), b.y.split(3), strict=True)
+        loop.epoch([Batch(x, y) for x, y in cut])
+    torch.testing.assert_close(list(map(vars, run.results)), list(map(vars, loop.results)), rtol=0, atol=0)
+    assert same_snapshot(snapshot(own), snapshot(hand))
+    if "scaler" in options:
+        assert options["scaler"].state_dict() == same_options["scaler"].state_dict()
+    assert run.train.state_dict() == loop.acc.state_dict()
+
+
+def test_several_models_and_optimizers():
+    def parts() -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        models = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 1)]).double()
+        return models, [
+            make_optimizer(model.parameters(), name) for model, name in zip(models, OPTIMIZERS, strict=True)
+        ]
+
+    def loss_fn(models: Any, x: Tensor) -> Tensor:
+        return models[1](torch.tanh(models[0](x))).square().mean()
+
+    (models, optimizers), (whole, others), x = parts(), parts(), torch.randn(9, 3, dtype=torch.float64)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    train = MacroStep(list(models), optimizers, loss_fn, micro=2, scheduler=schedulers, max_norm=0.1)
+    result = train(x)
+    loss_fn(whole, x).backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    for optimizer in others:
+        optimizer.step()
+    assert relative_error(weights_of(models), weights_of(whole)) <= EXACT
+    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=EXACT)
+    assert result.lr == (0.02, 0.02)
+    assert [scheduler.last_epoch for scheduler in schedulers] == [1, 1]
+
+
+@pytest.mark.parametrize("micro", [3, by_tokens(12, length=extents), "auto"], ids=str)
+def test_the_result(micro):
+    own = trainee(Tied)
+    run = training(own, planted(12, count_loss), micro=micro, max_norm=1e3)
+    given = [with_lengths([4] * 6), with_lengths([4] * 5)]
+    first, second = run.over(given).results
+    assert (first.step, second.step, first.micro_batches, second.micro_batches) == (1, 2, 2, 2)
+    assert (first.items.item(), second.items.item()) == (24, 20)
+    assert first.loss.item() == pytest.approx(token_loss(trainee(Tied).model, given[0]).item(), rel=EXACT)
+    assert (first.lr, second.lr) == ((0.02,), pytest.approx((0.018,)))
+    assert first.grad_norm > 0
+    assert first.skipped is False
+
+
+@pytest.mark.parametrize("micro", [2, "auto"])
+def test_an_infinite_gradient_is_skipped_or_raised(micro):
+    factor = torch.inf
+    loss_fn = lambda model, b: (token_loss(model, b) * factor, b.items)  # noqa: E731
+    own, given = trainee(Tied), batch(5, seed=0)
+    before = snapshot(own)
+    assert training(own, loss_fn, micro=micro, nonfinite="skip").train(given).skipped is True
+    assert same_snapshot(snapshot(own), before)
+    train = MacroStep(own.model, own.optimizers, loss_fn, micro=micro)
+    with pytest.raises(NonFiniteError, match="window 1 "):
+        train(given)
+    assert no_gradients(own.model)
+    factor = 1.0
+    assert train(given).step == 1
+
+
+# ------------------------------------------------------------------------------------------------------ going on later
+
+
+def test_state_goes_on_where_it_was():
+    own, batches = trainee(Tied), [batch(5, seed=i) for i in range(4)]
+    first = training(own, count_loss, micro=2).over([*batches[:2], None])
+    state = first.train.state_dict()
+    assert state["optimizer_step"] == 2
+    assert all(type(value) is int for value in state.values())
+    second = MacroStep(own.model, own.optimizers, count_loss, micro=3)
+    second.load_state_dict(state)
+    assert second.optimizer_step == 2
+    assert second(batches[2]).step == 3
+    assert second.state_dict() == {name: value + 1 for name, value in state.items()}
+
+
+@pytest.mark.parametrize("state", [{}, {"optimizer_step": -1, "windows": 0}, {"optimizer_step": 1.0, "windows": 1}])
+def test_a_state_that_is_none(state):
+    with pytest.raises(UsageError, match="state"):
+        training(trainee(), count_loss, micro=2).train.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------------------------------------------- exceptions
+
+
+@pytest.mark.parametrize("micro", [2, by_tokens(8, length=extents), "auto"], ids=str)
+@pytest.mark.parametrize("turn", [1, 2, 3])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["before", "after", "in backward"])
+def test_an_exception_leaves_nothing_behind(micro, turn, error, where):
+    turns, fails = 0, True
+    loss_of = planted(8, count_loss) if micro == "auto" else count_loss
+
+    def fail(*_: Any) -> None:
+        if fails and turns == turn:
+            raise error("not of ours")
+
+    def loss_fn(model: nn.Module, micro_batch: Batch) -> Any:
+        nonlocal turns
+        loss, items = loss_of(model, micro_batch)
+        turns += 1
+        if where == "before":
+            fail()
+        if where == "in backward":
+            loss.register_hook(fail)
+        return (loss, items) if where != "after" else (fail() or loss, items)
+
+    own, given = trainee(Tied), with_lengths([4, 3, 4, 2, 1, 4], seed=1)
+    run = training(own, loss_fn, micro=micro)
+    before = snapshot(own)
+    with pytest.raises(error, match="not of ours"):
+        run.train(given)
+    assert turns == turn
+    assert no_gradients(own.model)
+    assert same_snapshot(snapshot(own), before)
+    assert run.train.state_dict() == {"optimizer_step": 0, "windows": 0}
+    fails = False
+    compare(run.over([given, given]), trainee(Tied), [given, given], Counting(), None)
+
+
+def test_gradients_from_before_belong_to_no_window():
+    own, given = trainee(Tied), batch(5, seed=1)
+    token_loss(own.model, given).backward()
+    compare(training(own, count_loss, micro=2).over([given]), trainee(Tied), [given], Counting(), None)
+
+
+# ------------------------------------------------------------------------------------------------------------- nothing
+
+
+EMPTY = {"None": None, "no rows": Batch(torch.ones(0, LENGTH).long(), torch.ones(0, LENGTH).long())}
+
+
+@pytest.mark.parametrize("micro", [2, by_tokens(8, length=extents), "auto"], ids=str)
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}], ids=str)
+def test_an_empty_batch_is_skipped(micro, empty, options):
+    own, given = trainee(Tied), with_lengths([4, 2, 3])
+    run = training(own, count_loss, micro=micro, **options)
+    scaler = options.get("scaler")
+    before, scale = snapshot(own), scaler and scaler.state_dict()
+    result = run.train(EMPTY[empty])
+    assert (result.step, result.micro_batches, result.items.item(), result.skipped) == (0, 0, 0, True)
+    assert result.loss.isnan()
+    assert same_snapshot(snapshot(own), before)
+    assert scale == (scaler and scaler.state_dict())
+    assert no_gradients(own.model)
+    compare(run.over([given]), trainee(Tied), [given], Counting(), options.get("max_norm"))
+
+
+def test_an_empty_list_is_skipped():
+    run = training(trainee(Tied), count_loss, micro=2, collate=lambda samples: samples)
+    assert run.train([]).skipped is True
+
+
+def test_a_batch_without_items_is_skipped():
+    own = trainee(Tied, "AdamW")
+    run = training(own, loss_with(Counting("tensor", "sum")), micro=2, reduction="sum")
+    before = snapshot(own)
+    result = run.train(with_lengths([0, 0, 0]))
+    assert result.skipped is True
+    assert result.micro_batches == 2
+    assert same_snapshot(snapshot(own), before)
+
+
+# ---------------------------------------------------------------------------------------------------------- wrong uses
+
+
+def made(**options: Any) -> MacroStep:
+    own = trainee(Tied)
+    return MacroStep(own.model, own.optimizers, **{"loss_fn": count_loss, "micro": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 4}, "steps is not for MacroStep.*micro="),
+        ({"remainder": "drop"}, "remainder is not for MacroStep.*micro="),
+        ({"loss_fn": None}, "loss_fn must be a function.*got NoneType"),
+        ({"micro": 0}, "whole number of samples.*got 0"),
+        ({"micro": -1}, "whole number of samples.*got -1"),
+        ({"micro": 2.0}, "micro must be.*by_tokens.*got 2.0"),
+        ({"micro": True}, "micro must be.*got True"),
+        ({"micro": None}, "micro must be.*got None"),
+        ({"micro": "largest"}, "micro must be.*got 'largest'"),
+        ({"collate": 5}, "collate must be.*got"),
+        ({"fit_file": "sizes.json"}, 'fit_file.*micro="auto"'),
+        ({"reduction": "max"}, "reduction must be one of"),
+        ({"nonfinite": "ignore"}, "nonfinite must be one of"),
+        ({"max_norm": -1.0}, "max_norm must be positive"),
+        ({"scaler": 5}, "scaler must be"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options, message):
+    with pytest.raises(UsageError, match=message):
+        made(**options)
+
+
+def test_an_option_that_does_not_exist():
+    with pytest.raises((TypeError, UsageError), match="max_nrom"):
+        made(max_nrom=1.0)
+
+
+def test_an_optimizer_of_another_model():
+    with pytest.raises(BackendError, match="belongs to no given model"):
+        MacroStep(nn.Linear(3, 1), make_optimizer(nn.Linear(3, 1).parameters()), count_loss)
+
+
+@pytest.mark.parametrize("micro", [2, "auto"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda loss: (loss, 1, 2), "the loss, or the loss and its items: got 3 values"),
+        (lambda loss: (loss,), "the loss, or the loss and its items: got 1 values"),
+        (lambda loss: {"loss": loss}, "loss must be a tensor: got dict"),
+        (lambda loss: None, "loss must be a tensor: got NoneType"),
+        (lambda loss: loss * torch.ones(3), "loss must be a scalar"),
+        (lambda loss: loss.detach(), "loss has no graph"),
+        (lambda loss: (loss, -1), "items must be finite and not negative: got -1"),
+        (lambda loss: (loss, "many"), "items must be a number"),
+        (lambda loss: (loss, torch.ones(2)), "items must be one number"),
+        (lambda loss: (loss, torch.tensor(-1)), "items handed over in window 1 were negative"),
+    ],
+)
+def test_what_a_loss_function_must_not_return(micro, spoil, message):
+    right, given = False, batch(5, seed=0)
+    own = trainee(Tied)
+    loss_fn = lambda model, b: count_loss(model, b) if right else spoil(token_loss(model, b))  # noqa: E731
+    run = training(own, loss_fn, micro=micro)
+    with pytest.raises(BatchError, match=message):
+        run.train(given)
+    assert no_gradients(own.model)
+    right = True
+    run.gradients.clear()
+    compare(run.over([given]), trainee(Tied), [given], Counting(), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"x": torch.ones(3), "y": torch.ones(4)}, {}, r"batch\['x'\] has 3.*batch\['y'\] has 4"),
+        ([], {}, "no tensor that could be cut"),
+        ({"x": torch.ones(3)}, {"collate": list}, "list of samples: got dict"),
+        ({"x": torch.ones(3)}, {"micro": by_tokens(4)}, "cannot tell the lengths"),
+    ],
+)
+def test_batches_that_cannot_be_cut(given, options, message):
+    train = made(**options)
+    with pytest.raises(BatchError, match=message):
+        train(given)
+    assert train.state_dict() == {"optimizer_step": 0, "windows": 0}
+
+
+def test_a_sample_above_the_budget():
+    with pytest.warns(UserWarning, match=r"sample 1 has 4 tokens.*budget of 3"):
+        result = made(micro=by_tokens(3, length=extents))(with_lengths([1, 4, 1]))
+    assert result.micro_batches == 2
+    with pytest.raises(BatchError, match=r"sample 1 has 4 tokens.*budget of 3"):
+        made(micro=by_tokens(3, length=extents, oversize="raise"))(with_lengths([1, 4, 1]))
+
+
+def test_all_of_them_are_errors_of_ours():
+    assert all(issubclass(kind, MacrobatchError) for kind in (UsageError, BatchError, BackendError, FitError))

@@ -1,0 +1,577 @@
+"""Every plan holds each sample once and keeps its budget; a batch of any kind is sliced by it, without copies."""
+
+import math
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import default_collate
+from transformers import BatchEncoding
+
+from macrobatch import by_count, by_tokens, split
+from macrobatch.errors import BatchError, UsageError
+from macrobatch.split import plan_by_count, plan_by_tokens, samples_of
+
+quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+at_length = settings(quickly, max_examples=300)
+
+some_lengths = st.lists(st.integers(1, 12), max_size=40)
+few_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=7)
+budgets = st.integers(1, 40)
+
+Lengths = Sequence[int]
+
+
+# -------------------------------------------------------------------------------------------------- the obvious plans
+
+
+def padded(lengths: Lengths, plan: Sequence[Sequence[int]]) -> int:
+    """What all micro-batches of a plan take together, with their padding."""
+    return sum(len(part) * max(lengths[sample] for sample in part) for part in plan)
+
+
+def keeps(lengths: Lengths, part: Sequence[int], budget: int) -> bool:
+    return len(part) == 1 or padded(lengths, [part]) <= budget
+
+
+def partitions(samples: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to put samples into micro-batches."""
+    if not samples:
+        yield []
+        return
+    first, *others = samples
+    for partition in partitions(others):
+        yield [[first], *partition]
+        for i, part in enumerate(partition):
+            yield [*partition[:i], [first, *part], *partition[i + 1 :]]
+
+
+def best(lengths: Lengths, budget: int) -> tuple[int, int]:
+    """The fewest micro-batches that keep the budget, and the least that so few can take: by trying all plans."""
+    plans = partitions(list(range(len(lengths))))
+    return min((len(p), padded(lengths, p)) for p in plans if all(keeps(lengths, part, budget) for part in p))
+
+
+def greedy(lengths: Lengths, budget: int) -> list[list[int]]:
+    """From the shortest on: each sample into the open micro-batch, or a new one where it is too much."""
+    plan: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda sample: lengths[sample]):
+        if plan and keeps(lengths, [*plan[-1], sample], budget):
+            plan[-1].append(sample)
+        else:
+            plan.append([sample])
+    return plan
+
+
+def check_plan(lengths: Lengths, budget: int) -> Sequence[Sequence[int]]:
+    """A plan that holds each sample once, and keeps the budget."""
+    plan = plan_by_tokens(lengths, budget)
+    assert sorted(sample for part in plan for sample in part) == list(range(len(lengths)))
+    assert all(part and keeps(lengths, part, budget) for part in plan)
+    return plan
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+@quickly
+@given(st.integers(0, 50), st.integers(1, 60))
+def test_by_count_is_the_batch_in_its_order(samples, size):
+    plan = plan_by_count(samples, size)
+    assert [sample for part in plan for sample in part] == list(range(samples))
+    assert all(len(part) == size for part in plan[:-1])
+    assert len(plan) == -(-samples // size)
+
+
+@at_length
+@given(few_lengths, budgets)
+def test_no_plan_has_fewer_micro_batches_nor_as_few_with_less_padding(lengths, budget):
+    plan = check_plan(lengths, budget)
+    assert (len(plan), padded(lengths, plan)) == best(lengths, budget)
+
+
+@at_length
+@given(some_lengths, budgets)
+def test_as_few_as_the_greedy_plan_and_no_more_padding(lengths, budget):
+    plan, obvious = check_plan(lengths, budget), greedy(lengths, budget)
+    assert len(plan) == len(obvious)
+    assert padded(lengths, plan) <= padded(lengths, obvious)
+
+
+@quickly
+@given(few_lengths, budgets)
+def test_where_a_search_would_take_too_long_still_the_fewest(lengths, budget):
+    with mock.patch.object(split, "SEARCHED", 0):
+        assert len(check_plan(lengths, budget)) == best(lengths, budget)[0]
+
+
+def test_a_large_window_is_planned_without_a_search():
+    lengths = torch.randint(1, 65, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    with mock.patch.object(split, "_least_padding", side_effect=AssertionError("this takes minutes")):
+        assert len(check_plan(lengths, 8192)) == len(greedy(lengths, 8192))
+
+
+@quickly
+@given(some_lengths, budgets, st.randoms(use_true_random=False))
+def test_a_plan_is_a_function_of_the_lengths_alone(lengths, budget, shuffler):
+    plan = plan_by_tokens(lengths, budget)
+    assert plan_by_tokens(tuple(lengths), budget) == plan
+
+    def seen(lengths: Lengths) -> list[list[int]]:
+        return [sorted(lengths[sample] for sample in part) for part in plan_by_tokens(lengths, budget)]
+
+    shuffled = shuffler.sample(lengths, len(lengths))
+    assert seen(shuffled) == seen(lengths)
+
+
+@quickly
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 6))
+def test_samples_of_no_length_are_there_too(lengths, budget):
+    check_plan(lengths, budget)
+
+
+@quickly
+@given(some_lengths, budgets)
+def test_the_longest_come_first(lengths, budget):
+    longest = [max(lengths[sample] for sample in part) for part in plan_by_tokens(lengths, budget)]
+    assert all(a >= b for a, b in pairwise(longest))
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of batches
+
+
+class Pair(NamedTuple):
+    x: Any
+    along: Any
+
+
+@dataclass
+class Plain:
+    x: Any
+    along: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    along: Any
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Any
+    along: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    x: Any
+    along: Any
+
+
+KINDS: dict[str, Callable[[Any, Any], Any]] = {
+    "dict": lambda x, along: {"x": x, "along": along},
+    "OrderedDict": lambda x, along: OrderedDict(x=x, along=along),
+    "defaultdict": lambda x, along: defaultdict(list, x=x, along=along),
+    "UserDict": lambda x, along: UserDict(x=x, along=along),
+    "BatchEncoding": lambda x, along: BatchEncoding({"x": x, "along": along}, n_sequences=1),
+    "list": lambda x, along: [x, along],
+    "tuple": lambda x, along: (x, along),
+    "namedtuple": Pair,
+    "dataclass": Plain,
+    "frozen": Frozen,
+    "slots": Slotted,
+    "frozen slots": Both,
+}
+ALONG = [torch.tensor(3.0), np.float32(3), "a string", b"bytes", None, 7, 1.5, True, {}, {1, 2}, len]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def parts(batch: Any, how: Any = None, collate: Any = None) -> list[Any]:
+    samples = samples_of(batch, collate)
+    return [samples.take(part) for part in (how or by_count(2)).parts(samples)]
+
+
+def x_of(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, list | tuple) else batch["x"] if hasattr(batch, "keys") else batch.x
+
+
+def along_of(batch: Any) -> Any:
+    return batch[1] if isinstance(batch, list | tuple) else batch["along"] if hasattr(batch, "keys") else batch.along
+
+
+def shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+@kinds
+def test_every_kind_of_batch_is_cut_into_its_own_kind(kind):
+    x = torch.arange(15.0).view(5, 3)
+    batch = KINDS[kind](x, None)
+    cut = parts(batch)
+    assert [type(part) for part in cut] == [type(batch)] * 3
+    assert [len(x_of(part)) for part in cut] == [2, 2, 1]
+    assert torch.equal(torch.cat([x_of(part) for part in cut]), x)
+    assert x_of(batch) is x, "the batch itself stays as it is"
+
+
+@kinds
+@pytest.mark.parametrize("along", ALONG, ids=lambda along: type(along).__name__)
+def test_what_has_no_samples_goes_along_whole(kind, along):
+    for part in parts(KINDS[kind](torch.ones(5, 3), along)):
+        assert along_of(part) is along or along_of(part) == along == {}
+
+
+@kinds
+@pytest.mark.parametrize("inner", KINDS)
+def test_kinds_within_kinds(kind, inner):
+    x, y = torch.arange(5), torch.arange(10).view(5, 2)
+    cut = parts(KINDS[kind](x, KINDS[inner](y, "whole")))
+    assert torch.equal(torch.cat([x_of(part) for part in cut]), x)
+    assert torch.equal(torch.cat([x_of(along_of(part)) for part in cut]), y)
+    assert all(type(along_of(part)) is type(KINDS[inner](y, "whole")) for part in cut)
+    assert all(along_of(along_of(part)) == "whole" for part in cut)
+
+
+def test_a_mapping_that_cannot_be_changed():
+    cut = parts(MappingProxyType({"x": torch.arange(5), "along": 1}))
+    assert [part["x"].tolist() for part in cut] == [[0, 1], [2, 3], [4]]
+    assert all(part["along"] == 1 for part in cut)
+
+
+def test_a_bare_tensor():
+    assert [part.tolist() for part in parts(torch.arange(5))] == [[0, 1], [2, 3], [4]]
+
+
+def test_what_a_mapping_carries_besides_its_items_stays():
+    encoding = BatchEncoding({"input_ids": torch.ones(4, 3)}, n_sequences=1)
+    assert all(part.n_sequences == 1 and part.input_ids.shape == (2, 3) for part in parts(encoding))
+
+
+@kinds
+def test_samples_that_lie_together_are_not_copied(kind):
+    x = torch.arange(15.0).view(5, 3)
+    cut = [x_of(part) for part in parts(KINDS[kind](x, None))]
+    assert all(shares(part, x) for part in cut)
+    cut[1][0, 0] = -1
+    assert x[2, 0] == -1
+
+
+def test_arrays_are_cut_like_tensors():
+    x = np.arange(15).reshape(5, 3)
+    cut = parts({"x": x, "y": torch.arange(5)})
+    assert all(isinstance(part["x"], np.ndarray) and np.shares_memory(part["x"], x) for part in cut)
+    assert np.array_equal(np.concatenate([part["x"] for part in cut]), x)
+    assert [part["y"].tolist() for part in cut] == [[0, 1], [2, 3], [4]]
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
+
+
+def tokens(lengths: Lengths, width: int | None = None, **others: Any) -> dict[str, Any]:
+    """Token ids that say which sample and which position they are, 0 where there is padding; and a mask."""
+    width = max(lengths) if width is None else width
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = 100 * (1 + torch.arange(len(lengths)))[:, None] + torch.arange(width)
+    return {"input_ids": ids * mask, "attention_mask": mask.long(), **others}
+
+
+def shown(batches: Sequence[dict[str, Any]]) -> list[int]:
+    return sorted(i for batch in batches for i in batch["input_ids"][batch["attention_mask"] != 0].tolist())
+
+
+@quickly
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(9, 40), st.integers(0, 5))
+def test_nothing_but_padding_is_trimmed_off(lengths, budget, spare):
+    batch = tokens(lengths, max(lengths) + spare + 1)
+    cut = parts(batch, by_tokens(budget))
+    assert shown(cut) == shown([batch])
+    assert sum(len(part["input_ids"]) for part in cut) == len(lengths)
+    for part in cut:
+        assert part["input_ids"].shape == part["attention_mask"].shape
+        assert part["input_ids"].numel() <= budget
+        assert part["input_ids"].shape[1] == max(int(part["attention_mask"].sum(1).max()), 1)
+
+
+def test_whatever_has_positions_is_trimmed_and_nothing_else():
+    batch = tokens([2, 7, 3, 6], 8)
+    batch |= {
+        "labels": batch["input_ids"],
+        "hidden": torch.ones(4, 8, 5),
+        "image": torch.ones(4, 3),
+        "y": torch.ones(4),
+    }
+    first, second = parts(batch, by_tokens(14))
+    shapes = [{name: tuple(leaf.shape) for name, leaf in part.items()} for part in (first, second)]
+    for shape, width in zip(shapes, (7, 3), strict=True):
+        positions = dict.fromkeys(("input_ids", "attention_mask", "labels"), (2, width))
+        assert shape == positions | {"hidden": (2, width, 5), "image": (2, 3), "y": (2,)}
+
+
+def test_samples_that_lie_together_are_not_copied_when_trimmed():
+    batch = tokens([7, 6, 2, 3], 8)
+    first, second = parts(batch, by_tokens(14))
+    assert shares(first["input_ids"], batch["input_ids"])
+    assert shares(second["input_ids"], batch["input_ids"])
+
+
+def test_samples_that_lie_apart_keep_their_order_and_their_rows_together():
+    batch = tokens([2, 7, 3, 6], note=np.arange(4))
+    first, second = parts(batch, by_tokens(14))
+    assert first["input_ids"][:, 0].tolist() == [200, 400]
+    assert second["input_ids"][:, 0].tolist() == [100, 300]
+    assert [part["note"].tolist() for part in (first, second)] == [[1, 3], [0, 2]]
+
+
+NAMED = {
+    "labels": torch.where(tokens([4, 3, 2, 1])["attention_mask"] != 0, 5, -100),
+    "attention_mask": tokens([1, 2, 3, 4])["attention_mask"],
+}
+
+
+def said(batch: Any) -> list[int]:
+    return [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "expected"),
+    [
+        (["labels", "attention_mask"], said, [2, 2, 2, 2]),
+        (["labels", "attention_mask"], None, [1, 2, 3, 4]),
+        (["labels"], said, [2, 2, 2, 2]),
+        (["labels"], None, [4, 3, 2, 1]),
+    ],
+    ids=["said", "shown", "said though labelled", "labelled"],
+)
+def test_lengths_are_said_or_shown_or_labelled_in_that_order(names, length, expected):
+    batch = {"x": torch.ones(4, 4)} | {name: NAMED[name] for name in names}
+    assert samples_of(batch).lengths(length) == expected
+    cut = parts(batch, by_tokens(4, length))
+    assert [tuple(part["x"].shape) for part in cut] == ([(2, 2)] * 2 if length else [(1, 4), (1, 3), (2, 2)])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.tensor, lambda n: torch.tensor(n).float(), np.array, list, tuple, lambda n: [torch.tensor(i) for i in n]],
+    ids=["tensor", "floats", "array", "list", "tuple", "list of tensors"],
+)
+def test_lengths_may_be_said_in_many_ways(wrap):
+    batch = {"x": torch.arange(12).view(3, 4)}
+    cut = parts(batch, by_tokens(4, length=lambda b: wrap([4, 1, 2])))
+    assert [part["x"].tolist() for part in cut] == [[[0, 1, 2, 3]], [[4, 5], [8, 9]]]
+
+
+def test_labels_and_masks_in_dataclasses_and_deeper_down():
+    @dataclass
+    class Batch:
+        tokens: Tensor
+        labels: Tensor
+
+    labels = torch.where(tokens([4, 1, 2])["attention_mask"] != 0, 5, -100)
+    for batch in (Batch(torch.ones(3, 4), labels), {"a": [torch.ones(3, 4), {"labels": labels}]}):
+        assert samples_of(batch).lengths(None) == [4, 1, 2]
+    assert parts(Batch(torch.ones(3, 4), labels), by_tokens(4))[1].tokens.shape == (2, 2)
+
+
+def test_padding_on_the_left_is_no_reason_to_lose_a_token():
+    batch = {name: leaf.flip(1) for name, leaf in tokens([2, 5, 3]).items()}
+    assert shown(parts(batch, by_tokens(5))) == shown([batch])
+
+
+# ---------------------------------------------------------------------------------------------------- lists of samples
+
+
+def pad(samples: list[list[int]]) -> Tensor:
+    longest = max(map(len, samples))
+    return torch.tensor([sample + [0] * (longest - len(sample)) for sample in samples])
+
+
+@quickly
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(9, 40))
+def test_a_list_of_samples_is_collated_by_micro_batches(lengths, budget):
+    batch = [[i + 1] * n for i, n in enumerate(lengths)]
+    cut = parts(batch, by_tokens(budget, length=len), collate=pad)
+    assert sorted(i for part in cut for i in part[:, 0].tolist()) == list(range(1, len(lengths) + 1))
+    assert all(part.numel() <= budget for part in cut)
+    assert torch.cat([pad([s]).flatten() for s in batch]).sum() == sum(part.sum() for part in cut)
+
+
+def test_lists_of_samples_by_count_keep_their_order():
+    assert parts(["a", "b", "c"], collate="".join) == ["ab", "c"]
+    assert parts(("a", "b", "c"), by_count(3), collate="".join) == ["abc"]
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ([5, 6, 7], 3),
+        (torch.ones(3), 3),
+        (np.ones(3), 3),
+        ({"input_ids": [5, 6, 7]}, 3),
+        ({"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, 3),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}, 3),
+        ({"input_ids": torch.ones(3), "labels": torch.tensor(0)}, 3),  # a class, which has no length
+        ({"input_ids": [5, 6, 7], "labels": 1}, 3),
+        (BatchEncoding({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}), 3),
+    ],
+    ids=str,
+)
+def test_the_length_of_a_sample(sample, expected):
+    assert samples_of([sample], list).lengths(None) == [expected]
+
+
+def test_samples_that_bring_their_padding_keep_the_budget_too():
+    batch = tokens([2, 7, 3, 6], 8)
+    samples = [{name: leaf[i] for name, leaf in batch.items()} for i in range(4)]
+    cut = parts(samples, by_tokens(14), collate=default_collate)
+    assert shown(cut) == shown([batch])
+    assert all(part["input_ids"].numel() <= 14 for part in cut)
+
+
+def padded_to(width: int, *, left: bool) -> Callable[[list[Any]], Any]:
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        rows = [sample["input_ids"] for sample in samples]
+        rows = [[0] * (width - len(row)) + row if left else row + [0] * (width - len(row)) for row in rows]
+        return {"input_ids": torch.tensor(rows), "attention_mask": (torch.tensor(rows) != 0).long()}
+
+    return collate
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_no_token_is_lost_wherever_collate_puts_the_padding(left):
+    samples = [{"input_ids": [10 * i + j for j in range(1, n + 1)]} for i, n in enumerate((5, 3, 2, 4))]
+    samples = [sample | {"attention_mask": [1] * len(sample["input_ids"])} for sample in samples]
+    cut = parts(samples, by_tokens(10), collate=padded_to(8, left=left))
+    assert shown(cut) == sorted(i for sample in samples for i in sample["input_ids"])
+
+
+def test_no_token_is_lost_that_collate_adds():
+    def collate(samples: list[list[int]]) -> dict[str, Tensor]:
+        ids = pad([[*sample, 99] for sample in samples])  # an end of text
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+    assert shown(parts([[1, 2, 3], [4, 5]], by_tokens(6), collate)) == [1, 2, 3, 4, 5, 99, 99]
+
+
+def test_collate_may_make_anything_of_samples():
+    def packed(samples: list[list[int]]) -> dict[str, Tensor]:
+        flat, ends = [i for sample in samples for i in sample], torch.tensor([0, *map(len, samples)]).cumsum(0)
+        return {"flat": torch.tensor(flat), "ends": ends}
+
+    assert [part["flat"].tolist() for part in parts([[1, 2], [3]], by_tokens(4), packed)] == [[1, 2, 3]]
+    assert parts([[1, 2], [3]], by_tokens(4), collate=str) == ["[[1, 2], [3]]"]
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("batch", "paths"),
+    [
+        ({"x": torch.ones(4, 2), "y": torch.ones(3)}, [r"batch\['x'\] has 4", r"batch\['y'\] has 3"]),
+        (Plain(torch.ones(4), [torch.ones(4), torch.ones(5)]), [r"batch\.x has 4", r"batch\.along\[1\] has 5"]),
+        ((torch.ones(4), {"a": np.ones((2, 2))}), [r"batch\[0\] has 4", r"batch\[1\]\['a'\] has 2"]),
+        (Pair(torch.ones(4), UserDict(a=torch.ones(1))), [r"batch\.x has 4", r"batch\.along\['a'\] has 1"]),
+    ],
+    ids=["dict", "dataclass", "tuple", "namedtuple"],
+)
+def test_leaves_of_different_lengths_are_named_by_their_path(batch, paths):
+    with pytest.raises(BatchError, match=r".*".join(paths)):
+        samples_of(batch)
+
+
+@pytest.mark.parametrize("batch", [{}, [], 5, "text", {"x": None}, torch.tensor(1.0), [[], {}]], ids=str)
+def test_a_batch_without_tensors(batch):
+    with pytest.raises(BatchError, match=r"no tensor that could be cut.*collate"):
+        samples_of(batch)
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.ones(3)}, torch.ones(3), "text", 5], ids=lambda b: type(b).__name__)
+def test_collate_wants_a_list(batch):
+    with pytest.raises(BatchError, match=f"list of samples: got {type(batch).__name__}"):
+        samples_of(batch, default_collate)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "4", None, torch.tensor(4)], ids=repr)
+@pytest.mark.parametrize("how", [by_count, by_tokens])
+def test_sizes_must_be_whole_numbers(how, wrong):
+    with pytest.raises(UsageError, match=r"whole number.*got"):
+        how(wrong)
+
+
+def test_arguments_of_by_tokens():
+    with pytest.raises(UsageError, match=r"length must be a function.*got 5"):
+        by_tokens(4, length=5)
+    with pytest.raises(UsageError, match=r'oversize must be "warn" or "raise": got \'ignore\''):
+        by_tokens(4, oversize="ignore")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [1, 2],
+        [1, 2, 3, 4],
+        [1, 2, -1],
+        [1, 2, 1.5],
+        torch.tensor([1, 2, math.nan]),
+        torch.tensor([1, 2, math.inf]),
+        ["a", "b", "c"],
+        None,
+        3,
+        torch.ones(3, 2),
+    ],
+    ids=str,
+)
+def test_what_is_no_length_of_the_samples(said):
+    batch = {"x": torch.ones(3, 4)}
+    with pytest.raises(BatchError, match="length"):
+        parts(batch, by_tokens(8, length=lambda batch: said))
+
+
+@pytest.mark.parametrize("said", [-1, 1.5, math.nan, math.inf, "a", None], ids=repr)
+def test_what_is_no_length_of_a_sample(said):
+    with pytest.raises(BatchError, match=r"length of a sample must be a whole number.*sample 0 has"):
+        parts(["a"], by_tokens(8, length=lambda sample: said), collate=list)
+
+
+def test_lengths_that_nobody_can_tell():
+    with pytest.raises(BatchError, match=r"neither an attention_mask nor labels.*length="):
+        parts({"x": torch.ones(3, 4)}, by_tokens(8))
+    with pytest.raises(BatchError, match=r"length of a sample of type str.*length="):
+        parts(["a"], by_tokens(8), collate=list)
+
+
+def test_a_dimension_of_positions_that_nobody_can_tell():
+    batch = {"x": torch.ones(3, 4), "z": torch.ones(3, 5)}
+    with pytest.raises(BatchError, match=r"which dimension holds the positions.*batch\['x'\].*attention_mask"):
+        parts(batch, by_tokens(8, length=lambda batch: [4, 4, 4]))
+    with pytest.raises(BatchError, match="which dimension holds the positions"):
+        parts({"x": torch.ones(3, 4)}, by_tokens(8, length=lambda batch: [5, 4, 4]))
+
+
+@pytest.mark.parametrize("collate", [None, lambda batch: {"input_ids": pad([sample["input_ids"] for sample in batch])}])
+def test_a_sample_above_the_budget_is_alone_and_warned_of(collate):
+    batch = tokens([2, 9, 3])
+    if collate is not None:
+        batch = [{"input_ids": [1] * length} for length in (2, 9, 3)]
+    with pytest.warns(UserWarning, match=r"sample 1 has 9 tokens.*budget of 6.*of its own"):
+        cut = parts(batch, by_tokens(6), collate)
+    assert [tuple(part["input_ids"].shape) for part in cut] == [(1, 9), (2, 3)]
+    with pytest.raises(BatchError, match=r"sample 1 has 9 tokens.*budget of 6.*Truncate"):
+        parts(batch, by_tokens(6, oversize="raise"), collate)
+
+
+def test_a_batch_of_no_samples_has_no_parts():
+    assert parts(None) == parts([], collate=default_collate) == parts({"x": torch.ones(0, 3)}) == []
+    assert parts(tokens([1])["attention_mask"][:0], by_tokens(4, length=lambda batch: [])) == []
+    assert parts({"attention_mask": torch.ones(0, 3)}, by_tokens(4)) == []
