@@ -1,6 +1,7 @@
 """`verify` on real ranks: the reference is one big batch of all ranks' samples, and every rank gets the same report."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from loops import Loop, by_items, loss_fn, pieces
 from ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, hsdp, made, run, same_on_all
 from reference import Attention, Batch, batch, sum_loss
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch import Accumulator, verify
+from macrobatch import Accumulator, MacroStep, verify
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
@@ -90,11 +92,38 @@ def accumulated(model: nn.Module, share: Batch) -> None:
         acc.step()
 
 
+def in_bf16() -> nn.Module:
+    """Weights in float32, gathered in bf16: the model cannot be copied, and its own dtype does not tell."""
+    return fsdp2(made(dtype=torch.float32), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
 def different_lengths(model: nn.Module, share: Batch) -> None:
     Loop(size=4, steps=1, weight=by_items)(model, share)
 
 
+def whole_batches(**options: Any) -> Callable[[nn.Module, Batch], None]:
+    """A MacroStep, with options; the first rank has nothing to do in its last turns."""
+
+    def step(model: nn.Module, share: Batch) -> None:
+        MacroStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, micro=2, **options)(share)
+
+    return step
+
+
+MODES = {
+    "ddp": (ddp, {"sync": "window"}),
+    "ddp-micro": (ddp, {"sync": "micro"}),
+    "fsdp1": (fsdp1, {"sync": "window"}),
+    "fsdp1-micro": (fsdp1, {"sync": "micro"}),
+    "fsdp2": (fsdp2, {"gather": "micro"}),
+    "fsdp2-gathered": (fsdp2, {"gather": "window"}),
+    "fsdp2-micro": (fsdp2, {"sync": "micro"}),
+    "fsdp2-micro-gathered": (fsdp2, {"sync": "micro", "gather": "window"}),
+}
 RIGHT = {
+    f"MacroStep-{mode}": partial(lambda wrap, options: verified(wrap(made()), whole_batches(**options)), wrap, options)
+    for mode, (wrap, options) in MODES.items()
+} | {
     "ddp-default": lambda: verified(ddp(made())),
     "ddp-micro": lambda: verified(ddp(made()), micro=2),
     "ddp-by-hand": lambda: verified(ddp(made()), by_hand(all_items)),
@@ -105,6 +134,7 @@ RIGHT = {
     "fsdp2-default": lambda: verified(fsdp2(made())),
     "fsdp2-by-hand": lambda: verified(fsdp2(made()), by_hand(all_items)),
     "fsdp2-accumulator": lambda: verified(fsdp2(made()), accumulated),
+    "fsdp2-bf16": lambda: verified(in_bf16(), by_hand(all_items)),
     "fsdp2-float32": lambda: verified(fsdp2(made(dtype=torch.float32))),
 }
 WRONG = {

@@ -22,7 +22,7 @@ from macrobatch.snapshot import Snapshot
 from macrobatch.split import Part, Tree, transformed
 from macrobatch.verify.gradient import Gradient, Named, Ranks, reduced
 from macrobatch.verify.keep import local
-from macrobatch.verify.witness import Call, bare, dense, recorded_calls
+from macrobatch.verify.witness import Call, bare, dense, entries_of, recorded_calls
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -45,6 +45,7 @@ class BigBatch:
         self.ranks = ranks
         self._loss_fn = loss_fn
         self._batch = batch
+        self._outermost = model
         self._own = model if ranks.shards else unwrapped(model)
         self._model = self._own
         self._autocast: torch.dtype | None = None
@@ -65,15 +66,16 @@ class BigBatch:
         except Exception as error:
             return f"the model cannot be copied ({_first_line(error)})"
         twin.zero_grad()
-        before, self._model, self._batch_before = self._model, twin, self._batch
-        self._batch = transformed(self._batch, _widened)
+        self._model, self._batch_before, self._batch = twin, self._batch, transformed(self._batch, _widened)
+        problem = None
         try:
-            gradient = self.gradient([Term(None, 1.0)])
-            if all(part is None for part in gradient.parts.values()):
-                raise BatchError("loss_fn does not use the model that it is given")
+            if all(part is None for part in self._own_gradient([Term(None, 1.0)]).values()):
+                problem = "loss_fn does not use the model that it is given"
         except Exception as error:
-            self._model, self._batch = before, self._batch_before
-            return f"it does not run in float64 ({_first_line(error)})"
+            problem = f"it does not run in float64 ({_first_line(error)})"
+        if self.ranks.largest(float(problem is not None)):
+            self._model, self._batch = self._own, self._batch_before
+            return problem or "it does not run in float64 on another rank"
         self.copied = True
         return None
 
@@ -102,7 +104,13 @@ class BigBatch:
 
     def calls(self) -> list[Call]:
         """How the model is called for the whole batch."""
-        return recorded_calls(lambda: self.gradient([Term(None, 0.0)]), self._model)
+        entries = [self._model.get_submodule(name) for name in self._entries]
+        return recorded_calls(lambda: self.gradient([Term(None, 0.0)]), self._model, entries)
+
+    def entries(self) -> list[nn.Module]:
+        """The modules that `loss_fn` calls: the model, as it is wrapped, or parts of it."""
+        self._entries = entries_of(lambda: self.gradient([Term(None, 0.0)]), self._model)
+        return [self._own.get_submodule(name) if name else self._outermost for name in self._entries]
 
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
         """What the loss of each part (None: all of it) is a mean over; its samples where `loss_fn` does not say.
@@ -123,7 +131,17 @@ class BigBatch:
 
     def gradient(self, terms: Sequence[Term]) -> Gradient:
         """The sum of the terms' gradients, each so many times, over all ranks."""
-        parameters = {bare(name): p for name, p in self._model.named_parameters() if p.requires_grad}
+        found = self._own_gradient(terms)
+        if self.ranks.group is not None and not self.ranks.shards:
+            found = _summed(found, dict(self._parameters()), self.ranks.group)
+        return Gradient(found, self.ranks.group)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((bare(name), p) for name, p in self._model.named_parameters() if p.requires_grad)
+
+    def _own_gradient(self, terms: Sequence[Term]) -> Named:
+        """Of this rank; or, where every backward communicates, of all."""
+        parameters = dict(self._parameters())
         snapshot = Snapshot([self._model])
         saved = {name: p.grad for name, p in parameters.items()}
         for parameter in parameters.values():
@@ -137,9 +155,7 @@ class BigBatch:
             snapshot.restore()
             for name, parameter in parameters.items():
                 parameter.grad = saved[name]
-        if self.ranks.group is not None and not self.ranks.shards:
-            found = _summed(found, parameters, self.ranks.group)
-        return Gradient(found, self.ranks.group)
+        return found
 
     def _in_step(self, terms: Sequence[Term]) -> Sequence[Term]:
         """As many on every rank where every backward communicates: others weigh nothing."""

@@ -6,7 +6,9 @@ inside a step is seen by `witness`, references come from `bigbatch`, explanation
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,11 +78,15 @@ def verify(
     ranks = Ranks.of(model)
     keep, quiet = Keep(model), Quiet(model)
     try:
-        seen = watch(step or default_step(loss_fn, micro, reduction), model, batch, keep)
-        again = watch_again(step, model, batch, keep, seen)
+        big = BigBatch(model, loss_fn, batch, ranks)
+        run = functools.partial(
+            watch, step or default_step(loss_fn, micro, reduction), model, batch, keep, entries=big.entries()
+        )
+        seen = run()
+        again = _run_again(run, seen) if step is not None else None
         keep.restore_gradients()
         _enter_modes(model, seen)
-        case = compare(seen, again, BigBatch(model, loss_fn, batch, ranks), reduction, divides=step is None)
+        case = compare(seen, again, big, reduction, divides=step is None)
         report: Report = ranks.same(report_of(case, quiet.names))
         return report
     finally:
@@ -122,12 +128,12 @@ def unequal(samples: int) -> int:
     return 1 if samples < 3 else samples // 3 + 1
 
 
-def watch_again(step: Step | None, model: nn.Module, batch: Any, keep: Keep, seen: Seen) -> Seen | None:
+def _run_again(run: Callable[[], Seen], seen: Seen) -> Seen | None:
     """Run a step once more where it left gradients behind: does it begin by clearing them?"""
-    if step is None or not seen.stepped or all(gradient is None for gradient in seen.left.values()):
+    if not seen.stepped or all(gradient is None for gradient in seen.left.values()):
         return None
     try:
-        return watch(step, model, batch, keep)
+        return run()
     except Exception:  # it cannot be called twice, e.g. as its loader is used up: then that much is not known
         return None
 
@@ -171,7 +177,8 @@ def _parts(window: Window, whole: list[Call], big: BigBatch) -> list[list[int]] 
     """The samples of its micro-batches on this rank; None, on all ranks, where some rank cannot tell."""
     calls = [call for call in window.calls if call.counts]
     parts = None if big.samples is None else micro_batches_of(calls, whole, big.samples.count)
-    return None if big.ranks.largest(float(parts is None)) else parts
+    unknown = big.ranks.largest(float(parts is None)) or not big.ranks.largest(float(bool(calls)))
+    return None if unknown else parts
 
 
 def _together(parts: list[list[int]] | None) -> list[int] | None:

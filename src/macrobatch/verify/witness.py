@@ -7,7 +7,7 @@ all windows of a step are gradients at the same weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from macrobatch.split import leaves
 from macrobatch.verify.gradient import Named
@@ -74,7 +75,7 @@ class Seen:
         unheld: parameters that require a gradient, and that no optimizer holds which stepped.
         modes: for each module, whether it was in training mode when the model was called.
         autocast: the dtype that autocast had on then.
-        lowest: the dtype of the lowest precision that went from one module to another.
+        lowest: the dtype of the lowest precision that the first layer computed in.
     """
 
     windows: list[Window] = field(default_factory=list)
@@ -92,23 +93,54 @@ class Seen:
         return any(window.optimizers for window in self.windows)
 
 
-def watch(step: Step, model: nn.Module, batch: Any, keep: Keep) -> Seen:
-    """Run a step once, and put everything back but the gradients that it left."""
+def watch(step: Step, model: nn.Module, batch: Any, keep: Keep, entries: Sequence[nn.Module]) -> Seen:
+    """Run a step once, and put everything back but the gradients that it left.
+
+    The calls of `entries` are taken for the calls of the model.
+    """
     witness = Witness(model, keep)
     try:
-        with witness.recording_calls(model), witness.recording_steps():
+        with witness.recording_calls(entries), witness.recording_precision(), witness.recording_steps():
             step(model, batch)
     finally:
         keep.restore_all_but_gradients()
     return witness.finish()
 
 
-def recorded_calls(run: Callable[[], object], model: nn.Module) -> list[Call]:
+def recorded_calls(run: Callable[[], object], model: nn.Module, entries: Sequence[nn.Module]) -> list[Call]:
     """The calls of the model that happen in `run`."""
     witness = Witness(model, None)
-    with witness.recording_calls(model):
+    with witness.recording_calls(entries):
         run()
     return witness.seen.open
+
+
+def entries_of(run: Callable[[], object], model: nn.Module) -> list[str]:
+    """The names of the modules that `run` calls from outside: the model itself, or parts of it.
+
+    Only those get hooks later: others may have been left without any for a reason.
+    """
+    found, depth = [], 0
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            nonlocal depth
+            if depth == 0 and name not in found:
+                found.append(name)
+            depth += 1
+
+        return hook
+
+    def leave(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+
+    named = dict(model.named_modules())
+    hooks = [module.register_forward_pre_hook(enter(name)) for name, module in named.items()]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in named.values()]
+    with removed(hooks):
+        run()
+    return found
 
 
 class Witness:
@@ -121,23 +153,27 @@ class Witness:
         self._micro = 0
         self._backward_came = False
         self._depth = 0
+        self._model = model
         self.seen = Seen(before=gradients_of(self._named))
 
     # ------------------------------------------------------------------------------------------ calls of the model
 
     @contextlib.contextmanager
-    def recording_calls(self, model: nn.Module) -> Iterator[None]:
-        """The outermost calls of the model, or of its parts where a loss calls those."""
-        modules = [model] if hasattr(model, "_orig_mod") else list(model.modules())  # hooks inside would break graphs
-        self._modules = list(model.modules())
-        hooks = [m.register_forward_pre_hook(self._before_call, with_kwargs=True) for m in modules]
-        hooks += [m.register_forward_hook(self._after_call, always_call=True) for m in modules]
+    def recording_calls(self, entries: Sequence[nn.Module]) -> Iterator[None]:
+        """What goes into the model, and whether a backward comes back through it."""
+        hooks = [m.register_forward_pre_hook(self._before_call, with_kwargs=True) for m in entries]
+        hooks += [m.register_forward_hook(self._after_call, always_call=True) for m in entries]
         hooks += [p.register_hook(self._reached_parameter) for p in self._named.values()]  # type: ignore[no-untyped-call]
-        try:
+        with removed(hooks):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    @contextlib.contextmanager
+    def recording_precision(self) -> Iterator[None]:
+        """In which precision the first layer computes; wrappers and libraries may decide that inside the forward."""
+        layers = (m for m in self._model.modules() if any(True for _ in m.parameters(recurse=False)))
+        layer = None if hasattr(self._model, "_orig_mod") else next(layers, None)  # a hook inside would break its graph
+        with removed([] if layer is None else [layer.register_forward_pre_hook(self._note_precision)]):
+            yield
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -151,12 +187,12 @@ class Witness:
             }
             self.seen.open.append(Call(tensors, self._micro))
             if self.seen.modes is None:
-                self.seen.modes = [each.training for each in self._modules]
-        if torch.is_grad_enabled():
-            self._note_precision(args)
+                self.seen.modes = [module.training for module in self._model.modules()]
 
-    def _note_precision(self, args: tuple[Any, ...]) -> None:
-        for tensor in args:
+    def _note_precision(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_training_call():
+            return
+        for tensor in (*args, *layer.parameters(recurse=False)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.seen.lowest = min(self.seen.lowest, tensor.dtype, key=lambda dtype: dtype.itemsize)
         for device in ("cuda", "cpu"):
@@ -195,15 +231,9 @@ class Witness:
 
     @contextlib.contextmanager
     def recording_steps(self) -> Iterator[None]:
-        hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        try:
+        before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        with removed([before(self._before_step), after(self._after_step)]):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         assert self._keep is not None, "steps are recorded where they can be undone"
@@ -258,6 +288,16 @@ class Witness:
         held = set().union(*(window.held for window in seen.windows))
         seen.unheld = [name for name in self._named if name not in held]
         return seen
+
+
+@contextlib.contextmanager
+def removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are gone afterwards."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def gradients_of(named: dict[str, nn.Parameter], scale: Tensor | None = None) -> Named:
