@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import Loop, by_items, loss_fn, pieces
-from ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, hsdp, made, run, same_on_all
+from ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
 from reference import Attention, Batch, batch, sum_loss
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from macrobatch import Accumulator, MacroStep, verify
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
-SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    outcomes = run("test_verify_ranks", "SCENARIOS", 2, tmp_path_factory.mktemp("verify"))
-    return outcomes | run("test_verify_ranks", "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
+    return run("test_verify_ranks", "SCENARIOS", 2, tmp_path_factory.mktemp("verify"))
 
 
 def own_share(samples: int = 12) -> Batch:
@@ -154,13 +152,9 @@ WRONG = {
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }
 SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}
-SCENARIOS_ON_FOUR |= {
-    "hsdp": lambda: verified(hsdp(made())),
-    "hsdp-by-hand": lambda: verified(hsdp(made()), by_hand(all_items)),
-}
 
 
-@pytest.mark.parametrize("name", [*RIGHT, *SCENARIOS_ON_FOUR])
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_found_right(ran, name):
     outcomes = all_well(ran[name])
     assert all(outcome["ok"] for outcome in outcomes), outcomes[0]["text"]
