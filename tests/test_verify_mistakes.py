@@ -1,13 +1,16 @@
 """Planted mistakes: each is found, and the first cause that is named is the right one."""
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import loops
 import pytest
 import reference
+import test_verify_ranks
 import torch
 import torch.nn.functional as F
 from loops import (
@@ -265,6 +268,9 @@ MISTAKES = {
     "0 / 0": Mistake(
         causes=("not finite",), step=mean_over_nothing, loss_fn=mean_loss, batch=with_an_empty_micro_batch()
     ),
+    "another loss": Mistake(
+        causes=("unexplained",), step=Loop(loss=lambda model, batch: model(batch.x).square().mean())
+    ),
     # other libraries' loops
     "Accelerate, mean of means": Mistake(
         causes=("mean of means", "short window"),
@@ -300,6 +306,16 @@ def test_it_is_found_and_named(name):
     assert not report.ok
     assert tuple(cause.name for cause in report.causes) == mistake.causes, str(report)
     assert all(cause.evidence and cause.cure for cause in report.causes)
+
+
+def test_every_cause_is_documented_and_planted():
+    """The table of causes has each of them, and no other."""
+    table = (Path(__file__).parent.parent / "docs" / "verify.md").read_text().partition("## The causes")[2]
+    documented = {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)
+    }
+    planted = {cause for mistake in MISTAKES.values() for cause in mistake.causes}
+    assert documented == planted | {cause for _, cause in test_verify_ranks.WRONG.values()}
 
 
 def test_evidence_has_the_numbers():
