@@ -191,6 +191,20 @@ def test_a_batch_that_cannot_be_cut():
         verify(Attention(), loss_of, Opaque(), step=twice)
 
 
+def test_steps_whose_backwards_nobody_saw():
+    """Gradients that come from elsewhere, as from a replayed graph: not an old one once more."""
+
+    def step(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in (1.0, 2.0):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, number)
+            optimizer.step()
+
+    with raises(BatchError, "2 optimizer steps", "cannot be told"):
+        verify(Attention(), loss_fn, BATCH, step=step)
+
+
 def test_a_whole_batch_that_does_not_fit():
     def loss_of(model, batch):
         if len(batch.x) > 10:
@@ -207,6 +221,18 @@ def test_the_own_error_of_a_loss_comes_through():
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         verify(Attention(), loss_of, BATCH, step=Loop())
+
+
+def test_a_model_that_was_converted_is_put_back():
+    """As Lightning does with precision="bf16-true"."""
+
+    def step(model, batch):
+        mean_loss(model.bfloat16(), batch).backward()
+
+    model = Attention()
+    before = copy.deepcopy(model.state_dict())
+    verify(model, loss_fn, BATCH, step=step)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------------- precision
@@ -283,6 +309,13 @@ def test_it_cannot_be_changed(wrong):
         wrong.ok = True
 
 
+def test_it_says_where_every_gradient_is_right_and_the_step_is_not():
+    step = Loop(weight=by_items, step_times=2)
+    assert str(verify(Attention().double(), loss_fn, BATCH, step=step)).startswith(
+        "WRONG, though not by its size: error "
+    )
+
+
 def test_what_is_not_finite_is_null():
     def step(model, batch):
         (mean_loss(model, batch) * torch.inf).backward()
@@ -329,6 +362,19 @@ def test_batches_of_every_shape():
         (Sample(x, y), lambda b: (b.x, b.y)),
     ):
         assert verify(nn.Linear(3, 1), loss_of(pick), batch).ok
+
+
+def test_samples_that_no_window_has_are_mentioned():
+    """Dropping the last micro-batch is a policy; each window is right for its own samples."""
+
+    def all_but_the_last(batch, size):
+        return list(pieces(batch, size))[:-1]
+
+    report = verify(
+        Attention().double(), loss_fn, batch_of(43, items=UNEQUAL), step=Loop(weight=by_items, cut=all_but_the_last)
+    )
+    assert report.ok
+    assert report.notes == ("3 samples of the batch reached no backward",)
 
 
 def test_parameters_that_no_optimizer_holds_are_mentioned():

@@ -222,6 +222,17 @@ def with_an_evaluation(model: nn.Module, batch: Batch) -> None:
     model(batch.x[:3])
 
 
+def in_training_mode(model: nn.Module, batch: Batch) -> None:
+    model.train()
+    mean_loss(model, batch).backward()
+
+
+def recomputed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """The whole forward happens again in the backward."""
+    logits = checkpoint(model, batch.x, use_reentrant=False)
+    return F.cross_entropy(logits.flatten(0, 1), batch.y.flatten(), ignore_index=IGNORED), batch.items
+
+
 def shuffled(batch: Batch, size: int) -> Iterator[Batch]:
     order = torch.randperm(len(batch.x))
     yield from pieces(Batch(batch.x[order], batch.y[order]), size)
@@ -300,6 +311,10 @@ STEPS = {
         make=Towers, loss_fn=distance_of_towers, step=Loop(loss=distance_of_towers, size=10, steps=5), windows=1
     ),
     "checkpointing": Right(make=Checkpointed),
+    "checkpointing as a whole": Right(loss_fn=recomputed_loss, step=Loop(weight=by_items, loss=recomputed_loss)),
+    "a mode that the step sets": Right(
+        make=lambda: Statistics(nn.BatchNorm1d(WIDTH)), step=in_training_mode, windows=1
+    ),
     "never called itself": Right(make=Uncalled, loss_fn=encoded_loss, step=Loop(weight=by_items, loss=encoded_loss)),
     "compiled": Right(make=lambda: torch.compile(Local(), backend="eager"), batch=padded(FIFTY)),
     "dropout": Right(make=lambda: Statistics(nn.Dropout(0.5)), training=True, note="dropout was switched off"),

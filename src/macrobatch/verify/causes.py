@@ -29,12 +29,28 @@ def explain(case: Case) -> tuple[list[Cause], list[str]]:
     _find_clipping(case, notes)
     if case.seen.stepped and case.seen.unheld:
         notes.append(f"no optimizer that stepped holds {_listed(case.seen.unheld)}: they were not compared")
+    _mention_samples(case, notes)
     wrong = [window for window in case.windows if window.is_wrong]
+    structural = list(_of_the_structure(case))
     causes = list(_of_the_step(case, wrong))
     causes = causes or [cause for window in _to_diagnose(wrong) for cause in causes_of_window(case, window)]
-    structural = list(_of_the_structure(case))
-    unique = {cause.name: cause for cause in reversed([*causes, *structural])}
-    return [unique[name] for name in dict.fromkeys(cause.name for cause in [*causes, *structural])], notes
+    # A window that lacks samples which cannot be told is wrong because it was not closed after them.
+    blind = any(window.parts is None for window in case.windows)
+    ordered = [*structural, *causes] if case.is_open and blind else [*causes, *structural]
+    named: dict[str, Cause] = {}
+    for cause in ordered:
+        named.setdefault(cause.name, cause)
+    return list(named.values()), notes
+
+
+def _mention_samples(case: Case, notes: list[str]) -> None:
+    """Of several windows each is right for its own samples, whatever becomes of the others."""
+    used = {sample for window in case.windows for part in window.parts or () for sample in part}
+    blind = any(window.parts is None for window in case.windows)
+    if len(case.windows) == 1 or blind or case.is_open or case.big.samples is None:
+        return
+    if left_out := case.big.ranks.sum(case.big.samples.count - len(used)):
+        notes.append(f"{left_out:.0f} samples of the batch reached no backward")
 
 
 def _measure(case: Case) -> None:
@@ -64,8 +80,12 @@ def _find_clipping(case: Case, notes: list[str]) -> None:
     clipped = []
     for window, norm in candidates:
         close = max(2e-5, 0.1 * window.bound)
-        alike = [other for _, other in candidates if abs(other / norm - 1) < close]
-        if len(alike) > 1 or abs(float(f"{norm:.2g}") / norm - 1) < close:
+        alike = any(
+            abs(other_norm / norm - 1) < close and abs(other.factor / window.factor - 1) > 1e-3
+            for other, other_norm in candidates
+        )
+        rounded = float(f"{norm:.{2 if close < 1e-4 else 1}g}")  # nobody clips to 0.9137
+        if alike or abs(rounded / norm - 1) < close:
             window.clipped = norm
             vars(window).pop("errors", None)  # they are smaller now
             clipped.append(norm)
@@ -194,8 +214,7 @@ def _random(case: Case, wrong: list[Compared]) -> Cause | None:
 def _of_the_structure(case: Case) -> Iterator[Cause]:
     """Windows that never end, or end twice, or run into the next."""
     ranks = case.big.ranks
-    is_open = bool(ranks.largest(len(case.seen.open)))
-    if case.seen.stepped and is_open:
+    if case.is_open:
         count = len({call.micro for call in case.seen.open})
         yield Cause(
             name="window never closed",
@@ -209,7 +228,7 @@ def _of_the_structure(case: Case) -> Iterator[Cause]:
             evidence=f"an optimizer stepped {repeats} times without a backward since its last step, on old gradients.",
             cure="Call optimizer.step() once a window, and zero_grad() right after it.",
         )
-    if not is_open and _runs_on(case):
+    if not case.is_open and _runs_on(case):
         yield left_over("what step left in .grad when it was called before")
 
 

@@ -125,8 +125,13 @@ class Case:
     @cached_property
     def in_step(self) -> bool:
         """Whether all ranks took as many optimizer steps."""
-        own = float(len(self.seen.windows))
+        own = float(len(self.seen.windows) if self.seen.stepped else 0)
         return self.big.ranks.largest(own) == -self.big.ranks.largest(-own)
+
+    @cached_property
+    def is_open(self) -> bool:
+        """Whether micro-batches came after the last optimizer step."""
+        return self.seen.stepped and bool(self.big.ranks.largest(len(self.seen.open)))
 
     def total_samples(self, window: Compared) -> int | None:
         own = None if window.parts is None else sum(map(len, window.parts))
@@ -152,6 +157,5 @@ class Case:
         """The mean of the parts' mean losses with these weights, of all ranks."""
         total = self.big.ranks.sum(sum(weights)) or 1.0
         items = self.big.items(parts) if self.reduction == "sum" else [1.0] * len(parts)
-        return self.big.gradient(
-            [Term(part, weight / total / (n or 1.0)) for part, weight, n in zip(parts, weights, items, strict=True)]
-        )
+        terms = zip(parts, weights, items, strict=True)
+        return self.big.gradient([Term(part, weight / total / (n or 1.0)) for part, weight, n in terms if weight])

@@ -5,6 +5,7 @@ No cut of a batch can have the gradient of the whole then, however its micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from macrobatch.verify.bigbatch import Term
 from macrobatch.verify.comparison import Case, Compared
 from macrobatch.verify.gradient import Gradient, projection
 from macrobatch.verify.report import Cause
+from macrobatch.verify.witness import removed
 
 
 def coupled(case: Case, wrong: list[Compared]) -> Cause | None:
@@ -27,6 +29,8 @@ def coupled(case: Case, wrong: list[Compared]) -> Cause | None:
     halves = everything[: samples.count // 2], everything[samples.count // 2 :]
     # Of the first rank's share alone: between ranks every wrapper takes a mean.
     whole, one, other = (case.big.gradient([Term(part, 1.0 if ranks.rank == 0 else 0.0)]) for part in (None, *halves))
+    if not math.isfinite(one.largest + other.largest):  # a half without items, perhaps
+        return None
     apart = _rest(whole, [one, other]).largest / (whole.largest or 1.0)
     if apart <= wrong[0].tolerance:
         return None
@@ -79,10 +83,6 @@ def _outputs(case: Case, samples: list[int] | None, count: int) -> list[tuple[st
 
         return hook
 
-    hooks = [module.register_forward_hook(note(name)) for name, module in case.big.model.named_modules()]
-    try:
+    with removed([module.register_forward_hook(note(name)) for name, module in case.big.model.named_modules()]):
         case.big.gradient([Term(samples, 0.0)])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found

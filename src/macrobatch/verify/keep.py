@@ -31,8 +31,12 @@ class Saved(NamedTuple):
 
     def restored(self) -> Tensor:
         """The tensor, with its old value."""
+        own = local(self.tensor)
+        if (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape):
+            self.tensor.data = self.value.clone()  # e.g. a library has made the whole model bf16
+            return self.tensor
         with torch.no_grad():
-            local(self.tensor).detach().copy_(self.value)
+            own.detach().copy_(self.value)
         return self.tensor
 
 

@@ -19,6 +19,7 @@ from macrobatch.verify.comparison import Case, Compared
 from macrobatch.verify.gradient import Gradient, projection
 from macrobatch.verify.report import Cause
 
+HALF = (torch.bfloat16, torch.float16)
 CLEARED = "gradients cleared inside the window"
 
 
@@ -44,7 +45,7 @@ def causes_of_window(case: Case, window: Compared) -> list[Cause]:
     """The way its micro-batches were weighed, then the factor."""
     fit = _best_fit(case, window)
     if fit is None:
-        return [_unexplained(window)]
+        return [_unexplained(case, window)]
     causes = []
     if fit.left_over:
         causes.append(left_over(fit.left_over))
@@ -109,7 +110,7 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             "labels counted before the shift",
             case.weighted(parts, before).only(held),
             f"the micro-batches weigh as if they had {_numbers(before)} items; shifted they have {_numbers(after)}.",
-            "Count what the loss is a mean over: (labels[..., 1:] != -100).sum().",
+            COUNT_SHIFTED,
         )
     if case.big.counted:
         yield Family(
@@ -191,91 +192,65 @@ def _shifted(case: Case, parts: list[list[int]]) -> Iterator[tuple[list[float], 
 def _of_a_factor(case: Case, window: Compared, factor: float) -> Cause:
     """What a factor, the same on all parameters, may come from."""
     close = max(window.tolerance, 1e-6)
-    for cause, value in _known_factors(case, window, factor):
+    said = f"the gradient is {factor:.4g} times the right one"
+    for value, cause in _known_factors(case, window, factor):
         if value and value != 1 and abs(factor / value - 1) <= close:
-            return cause
+            name, why, cure = cause
+            return Cause(name=name, evidence=f"{said}: {why}.", cure=cure)
     return Cause(
         name="constant factor",
-        evidence=f"the gradient is {factor:.6g} times the right one, on all parameters alike.",
+        evidence=f"{said}, on all parameters alike.",
         cure="Look at what the loss is divided by, once for each micro-batch and once for each window.",
     )
 
 
-def _known_factors(case: Case, window: Compared, factor: float) -> Iterator[tuple[Cause, float]]:
-    count, world = window.micro_batches, case.big.ranks.world
-    said = f"the gradient is {factor:.4g} times the right one"
+DIVIDE = "Divide once: (loss / number_of_micro_batches).backward(), or better by the items of the window."
+DIVIDE_LESS = "Divide once: a library's backward() or a mean loss divides already."
+COUNT_SHIFTED = "Count what the loss is a mean over: (labels[..., 1:] != -100).sum()."
+UNSCALE = "scaler.unscale_(optimizer) before looking at gradients, and scaler.step(optimizer) to step."
+MULTIPLY = (
+    "DDP and FSDP divide by the number of ranks: multiply by it exactly where you divide by the items of all ranks, "
+    "and nowhere else."
+)
+
+Known = tuple[float, tuple[str, str, str]]  # a factor, and its name, reason and cure
+
+
+def _known_factors(case: Case, window: Compared, factor: float) -> Iterator[Known]:
+    count, ranks = window.micro_batches, case.big.ranks
     longest = max(case.windows, key=lambda other: other.micro_batches)
     if longest.micro_batches > count and abs(longest.own_factor - 1) <= window.tolerance:
-        yield _short_window(said, count, longest.micro_batches), count / longest.micro_batches
+        yield _short_window(count, longest.micro_batches)
     for before, after in _shifted(case, window.parts or []):
-        total, right = case.big.ranks.sum(sum(before)), case.big.ranks.sum(sum(after))
-        yield (
-            Cause(
-                name="labels counted before the shift",
-                evidence=f"{said}: {right:.0f} labels are left of {total:.0f} when they are shifted.",
-                cure="Count what the loss is a mean over: (labels[..., 1:] != -100).sum().",
-            ),
-            right / total,
-        )
-    if world > 1:
-        for value, how in ((world, "too large"), (1 / world, "too small")):
-            yield (
-                Cause(
-                    name="world size",
-                    evidence=f"{said}: {world} times {how}, and there are {world} ranks.",
-                    cure="DDP and FSDP divide by the number of ranks: multiply by it exactly where you divide by the "
-                    "items of all ranks, and nowhere else.",
-                ),
-                value,
-            )
-    not_divided = "Divide once: (loss / number_of_micro_batches).backward(), or better by the items of the window."
-    yield Cause(name="not divided", evidence=f"{said}: the number of its micro-batches.", cure=not_divided), count
-    divided_twice = "Divide once: a library's backward() or a mean loss divides already."
-    yield (
-        Cause(
-            name="divided twice",
-            evidence=f"{said}: 1 / {count}, and {count} is the number of micro-batches.",
-            cure=divided_twice,
-        ),
-        1 / count,
-    )
+        total, right = ranks.sum(sum(before)), ranks.sum(sum(after))
+        why = f"{right:.0f} labels are left of {total:.0f} when they are shifted"
+        yield right / (total or 1.0), ("labels counted before the shift", why, COUNT_SHIFTED)
+    if ranks.world > 1:
+        why = f"there are {ranks.world} ranks"
+        yield ranks.world, ("world size", why, MULTIPLY)
+        yield 1 / ranks.world, ("world size", why, MULTIPLY)
+    if count > 1:
+        yield count, ("not divided", "the number of its micro-batches", DIVIDE)
+        yield 1 / count, ("divided twice", f"1 / {count}, and {count} is the number of micro-batches", DIVIDE_LESS)
     if window.parts is not None:
-        samples = case.big.ranks.sum(sum(map(len, window.parts)))
-        items = case.big.ranks.sum(sum(case.big.items(window.parts)))
-        for number, what in ((items, "items"), (samples, "samples")):
-            yield Cause(name="not divided", evidence=f"{said}: the number of its {what}.", cure=not_divided), number
-            yield (
-                Cause(name="not divided", evidence=f"{said}: {what} / micro-batches.", cure=not_divided),
-                number / count,
-            )
-            yield Cause(name="divided twice", evidence=f"{said}: 1 / {what}.", cure=divided_twice), 1 / number
-            yield (
-                Cause(name="divided twice", evidence=f"{said}: micro-batches / {what}.", cure=divided_twice),
-                count / number,
-            )
-    if world > 1:
-        yield Cause(name="not divided", evidence=f"{said}: micro-batches x ranks.", cure=not_divided), count * world
-        yield Cause(name="not divided", evidence=f"{said}: micro-batches / ranks.", cure=not_divided), count / world
-    configured = count / factor if factor else 0.0
-    if count < round(configured) <= 10_000:
-        yield _short_window(said, count, round(configured)), count / round(configured)
+        items, samples = sum(case.big.items(window.parts)), sum(map(len, window.parts))
+        for number, what in ((ranks.sum(items), "items"), (ranks.sum(samples), "samples")):
+            yield number, ("not divided", f"the number of its {what}", DIVIDE)
+            yield number / (count or 1), ("not divided", f"{what} / micro-batches", DIVIDE)
+            yield 1 / (number or 1), ("divided twice", f"1 / {what}", DIVIDE_LESS)
+            yield count / (number or 1), ("divided twice", f"micro-batches / {what}", DIVIDE_LESS)
+    yield count * ranks.world, ("not divided", "micro-batches x ranks", DIVIDE)
+    yield count / ranks.world, ("not divided", "micro-batches / ranks", DIVIDE)
+    if factor > 0 and 0 < count < round(count / factor) <= 10_000:
+        yield _short_window(count, round(count / factor))
     if factor >= 1024:
-        yield (
-            Cause(
-                name="loss scale",
-                evidence=f"{said}, a power of two: the scale of a GradScaler.",
-                cure="scaler.unscale_(optimizer) before looking at gradients, and scaler.step(optimizer) to step.",
-            ),
-            2.0 ** round(math.log2(factor)),
-        )
+        yield 2.0 ** round(math.log2(factor)), ("loss scale", "a power of two, as a GradScaler has", UNSCALE)
 
 
-def _short_window(said: str, count: int, configured: int) -> Cause:
-    return Cause(
-        name="short window",
-        evidence=f"{said}: divided by {configured}, but the window has {count} micro-batches.",
-        cure="Divide by the real number: the last window of an epoch may be short. Accumulator.batches(loader) knows.",
-    )
+def _short_window(count: int, configured: int) -> Known:
+    why = f"divided by {configured}, but the window has {count} micro-batches"
+    cure = "Divide by the real number: the last window of an epoch may be short. Accumulator.batches(loader) knows."
+    return count / configured, ("short window", why, cure)
 
 
 # ---------------------------------------------------------------------------------------------- neither
@@ -290,11 +265,10 @@ def _rounding(window: Compared) -> Cause:
     )
 
 
-def _unexplained(window: Compared) -> Cause:
-    cosine = window.found.dot(window.right) / math.sqrt(
-        (window.found.dot(window.found) * window.right.dot(window.right)) or 1.0
-    )
-    if _is_rounded(window) and cosine > 0.9:
+def _unexplained(case: Case, window: Compared) -> Cause:
+    norms = window.found.dot(window.found) * window.right.dot(window.right)
+    cosine = window.found.dot(window.right) / math.sqrt(norms or 1.0)
+    if not case.big.ranks.largest(float(not _is_rounded(window.found))) and cosine > 0.9:
         return _rounding(window)
     return Cause(
         name="unexplained",
@@ -304,12 +278,10 @@ def _unexplained(window: Compared) -> Cause:
     )
 
 
-def _is_rounded(window: Compared) -> bool:
-    """Whether it looks like sums in half precision: by its numbers, or by how small the error is."""
-    for part in window.found.parts.values():
-        if part is not None and part.dtype in (torch.bfloat16, torch.float16):
-            return True
-    return window.error < 0.03
+def _is_rounded(gradient: Gradient) -> bool:
+    """Whether its numbers are all such as half precision has."""
+    parts = [part for part in gradient.parts.values() if part is not None]
+    return any(all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts) for dtype in HALF)
 
 
 def left_over(what: str) -> Cause:
