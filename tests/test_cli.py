@@ -3,16 +3,15 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from ranks import torchrun
 
 from macrobatch.cli import main
 
 TRAINING = """
-import os
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,43 +60,76 @@ def on_ranks():
 """
 
 
+def a_directory(path: Path) -> Path:
+    """With a module, to start from."""
+    (path / "my_training.py").write_text(TRAINING)
+    (path / "needs_more.py").write_text("import something_that_is_not_there")
+    return path
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A directory with a module, to start from."""
-    (tmp_path / "my_training.py").write_text(TRAINING)
-    (tmp_path / "needs_more.py").write_text("import something_that_is_not_there")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(a_directory(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     for module in ("my_training", "needs_more"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", "macrobatch", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+# ---------------------------------------------------------------------------------------------------- real processes
+
+COMMANDS = {
+    "right": ["verify", "my_training:right"],
+    "wrong": ["verify", "my_training:wrong", "--json"],
+    "bad": ["verify", "no_such_module:check"],
+}
 
 
-def test_a_right_step(here):
-    done = command("verify", "my_training:right")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("EXACT: error ")
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
+    """Exit status and output of each command, all of them started at once."""
+    directory = a_directory(tmp_path_factory.mktemp("command"))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = {
+        name: subprocess.Popen([sys.executable, "-m", "macrobatch", *arguments], cwd=directory, **pipes)
+        for name, arguments in COMMANDS.items()
+    }
+    try:
+        outputs = {name: process.communicate(timeout=120) for name, process in started.items()}
+        return {name: (process.returncode, *outputs[name]) for name, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
 
 
-def test_a_wrong_step_as_json(here):
-    done = command("verify", "my_training:wrong", "--json")
-    assert (done.returncode, done.stderr) == (1, "")
-    report = json.loads(done.stdout)
+def test_a_right_step(done):
+    status, out, err = done["right"]
+    assert (status, err) == (0, "")
+    assert out.startswith("EXACT: error ")
+
+
+def test_a_wrong_step_as_json(done):
+    status, out, err = done["wrong"]
+    assert (status, err) == (1, "")
+    report = json.loads(out)
     assert report["ok"] is False
     assert report["causes"][0]["name"] == "mean of means"
 
 
-def test_a_bad_name_is_one_line(here):
-    done = command("verify", "no_such_module:check")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        f"macrobatch: there is no module 'no_such_module' in {here} or among what is installed."
-    ]
+def test_a_bad_name_is_one_line(done):
+    status, out, err = done["bad"]
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("macrobatch: there is no module 'no_such_module' in ")
+
+
+def test_under_torchrun(here):
+    launch = torchrun(2, "-m", "macrobatch", "verify", "my_training:on_ranks", directory=here)
+    assert launch.exit_code == 0, launch.output
+    assert launch.output.count("EXACT: error ") == 1  # the first rank speaks for all
+
+
+# --------------------------------------------------------------------------------------------------- in this process
 
 
 @pytest.mark.parametrize(
@@ -142,8 +174,6 @@ def test_no_command_and_help(capsys):
     assert "MODULE:FUNCTION" in capsys.readouterr().err
 
 
-def test_under_torchrun(here):
-    launch = torchrun(2, "-m", "macrobatch", "verify", "my_training:on_ranks", directory=here)
-    assert launch.exit_code == 0, launch.output
-    assert launch.output.count("EXACT: error ") == 1  # the first rank speaks for all
-    assert not dist.is_initialized()
+def test_the_command_that_is_installed():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"macrobatch": f"{main.__module__}:{main.__name__}"}

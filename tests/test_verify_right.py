@@ -108,6 +108,14 @@ class Recurrent(nn.Module):
         return self.head(self.gru(self.embedding(x))[0])
 
 
+class Narrow(nn.Module):
+    """Computes in float32 whatever it is given, as the norms of many language models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 class Towers(nn.Module):
     """Called twice for each micro-batch."""
 
@@ -310,6 +318,7 @@ STEPS = {
     "two towers": Right(
         make=Towers, loss_fn=distance_of_towers, step=Loop(loss=distance_of_towers, size=10, steps=5), windows=1
     ),
+    "float32 inside": Right(make=lambda: Statistics(Narrow()), step=None, windows=1),
     "checkpointing": Right(make=Checkpointed),
     "checkpointing as a whole": Right(loss_fn=recomputed_loss, step=Loop(weight=by_items, loss=recomputed_loss)),
     "a mode that the step sets": Right(

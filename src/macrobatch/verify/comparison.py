@@ -15,6 +15,8 @@ from macrobatch.window import Reduction
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LIKE_ONE_BIG_BATCH = 3.0  # times the error that one big batch has itself in that precision
+LIKE_ITSELF = 10.0  # times what it differs from itself in
+ODD = 0.7390851332151607  # a number that no power of two is near
 MEANINGLESS = 0.3  # no precision excuses more
 
 
@@ -97,13 +99,18 @@ class Precision:
         )
 
     def bound_for(self, case: Case, samples: list[int] | None, right: Gradient) -> float:
-        """With what one big batch is off itself, in the step's own precision."""
-        if not case.big.copied:
-            return self.bound
-        with case.big.in_own_precision(self.autocast):
-            own = case.right(samples)
-        error = own.only(set(right.parts)).distance(right) / (right.largest or 1.0)
-        return max(self.bound, min(LIKE_ONE_BIG_BATCH * error, MEANINGLESS))
+        """With what one big batch is off itself, in the step's own precision.
+
+        Without a float64 copy that shows by multiplying the loss with a number: exactly, all would be multiplied. (Models
+        in float64 may have layers that compute in float32.)
+        """
+        if case.big.copied:
+            with case.big.in_own_precision(self.autocast):
+                own, number, times = case.right(samples), 1.0, LIKE_ONE_BIG_BATCH
+        else:
+            own, number, times = case.right(samples, ODD), ODD, LIKE_ITSELF
+        error = own.only(set(right.parts)).distance(right, number) / (number * right.largest or 1.0)
+        return max(self.bound, min(times * error, MEANINGLESS))
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -141,17 +148,17 @@ class Case:
 
     # ------------------------------------------------------------------------------------------ gradients
 
-    def right(self, samples: list[int] | None) -> Gradient:
-        """That of one big batch of these samples (None: all), of all ranks."""
+    def right(self, samples: list[int] | None, times: float = 1.0) -> Gradient:
+        """That of one big batch of these samples (None: all), of all ranks; so many times."""
         parts = [samples] if samples is None or samples else []
         if self.big.ranks.group is None and self.reduction == "mean":
-            return self.big.gradient([Term(part, 1.0) for part in parts])
+            return self.big.gradient([Term(part, times) for part in parts])
         items = self.big.items(parts)
         total = self.big.ranks.sum(sum(items)) or 1.0
         if self.reduction == "mean":
-            return self.big.gradient([Term(part, n / total) for part, n in zip(parts, items, strict=True)])
+            return self.big.gradient([Term(part, times * n / total) for part, n in zip(parts, items, strict=True)])
         divisor = total if self.big.counted or self.divides else 1.0
-        return self.big.gradient([Term(part, 1 / divisor) for part in parts])
+        return self.big.gradient([Term(part, times / divisor) for part in parts])
 
     def weighted(self, parts: Sequence[Sequence[int]], weights: Sequence[float]) -> Gradient:
         """The mean of the parts' mean losses with these weights, of all ranks."""
