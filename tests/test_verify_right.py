@@ -359,6 +359,16 @@ def test_no_false_alarm(name):
     assert right.note is None or any(right.note in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    "name", ["by hand", "checkpointing as a whole", "evaluations in between", "losses added first"]
+)
+def test_micro_batches_are_counted_once(name):
+    """A forward that happens again in the backward, or that no backward follows, is none."""
+    right = STEPS[name]
+    counts = [window.micro_batches for window in right.verified().windows]
+    assert counts == ([10] if right.windows == 1 else [4, 4, 2] * (right.windows // 3))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("micro", [None, 1, 7, 50])
 def test_the_default_step(reduction, micro):

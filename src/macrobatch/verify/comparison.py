@@ -101,8 +101,8 @@ class Precision:
     def bound_for(self, case: Case, samples: list[int] | None, right: Gradient) -> float:
         """With what one big batch is off itself, in the step's own precision.
 
-        Without a float64 copy that shows by multiplying the loss with a number: exactly, all would be multiplied. (Models
-        in float64 may have layers that compute in float32.)
+        Without a float64 copy that shows by multiplying the loss with a number: exactly, all would be multiplied. (A
+        model in float64 may have layers that compute in float32.)
         """
         if case.big.copied:
             with case.big.in_own_precision(self.autocast):
