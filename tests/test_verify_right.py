@@ -37,7 +37,7 @@ from reference import (
     sum_loss,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from macrobatch import Accumulator, MacroStep, by_tokens, verify
 
@@ -237,7 +237,8 @@ def in_training_mode(model: nn.Module, batch: Batch) -> None:
 
 def recomputed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """The whole forward happens again in the backward."""
-    logits = checkpoint(model, batch.x, use_reentrant=False)
+    with set_checkpoint_early_stop(False):
+        logits = checkpoint(model, batch.x, use_reentrant=False)
     return F.cross_entropy(logits.flatten(0, 1), batch.y.flatten(), ignore_index=IGNORED), batch.items
 
 

@@ -31,17 +31,19 @@ class Call:
     Attributes:
         inputs: the tensors that went in, by their path in the arguments.
         micro: calls with the same number had their backward at the same time.
-        arrived: the largest gradient that came back, for each tensor that it came back to.
+        arrived: the largest gradients that came back through what it returned.
+        nearby: those that reached a parameter in its backward, perhaps through something else.
     """
 
     inputs: dict[str, Tensor]
     micro: int
     arrived: list[Tensor] = field(default_factory=list)
+    nearby: list[Tensor] = field(default_factory=list)
 
     @property
     def counts(self) -> bool:
         """Whether a backward went through it that was not weighed with zero."""
-        return any(float(largest) != 0 for largest in self.arrived)
+        return any(float(largest) != 0 for largest in self.arrived or self.nearby)
 
 
 @dataclass(eq=False)
@@ -207,21 +209,24 @@ class Witness:
         for _, leaf in leaves(output, "output"):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 reached = True
-                leaf.register_hook(lambda gradient: self._came_back(call, gradient))  # type: ignore[no-untyped-call]
+                leaf.register_hook(lambda gradient: self._came_back(call.arrived, gradient))  # type: ignore[no-untyped-call]
         if not reached:
             self.seen.open.remove(call)  # nothing to train here
 
-    def _came_back(self, call: Call, gradient: Tensor) -> None:
-        """A backward began at what a call returned."""
+    def _came_back(self, sizes: list[Tensor], gradient: Tensor) -> None:
         self._backward_came = True
         gradient = dense(local(gradient).detach())
-        call.arrived.append(gradient.abs().max() if gradient.numel() else gradient.new_zeros(()))
+        sizes.append(gradient.abs().max() if gradient.numel() else gradient.new_zeros(()))
 
     def _reached_parameter(self, gradient: Tensor) -> None:
-        """A backward reached a parameter, perhaps not by way of what a call returned."""
         for call in self.seen.open:
             if call.micro == self._micro:
-                self._came_back(call, gradient)
+                self._came_back(call.nearby, gradient)
+
+    def _trained(self) -> list[Call]:
+        """The open calls that a backward went through. Losses may use what a model computes without returning it."""
+        direct = {call.micro for call in self.seen.open if call.arrived}
+        return [call for call in self.seen.open if call.arrived or (call.nearby and call.micro not in direct)]
 
     def _is_training_call(self) -> bool:
         """Not an evaluation, and not checkpointing's second forward."""
@@ -265,7 +270,7 @@ class Witness:
         held, windows = self._held_by(optimizer), self.seen.windows
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
         gradients = gradients_of({name: p for name, p in self._named.items() if name in held}, scale)
-        calls = [call for call in self.seen.open if call.arrived]
+        calls = self._trained()
         again = bool(windows) and any(own is optimizer for own in windows[-1].optimizers)
         if calls or not windows or (again and not _is_old(gradients, windows[-1].gradients)):
             self.seen.open = []
@@ -280,7 +285,7 @@ class Witness:
     def finish(self) -> Seen:
         """What was seen. Without any optimizer step, what the step left in ``.grad`` is its one window."""
         seen = self.seen
-        seen.open = [call for call in seen.open if call.arrived]
+        seen.open = self._trained()
         seen.left = gradients_of(self._named)
         if not seen.windows:
             seen.windows.append(Window(seen.open, seen.left, set(self._named)))
