@@ -31,7 +31,7 @@ from loops import (
 )
 from peers import accelerate_loop, accelerate_tokens, all_labels, lightning_loop
 from reference import IGNORED, WIDTH, Attention, Batch, mean_loss, sum_loss
-from torch import nn
+from torch import Tensor, nn
 
 from macrobatch import Accumulator, verify
 
@@ -124,12 +124,31 @@ def never_unscaled(model: nn.Module, batch: Batch) -> None:
     optimizer.zero_grad()
 
 
+def smoothed(model: nn.Module, batch: Batch) -> Tensor:
+    logits, labels = model(batch.x).flatten(0, 1), batch.y.flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=0.01)
+
+
+def masked_mean(model: nn.Module, batch: Batch) -> Tensor:
+    """NaN where there are no items, and so is its gradient."""
+    return reference.masked_mean(model, batch, batch.items)
+
+
+def interleaved(batch: Batch, size: int) -> list[Batch]:
+    """Every fourth sample: all have items."""
+    return [Batch(batch.x[start::4], batch.y[start::4]) for start in range(4)]
+
+
+def without_items_in_its_first_half() -> Batch:
+    batch = batch_of(items=UNEQUAL)
+    batch.y[:10] = IGNORED
+    return batch
+
+
 def mean_over_nothing(model: nn.Module, batch: Batch) -> None:
     """One micro-batch has no items, and a mean of its own making."""
     for micro in pieces(batch, 5):
-        mask = micro.y != IGNORED
-        losses = -model(micro.x).log_softmax(-1).gather(-1, micro.y.clamp(min=0)[..., None])[..., 0]
-        ((losses * mask).sum() / mask.sum() / 4).backward()
+        (masked_mean(model, micro) / 4).backward()
 
 
 def with_an_empty_micro_batch() -> Batch:
@@ -184,6 +203,12 @@ MISTAKES = {
     ),
     "mean of means and a short window": Mistake(
         causes=("mean of means", "short window"), step=Loop(weight=always(1 / 4)), batch=TEN_UNEQUAL
+    ),
+    "mean of means, and a half of the batch without items": Mistake(
+        causes=("mean of means",),
+        step=Loop(loss=masked_mean, cut=interleaved),
+        loss_fn=masked_mean,
+        batch=without_items_in_its_first_half(),
     ),
     "losses added first": Mistake(causes=("mean of means",), step=losses_added_first),
     "labels before the shift, sums": Mistake(
@@ -271,6 +296,7 @@ MISTAKES = {
     "another loss": Mistake(
         causes=("unexplained",), step=Loop(loss=lambda model, batch: model(batch.x).square().mean())
     ),
+    "almost the same loss": Mistake(causes=("unexplained",), step=Loop(loss=smoothed, weight=by_items)),
     # other libraries' loops
     "Accelerate, mean of means": Mistake(
         causes=("mean of means", "short window"),

@@ -116,6 +116,20 @@ class Narrow(nn.Module):
         return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+class Aside(Local):
+    """Keeps what the loss is made of, and returns something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.embedding(x)
+        return self.head(self.hidden[:, :1])
+
+
+def loss_aside(model: Any, batch: Batch) -> tuple[Tensor, int]:
+    model(batch.x)
+    logits = F.linear(model.hidden, model.head.weight, model.head.bias)
+    return F.cross_entropy(logits.flatten(0, 1), batch.y.flatten(), ignore_index=IGNORED), batch.items
+
+
 class Towers(nn.Module):
     """Called twice for each micro-batch."""
 
@@ -320,6 +334,9 @@ STEPS = {
         make=Towers, loss_fn=distance_of_towers, step=Loop(loss=distance_of_towers, size=10, steps=5), windows=1
     ),
     "float32 inside": Right(make=lambda: Statistics(Narrow()), step=None, windows=1),
+    "a loss around what the model returns": Right(
+        make=Aside, loss_fn=loss_aside, step=Loop(weight=by_items, loss=loss_aside)
+    ),
     "checkpointing": Right(make=Checkpointed),
     "checkpointing as a whole": Right(loss_fn=recomputed_loss, step=Loop(weight=by_items, loss=recomputed_loss)),
     "a mode that the step sets": Right(
