@@ -250,7 +250,7 @@ def accelerate(problem: Problem) -> Loop:
         items = accelerator.gather(items).sum().item()
         for batch in batches:
             logits = model(**batch).logits[:, :-1]
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels_of(batch).flatten(), reduction="sum")
+            loss = F.cross_entropy(logits.flatten(0, 1), labels_of(batch).flatten(), reduction="sum")
             accelerator.backward(loss * steps / items)
         optimizer.step()
         optimizer.zero_grad()
@@ -431,8 +431,8 @@ def parsed_settings() -> tuple[Settings, Path]:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a fixed micro-batch (default: 8)")
     parser.add_argument("--longest", type=int, default=512, help="tokens at which functions are cut (default: 512)")
-    parser.add_argument("--rounds", type=int, default=12, help="windows that each loop trains on (default: 12)")
-    parser.add_argument("--windows", type=int, default=6, help="different windows (default: 6)")
+    parser.add_argument("--rounds", type=int, default=8, help="windows that each loop trains on (default: 8)")
+    parser.add_argument("--windows", type=int, default=4, help="different windows (default: 4)")
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (default: 4)")
     parser.add_argument("--quick", action="store_true", help="two rounds of a smaller model")

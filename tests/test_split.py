@@ -308,14 +308,14 @@ def test_whatever_has_positions_is_trimmed_and_nothing_else():
     batch |= {
         "labels": batch["input_ids"],
         "hidden": torch.ones(4, 8, 5),
-        "image": torch.ones(4, 3),
+        "image": torch.ones(4, 6),
         "y": torch.ones(4),
     }
     first, second = parts(batch, by_tokens(14))
     shapes = [{name: tuple(leaf.shape) for name, leaf in part.items()} for part in (first, second)]
     for shape, width in zip(shapes, (7, 3), strict=True):
         positions = dict.fromkeys(("input_ids", "attention_mask", "labels"), (2, width))
-        assert shape == positions | {"hidden": (2, width, 5), "image": (2, 3), "y": (2,)}
+        assert shape == positions | {"hidden": (2, width, 5), "image": (2, 6), "y": (2,)}
 
 
 def test_samples_that_lie_together_are_not_copied_when_trimmed():

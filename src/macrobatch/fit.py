@@ -76,6 +76,7 @@ def too_large(asked: str) -> FitError:
 # ---------------------------------------------------------------------------------------------- what is known
 
 PATIENCE = 50  # windows without trouble, until a larger size is tried
+SHAPES = 1000  # that are remembered at a time
 CLEAR = 0.9  # of a size that failed: above it fragments of memory decide, and the allocator frees and asks again
 
 
@@ -145,6 +146,8 @@ class Sizes:
 
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
         self._known: dict[Shape, Known] = {}
+        if file is not None and not isinstance(file, str | os.PathLike):
+            raise UsageError(f"fit_file must be the path of a file: got {file!r}.")
         self.file = None if file is None else Path(file)
         if self.file is not None:
             self._known.update(_read(self.file))
@@ -178,7 +181,11 @@ class Sizes:
         self.save()
 
     def _of(self, shape: Shape) -> Known:
-        return self._known.setdefault(shape, Known(self.proposed(shape)))
+        if shape not in self._known:
+            self._known[shape] = Known(self.proposed(shape))
+            if len(self._known) > SHAPES:
+                del self._known[next(iter(self._known))]  # the one known longest
+        return self._known[shape]
 
     def save(self) -> None:
         """Write down what is limited, if a file was named; what others have written there stays."""

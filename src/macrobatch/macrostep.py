@@ -270,11 +270,15 @@ class MacroStep:
         """The forward and backward of every micro-batch."""
         if not cut.turns:
             self._acc._take_part()
+        counted = set()
         for index in range(cut.turns):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
             micro_batch, samples = self._taken(cut, index)
             with self._acc._micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
                 loss, items = self._loss(micro_batch)
+                counted.add(items is not None)
+                if len(counted) > 1:
+                    raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
                 self._acc.backward(loss, samples if items is None else items)
             if not is_final:
                 self._acc.step()
@@ -308,10 +312,9 @@ class MacroStep:
     def _learn(self, cut: Cut, asked: str) -> None:
         shape = cut.samples.shape
         self._sizes.ran_out(shape, cut.size)
-        logger.warning(
-            "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d",
-            *(cut.size, asked, self._sizes.proposed(shape)),
-        )
+        if cut.size > 1:
+            message = "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d"
+            logger.warning(message, cut.size, asked, self._sizes.proposed(shape))
 
     def _give_up(self, cut: Cut, mark: Any, error: BaseException) -> None:
         """Leave nothing of the window behind, and no rank waiting for this one."""

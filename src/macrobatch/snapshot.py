@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Snapshot:
@@ -28,10 +28,10 @@ class Snapshot:
         self._devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
         self._buffers = [
-            (module, name, buffer, buffer.clone())
+            (module, {name: (buffer, _copied(buffer)) for name, buffer in module._buffers.items()})
             for model in models
             for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
+            if module._buffers
         ]
 
     @torch.no_grad()
@@ -43,7 +43,13 @@ class Snapshot:
             sys.modules["numpy"].random.set_state(self._numpy)
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
-        for module, name, buffer, before in self._buffers:
-            setattr(module, name, buffer)  # it may have been replaced, not written to
-            if 0 not in buffer.stride():  # an expanded one cannot be written to, here or elsewhere
-                buffer.copy_(before)
+        for module, buffers in self._buffers:
+            for name, (buffer, before) in buffers.items():
+                module._buffers[name] = buffer  # it may have been replaced, not written to
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+
+
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    """None for what nobody can write to: an expanded tensor."""
+    return None if buffer is None or 0 in buffer.stride() else buffer.clone()

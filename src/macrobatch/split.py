@@ -14,6 +14,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -138,6 +139,7 @@ class ByTokens:
             warnings.warn(f"{found}: it is a micro-batch of its own.", stacklevel=4)
         # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
         trims = self.length is None or isinstance(samples, Tree)
+        samples.find_positions(longest)
         plan = plan_by_tokens(lengths, self.budget)
         return [Part(indices, max(lengths[sample] for sample in indices) if trims else None) for indices in plan]
 
@@ -205,12 +207,14 @@ class Tree:
             )
         path, leaf = self._leaves[0]
         self.count = int(leaf.shape[0])
+        self._positions = 0  # the size of the dimension that holds them
         for other, different in self._leaves:
             if different.shape[0] != self.count:
                 raise BatchError(
                     f"the tensors of a batch must agree in their first dimension, the samples: {path} has "
-                    f"{self.count}, but {other} has {different.shape[0]}. What belongs to no sample does not belong "
-                    "into the batch: let loss_fn have it in another way, e.g. with functools.partial."
+                    f"{self.count}, but {other} has {different.shape[0]}. A list of samples needs collate=; and what "
+                    "belongs to no sample does not belong into the batch: let loss_fn have it in another way, e.g. "
+                    "with functools.partial."
                 )
 
     @functools.cached_property
@@ -220,8 +224,8 @@ class Tree:
 
     def take(self, part: Part) -> Any:
         """A micro-batch: views where the samples lie together, else copies."""
-        width = None if part.width is None else (self._padded_width(part.width), max(part.width, 1))
-        return _rebuilt(self._batch, lambda leaf: _taken(leaf, part.samples, width) if _has_samples(leaf) else leaf)
+        taken = _Taken(part, self._positions)
+        return _rebuilt(self._batch, lambda leaf: taken.of(leaf) if _has_samples(leaf) else leaf)
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
         """How long each sample is without its padding."""
@@ -246,10 +250,16 @@ class Tree:
             )
         return [_checked_length(number, index) for index, number in enumerate(numbers)]
 
-    def trimmed(self, width: int) -> Any:
-        """The batch without the padding that its attention mask shows beyond that width, if there is such a mask."""
+    def trimmed(self) -> Any:
+        """The batch without the columns at its end in which the attention mask shows nothing, if there is such a mask.
+
+        One that lies on a device is not looked at: the host would have to wait for it.
+        """
         mask = self._named("attention_mask")
-        return self._batch if mask is None else self.take(Part(range(self.count), min(width, int(mask.shape[1]))))
+        if mask is None or mask.device.type != "cpu" or not self.count:
+            return self._batch
+        self._positions = int(mask.shape[1])
+        return self.take(Part(range(self.count), max(_extents(mask != 0))))
 
     def _named(self, name: str) -> Tensor | None:
         """The leaf of that name, if it has one row for each sample and one column for each position."""
@@ -257,16 +267,17 @@ class Tree:
         found = [leaf for path, leaf in self._leaves if path.endswith(ends) and len(leaf.shape) == 2]
         return torch.as_tensor(found[0]) if found else None
 
-    def _padded_width(self, width: int) -> int:
-        """The second dimension that is the positions: padding is trimmed off wherever it stands."""
+    def find_positions(self, width: int) -> None:
+        """Which second dimension is that of positions: padding beyond `width` is trimmed off wherever it stands."""
         for name in ("attention_mask", "labels", "input_ids"):
             if (leaf := self._named(name)) is not None:
                 widths = {int(leaf.shape[1])}
                 break
         else:
             widths = {int(leaf.shape[1]) for _, leaf in self._leaves if len(leaf.shape) > 1 and leaf.shape[1] >= width}
-        if len(widths) == 1 and (padded := widths.pop()) >= width:
-            return padded
+        if len(widths) == 1 and max(widths) >= width:
+            self._positions = widths.pop()
+            return
         raise BatchError(
             f"by_tokens cannot tell which dimension holds the positions: a sample is {width} long, and the second "
             f"dimensions of the tensors are { {path: tuple(leaf.shape) for path, leaf in self._leaves} }. Call one of "
@@ -299,7 +310,15 @@ class Listed:
     def take(self, part: Part) -> Any:
         """A micro-batch, without the padding that its samples may have brought."""
         collated = self._collate([self._samples[index] for index in part.samples])
-        return collated if part.width is None else Tree(collated).trimmed(part.width)
+        if part.width is None:
+            return collated
+        try:
+            return Tree(collated).trimmed()
+        except BatchError:  # it need not be a tree of samples: packed ones are none
+            return collated
+
+    def find_positions(self, width: int) -> None:
+        """What is collated tells by itself."""
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
         """How long each sample is."""
@@ -389,15 +408,32 @@ def _has_samples(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and len(getattr(leaf, "shape", ())) > 0
 
 
-def _taken(leaf: Any, samples: Sequence[int], width: tuple[int, int] | None) -> Any:
-    if width is not None and len(leaf.shape) > 1 and leaf.shape[1] == width[0]:
-        leaf = leaf[:, : width[1]]
-    start, end = samples[0], samples[-1] + 1
-    if end - start == len(samples):
-        return leaf[start:end]
-    if isinstance(leaf, Tensor):
-        return leaf.index_select(0, torch.tensor(samples, device=leaf.device))
-    return leaf[list(samples)]
+class _Taken:
+    """The samples of a part, out of one leaf after the other."""
+
+    def __init__(self, part: Part, positions: int) -> None:
+        self._part = part
+        self._positions = positions
+        self._rows: dict[torch.device, Tensor] = {}
+
+    def of(self, leaf: Any) -> Any:
+        samples, width = self._part
+        if width is not None and len(leaf.shape) > 1 and leaf.shape[1] == self._positions:
+            leaf = leaf[:, : max(width, 1)]
+        start, end = samples[0], samples[-1] + 1
+        if end - start == len(samples):
+            return leaf[start:end]
+        if isinstance(leaf, Tensor):
+            return leaf.index_select(0, self._rows_on(leaf.device))
+        return leaf[list(samples)]
+
+    def _rows_on(self, device: torch.device) -> Tensor:
+        if device not in self._rows:
+            rows = torch.tensor(self._part.samples)
+            if device.type == "cuda":
+                rows = rows.pin_memory()  # else the host would wait for the copy
+            self._rows[device] = rows.to(device, non_blocking=True)
+        return self._rows[device]
 
 
 # ---------------------------------------------------------------------------------------------- lengths
@@ -413,7 +449,7 @@ def _extents(shown: Tensor) -> list[int]:
 def _is_numbers(found: Any) -> bool:
     if isinstance(found, Tensor) or hasattr(found, "dtype"):
         return True
-    return isinstance(found, Sequence) and all(isinstance(n, int | Tensor) for n in found)
+    return isinstance(found, Sequence) and all(isinstance(n, Integral | Tensor) for n in found)
 
 
 def _checked_length(number: Any, index: int) -> int:
