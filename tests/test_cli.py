@@ -79,7 +79,6 @@ def here(tmp_path, monkeypatch) -> Path:
 # ---------------------------------------------------------------------------------------------------- real processes
 
 COMMANDS = {
-    "right": ["verify", "my_training:right"],
     "wrong": ["verify", "my_training:wrong", "--json"],
     "bad": ["verify", "no_such_module:check"],
 }
@@ -100,12 +99,6 @@ def done(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     finally:
         for process in started.values():
             process.kill()
-
-
-def test_a_right_step(done):
-    status, out, err = done["right"]
-    assert (status, err) == (0, "")
-    assert out.startswith("EXACT: error ")
 
 
 def test_a_wrong_step_as_json(done):

@@ -112,12 +112,13 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             f"the micro-batches weigh as if they had {_numbers(before)} items; shifted they have {_numbers(after)}.",
             COUNT_SHIFTED,
         )
-    if case.big.counted:
+    if window.micro_batches > 1:
+        counted = "items" if case.big.counted else "samples"
         yield Family(
             "items that do not fit the loss",
             case.weighted(parts, items).only(held),
-            "the micro-batches weigh as their items say, but one big batch is not the mean over those items.",
-            "Let loss_fn return what its loss is a mean over, e.g. (labels != -100).sum() after any shift.",
+            f"the micro-batches weigh as their {counted} say, {_numbers(items)}, but the loss is no mean over those.",
+            "Let loss_fn return the loss and what it is a mean over: loss, (labels != -100).sum() after any shift.",
         )
     if count > 1 and ranks.world == 1:
         yield Family(
