@@ -106,6 +106,8 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             "Divide by the items of all ranks, and multiply by the number of ranks, which the wrapper divides by.",
         )
     for before, after in _shifted(case, parts):
+        if not ranks.largest(len({n / len(part) for n, part in zip(before, parts, strict=True)}) - 1):
+            continue  # as many in every sample: it would be weighed by samples
         yield Family(
             "labels counted before the shift",
             case.weighted(parts, before).only(held),
