@@ -124,6 +124,14 @@ def never_unscaled(model: nn.Module, batch: Batch) -> None:
     optimizer.zero_grad()
 
 
+def with_a_norm_of_five_hundredths(model: nn.Module, batch: Batch) -> None:
+    """But nobody made it smaller: it came out of the backward like that."""
+    mean_loss(model, batch).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    model.zero_grad()
+    (mean_loss(model, batch) * 0.05 / norm).backward()
+
+
 def smoothed(model: nn.Module, batch: Batch) -> Tensor:
     logits, labels = model(batch.x).flatten(0, 1), batch.y.flatten()
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=0.01)
@@ -190,6 +198,9 @@ MISTAKES = {
         causes=("short window",), step=Loop(weight=always(1 / 4), closes=lambda *_: True), batch=batch_of()
     ),
     "scaler forgotten": Mistake(causes=("loss scale",), step=never_unscaled, dtype=torch.float32),
+    "a factor that looks like clipping": Mistake(
+        causes=("constant factor",), step=with_a_norm_of_five_hundredths, batch=batch_of()
+    ),
     "some other factor": Mistake(causes=("constant factor",), step=Loop(weight=always(0.7135)), batch=batch_of()),
     # weights
     "mean of means": Mistake(causes=("mean of means",), step=Loop()),

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loops import (
     UNEQUAL,
     Forgetful,
@@ -308,6 +310,8 @@ STEPS = {
     ),
     "clipped": Right(step=Loop(weight=by_items, max_norm=0.05), note="clipped, to a norm of 0.05"),
     "clipped, float32": Right(step=Loop(weight=by_items, max_norm=0.05), dtype=torch.float32, note="clipped"),
+    "clipped, bf16": Right(step=Loop(weight=by_items, max_norm=0.05), dtype=torch.bfloat16, note="clipped"),
+    "clipped to an odd number": Right(step=Loop(weight=by_items, max_norm=0.05371), note="a norm of 0.05371"),
     "Accumulator": Right(step=accumulated()),
     "Accumulator, fused": Right(step=accumulated(fused), dtype=torch.float32),
     "Accumulator, fused and clipped": Right(
@@ -385,6 +389,19 @@ def test_micro_batches_are_counted_once(name):
     right = STEPS[name]
     counts = [window.micro_batches for window in right.verified().windows]
     assert counts == ([10] if right.windows == 1 else [4, 4, 2] * (right.windows // 3))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    st.integers(2, 5), st.integers(2, 5), st.integers(4, 12), st.sampled_from(EVERY_MODEL), st.sampled_from(FLOATS[:2])
+)
+def test_every_cut_is_judged_rightly(size, steps, count, make, dtype):
+    """Weighed by items it is right; by ones, wrong wherever a window has several micro-batches."""
+    torch.manual_seed(count)
+    model, batch = make().to(dtype).eval(), batch_of(size * count, items=UNEQUAL, seed=count)
+    assert verify(model, loss_fn, batch, step=Loop(size=size, steps=steps, weight=by_items)).ok
+    report = verify(model, loss_fn, batch, step=Loop(size=size, steps=steps))
+    assert [cause.name for cause in report.causes] == ["mean of means"], str(report)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -75,8 +75,10 @@ def _find_clipping(case: Case, notes: list[str]) -> None:
     for window in case.windows:
         if not window.is_wrong or not 0 < window.factor < 1:
             continue
-        if window.found.distance(window.right, window.factor) <= window.tolerance * window.found.largest:
-            candidates.append((window, _norm(case, window.found)))
+        norm = _norm(case, window.found)
+        fits = window.found.distance(window.right, window.factor) <= window.tolerance * window.found.largest
+        if fits and _was_reduced(case, window, norm):
+            candidates.append((window, norm))
     clipped = []
     for window, norm in candidates:
         close = max(2e-5, 0.1 * window.bound)
@@ -85,7 +87,7 @@ def _find_clipping(case: Case, notes: list[str]) -> None:
             for other, other_norm in candidates
         )
         rounded = float(f"{norm:.{2 if close < 1e-4 else 1}g}")  # nobody clips to 0.9137
-        if alike or abs(rounded / norm - 1) < close:
+        if alike or abs(rounded / norm - 1) < close or _was_right(case, window):
             window.clipped = norm
             vars(window).pop("errors", None)  # they are smaller now
             clipped.append(norm)
@@ -94,6 +96,18 @@ def _find_clipping(case: Case, notes: list[str]) -> None:
             f"gradients were clipped, to a norm of {clipped[0]:.4g}: they were compared up to that factor. Verify "
             "without clipping to see their size too"
         )
+
+
+def _was_reduced(case: Case, window: Compared, norm: float) -> bool:
+    """Whether the gradient became smaller after the last backward, or may have."""
+    before = window.window.size_before
+    return not case.big.ranks.largest(float(0 < before < 1.001 * norm))
+
+
+def _was_right(case: Case, window: Compared) -> bool:
+    """Whether the gradient had the right size when the last backward ended, so that it was made smaller on purpose."""
+    apart = window.window.size_before / (_norm(case, window.right) or 1.0) - 1
+    return not case.big.ranks.largest(float(abs(apart) > max(window.bound, 1e-6)))
 
 
 def _norm(case: Case, gradient: Gradient) -> float:

@@ -65,7 +65,7 @@ class Compared:
     @property
     def tolerance(self) -> float:
         """How well an explanation has to fit."""
-        return min(max(10 * self.bound, 1e-9), 0.05)
+        return max(min(max(10 * self.bound, 1e-9), 0.05), 1.5 * self.bound)
 
 
 @dataclass(frozen=True, kw_only=True)

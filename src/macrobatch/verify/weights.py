@@ -67,7 +67,7 @@ def _best_fit(case: Case, window: Compared) -> Fit | None:
             if factor and rest <= window.tolerance and (left_over is None or abs(factor - 1) <= window.tolerance):
                 fits.append(Fit(family, factor, rest, left_over))
     best = min((fit.rest for fit in fits), default=0.0)
-    fits = [fit for fit in fits if fit.rest <= 3 * best + window.bound]
+    fits = [fit for fit in fits if fit.rest <= 1.2 * best + 0.05 * window.bound]
     # Of a model with a handful of parameters everything fits up to a factor: what needs none is likelier.
     return next((fit for fit in fits if abs(fit.factor - 1) <= window.tolerance), fits[0] if fits else None)
 
@@ -272,7 +272,7 @@ def _unexplained(case: Case, window: Compared) -> Cause:
     norms = window.found.dot(window.found) * window.right.dot(window.right)
     cosine = window.found.dot(window.right) / math.sqrt(norms or 1.0)
     if not case.big.ranks.largest(float(not _is_rounded(window.found))) and cosine > 0.9:
-        return _rounding(window)
+        return _rounding(window) if abs(window.factor - 1) < 0.25 else _of_a_factor(case, window, window.factor)
     return Cause(
         name="unexplained",
         evidence=f"the gradient is {window.error:.2g} of the largest one away from the right one (cosine {cosine:.4f}, "

@@ -7,6 +7,7 @@ all windows of a step are gradients at the same weights.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class Window:
 
     Attributes:
         held: the parameters that the optimizer holds, by name; of a step without an optimizer, all.
+        sizes: for each parameter, the norm of its gradient when the last backward ended.
         repeats: how often the optimizer stepped again without a backward in between.
     """
 
@@ -59,7 +61,13 @@ class Window:
     gradients: Named
     held: set[str]
     optimizers: list[Optimizer] = field(default_factory=list)
+    sizes: dict[str, Tensor] = field(default_factory=dict)
     repeats: int = 0
+
+    @property
+    def size_before(self) -> float:
+        """The norm of the gradient before anybody clipped or divided it."""
+        return math.sqrt(sum(float(size) ** 2 for name, size in self.sizes.items() if name in self.held))
 
     @property
     def micro_batches(self) -> int:
@@ -155,6 +163,8 @@ class Witness:
         self._micro = 0
         self._backward_came = False
         self._depth = 0
+        self._backward = -1  # the last one that was seen
+        self._sizes: dict[str, Tensor] = {}
         self._model = model
         self.seen = Seen(before=gradients_of(self._named))
 
@@ -222,6 +232,13 @@ class Witness:
         for call in self.seen.open:
             if call.micro == self._micro:
                 self._came_back(call.nearby, gradient)
+        if self._backward != (backward := torch._C._current_graph_task_id()):
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_sizes)
+
+    def _note_sizes(self) -> None:
+        gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
+        self._sizes = {name: dense(local(grad).detach()).double().norm() for name, grad in gradients.items()}
 
     def _trained(self) -> list[Call]:
         """The open calls that a backward went through. Losses may use what a model computes without returning it."""
@@ -274,7 +291,7 @@ class Witness:
         again = bool(windows) and any(own is optimizer for own in windows[-1].optimizers)
         if calls or not windows or (again and not _is_old(gradients, windows[-1].gradients)):
             self.seen.open = []
-            windows.append(Window(calls, gradients, held, [optimizer]))
+            windows.append(Window(calls, gradients, held, [optimizer], self._sizes))
         elif again:
             windows[-1].repeats += any(gradient is not None for gradient in gradients.values())
         else:
@@ -288,7 +305,7 @@ class Witness:
         seen.open = self._trained()
         seen.left = gradients_of(self._named)
         if not seen.windows:
-            seen.windows.append(Window(seen.open, seen.left, set(self._named)))
+            seen.windows.append(Window(seen.open, seen.left, set(self._named), sizes=self._sizes))
             seen.open = []
         held = set().union(*(window.held for window in seen.windows))
         seen.unheld = [name for name in self._named if name not in held]
