@@ -32,11 +32,11 @@ from ranks import (
     same_on_all,
     share,
 )
-from reference import Batch, Counting, Experts, mean_loss, relative_error
+from reference import Batch, Counting, Experts, concatenate, mean_loss, relative_error
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from macrobatch import Accumulator
+from macrobatch import Accumulator, verify
 
 Wrap = Callable[..., nn.Module]
 
@@ -110,6 +110,32 @@ def cannot_close_now(outcomes: list[Outcome], mode: str) -> bool:
         return False
     all_refused(outcomes, "now=True")
     return True
+
+
+def verified(wrap: Wrap, **options: Any) -> Outcome:
+    """The gradients themselves: three windows, in the last of which the first rank has nothing left."""
+    micros = [micro for _, micro in share(dist.get_rank(), (5, 7, 4, 6)[dist.get_rank()])]
+
+    def step(model: nn.Module, _: Batch) -> None:
+        acc = Accumulator(model, optimizer_for(model), steps=3, **options)
+        for micro in acc.batches(micros):
+            acc.backward(mean_loss(model, micro), items=micro.items)
+            acc.step()
+
+    report = verify(
+        wrap(made(Tower)), lambda model, batch: (mean_loss(model, batch), batch.items), concatenate(micros), step=step
+    )
+    return {"ok": report.ok, "windows": len(report.windows), "text": str(report)}
+
+
+everywhere("verified", verified)
+
+
+@every_mode
+def test_the_gradients_of_every_window(ran, mode):
+    for outcome in all_well(ran[f"verified-{mode}"]):
+        assert outcome["ok"], outcome["text"]
+        assert outcome["windows"] == 3
 
 
 # ------------------------------------------------------------------------------------------------- closed at once

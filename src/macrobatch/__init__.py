@@ -6,6 +6,16 @@ from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
 from macrobatch.split import by_count, by_tokens
 from macrobatch.update import StepResult
+from macrobatch.verify import verify
 
-__all__ = ["Accumulator", "MacroStep", "MacrobatchError", "StepResult", "by_count", "by_tokens", "causal_lm_loss"]
+__all__ = [
+    "Accumulator",
+    "MacroStep",
+    "MacrobatchError",
+    "StepResult",
+    "by_count",
+    "by_tokens",
+    "causal_lm_loss",
+    "verify",
+]
 __version__ = "0.1.0"

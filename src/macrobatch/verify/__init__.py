@@ -1,0 +1,11 @@
+"""`verify`: prove it on your own model, and name the cause where it fails.
+
+A step's way through: it is run under hooks (`witness`) and put back as it was (`keep`); its samples are found in the
+batch (`rows`); what one big batch gives is computed (`bigbatch`) and compared (`comparison`); what differs is explained
+(`causes`, `coupling`, `weights`) and told (`report`).
+"""
+
+from macrobatch.verify.report import Cause, Report
+from macrobatch.verify.verify import verify
+
+__all__ = ["Cause", "Report", "verify"]
