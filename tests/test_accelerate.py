@@ -543,6 +543,26 @@ def test_models_compute_in_mixed_precision_and_hand_out_float32(precision, dtype
     assert bare.dtype == torch.float32
 
 
+def test_bf16_is_that_of_accelerate(theirs):
+    def run(library):
+        with programs.fresh(library):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+            accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, loader = accelerator.prepare(
+                model, optimizer, DataLoader(torch.randn(8, 3), batch_size=2)
+            )
+            for x in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return list(model.parameters())
+
+    assert all(map(torch.equal, run(OURS), run(theirs)))
+
+
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 @pytest.mark.parametrize("counts", [False, True])
 def test_an_overflow_skips_step_and_schedule_and_halves_the_scale(how, counts):
