@@ -31,13 +31,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import macrobatch
+import macrobatch.accelerate
 from macrobatch import Accumulator
 
 WIDTH = 32  # of the Linear, in and out
 LEARNING_RATE = 0.01  # small enough that no loop converges: a wrongly scaled gradient stays visible in the weights
 TOLERANCE = 1e-4  # of the distance that the weights travelled, in float32 over some thousand steps
 TARGET = 0.25  # of Lightning Fabric's overhead
+FACADE_TARGET = 0.5  # of Accelerate's, for the facade that runs the same program
 FABRIC = "Lightning Fabric"
+ACCELERATE = "Accelerate"
+FACADE = "macrobatch.accelerate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +145,12 @@ def accumulator(settings: Settings, name: str, against: str, items: Tensor | Non
     return Loop(name=name, model=model, run=run if items is None else run_with_tensor, against=against)
 
 
-def accelerate(settings: Settings, against: str) -> Loop:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.steps)
-    model, optimizer, loader = accelerator.prepare(*problem(settings))
+def accelerate(settings: Settings, name: str, against: str, accelerator_class: Any) -> Loop:
+    """One loop for Accelerate and for the facade: that is what the facade is for."""
+    accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=settings.steps)
+    plain_model, plain_optimizer, plain_loader = problem(settings)
+    model, optimizer = accelerator.prepare(plain_model, plain_optimizer)
+    loader = accelerator.prepare(plain_loader) if settings.loader == "dataloader" else plain_loader
 
     def run() -> None:
         for x, y in loader:
@@ -155,7 +160,7 @@ def accelerate(settings: Settings, against: str) -> Loop:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    return Loop(name="Accelerate", model=model, run=run, against=against)
+    return Loop(name=name, model=plain_model, run=run, against=against)
 
 
 def fabric(settings: Settings, against: str) -> Loop:
@@ -182,6 +187,8 @@ def fabric(settings: Settings, against: str) -> Loop:
 
 
 def all_loops(settings: Settings) -> list[Loop]:
+    from accelerate import Accelerator
+
     plain = hand_written(settings)
     clipped = hand_written(settings, name="hand-written, clipped", max_norm=1.0)
     items = torch.tensor(settings.samples)
@@ -189,7 +196,8 @@ def all_loops(settings: Settings) -> list[Loop]:
         plain,
         accumulator(settings, "Macrobatch", plain.name),
         fabric(settings, plain.name),
-        accelerate(settings, plain.name),
+        accelerate(settings, ACCELERATE, plain.name, Accelerator),
+        accelerate(settings, FACADE, plain.name, macrobatch.accelerate.Accelerator),
         accumulator(settings, "Macrobatch, tensor items", plain.name, items=items),
         accumulator(settings, 'Macrobatch, "keep"', plain.name, nonfinite="keep"),
         clipped,
@@ -269,8 +277,10 @@ def processor() -> str:
 
 
 def report(settings: Settings, rows: Sequence[Figures]) -> dict[str, Any]:
-    macrobatch_row = next(row for row in rows if row.name == "Macrobatch")
+    by_name = {row.name: row for row in rows}
+    macrobatch_row = by_name["Macrobatch"]
     assert macrobatch_row.to_fabric is not None
+    to_accelerate = round(by_name[FACADE].overhead / by_name[ACCELERATE].overhead, 3)
     packages = ("torch", "accelerate", "lightning")
     return {
         "what": "microseconds a micro-step over the hand-written loop, all loops interleaved in one process",
@@ -290,6 +300,11 @@ def report(settings: Settings, rows: Sequence[Figures]) -> dict[str, Any]:
             "at_most_of_fabric": TARGET,
             "found": macrobatch_row.to_fabric,
             "reached": macrobatch_row.to_fabric <= TARGET,
+        },
+        "facade_target": {
+            "at_most_of_accelerate": FACADE_TARGET,
+            "found": to_accelerate,
+            "reached": to_accelerate <= FACADE_TARGET,
         },
     }
 
@@ -353,9 +368,9 @@ def main() -> int:
     for row in rows:
         table.add_row(*cells(row))
     console.print(table)
-    found = result["target"]["found"]
-    outcome = "reached" if result["target"]["reached"] else "missed"
-    console.print(f"Target, at most {TARGET:.2f} of Fabric's overhead: {outcome} ({found:.2f}).")
+    for key, peer, most in (("target", FABRIC, TARGET), ("facade_target", ACCELERATE, FACADE_TARGET)):
+        outcome = "reached" if result[key]["reached"] else "missed"
+        console.print(f"Target, at most {most:.2f} of {peer}'s overhead: {outcome} ({result[key]['found']:.2f}).")
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")

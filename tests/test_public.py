@@ -17,6 +17,12 @@ LAYERS = [
     {"update"},
     {"accumulator"},
     {"macrostep"},
+    {f"accelerate.{name}" for name in ("missing", "settings", "sharding", "checkpoints")},
+    {"accelerate.state"},
+    {f"accelerate.{name}" for name in ("logging", "seeding", "gathering", "loaders", "models", "wrappers")},
+    {"accelerate.accumulation", "accelerate.resuming"},
+    {"accelerate.accelerator"},
+    {"accelerate", "accelerate.utils"},
     {"verify.report", "verify.gradient", "verify.keep"},
     {"verify.witness"},
     {"verify.rows", "verify.bigbatch"},
@@ -58,6 +64,7 @@ def test_the_guard_sees_an_import_that_points_up():
     assert wrong_imports("from macrobatch.accumulator import Accumulator", allowed_in("window")) == ["accumulator"]
     assert wrong_imports("import numpy", allowed_in("window")) == ["numpy"]
     assert wrong_imports("from macrobatch import update", allowed_in("gradients")) == ["update"]
+    assert wrong_imports("from macrobatch.accelerate import loaders", allowed_in("macrostep")) == ["accelerate.loaders"]
 
 
 def module_of(path):
@@ -77,8 +84,8 @@ def wrong_imports(source, allowed):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "macrobatch":
-            found += [f"macrobatch.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module in ("macrobatch", "macrobatch.accelerate"):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found.append(node.module)
     own = [name.removeprefix("macrobatch.") for name in found if name.startswith("macrobatch.")]

@@ -209,16 +209,8 @@ class Gradients:
         for (device, dtype, widened, _), group in self._groups.items():
             if widened:
                 self._narrow(device, factor)
-            elif not isinstance(factor, Tensor):
-                torch._foreach_mul_(group, factor)
-            elif dtype in HALF and not _takes_float32(device, dtype):
-                for gradient in group:
-                    gradient.copy_(gradient.float().mul_(factor.to(device, torch.float32, non_blocking=True)))
-            elif dtype in HALF:  # a factor in the gradients' own dtype would lose digits: this kernel takes float32
-                inverse = factor.to(device, torch.float32, non_blocking=True)
-                torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(inverse), inverse)
             else:
-                torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
+                _multiply_alike(group, factor, device, dtype)
         self._groups = {}
 
     def divide_and_check(self, divisor: float | Tensor, device: torch.device) -> Tensor | None:
@@ -250,6 +242,29 @@ class Gradients:
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
+
+
+def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all of them in place, whatever their devices and dtypes."""
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        groups[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), group in groups.items():
+        _multiply_alike(group, factor, device, dtype)
+
+
+def _multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    if not isinstance(factor, Tensor):
+        torch._foreach_mul_(group, factor)
+    elif dtype not in HALF:
+        torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
+    else:  # a factor in the gradients' own dtype would lose digits
+        factor = factor.to(device, torch.float32, non_blocking=True)
+        if _takes_float32(device, dtype):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(factor), factor)
+            return
+        for gradient in group:
+            gradient.copy_(gradient.float().mul_(factor))
 
 
 def _versions(gradients: list[Tensor | None]) -> list[int]:

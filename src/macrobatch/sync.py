@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
@@ -66,6 +67,10 @@ class Local:
     def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
         return [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
+
+    def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the open window has added up so far, wherever it is held: this rank's own tensors."""
+        return [_local(p.grad) for p in parameters if p.grad is not None]
 
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         """When a window closes: synchronise what its last backward has not."""
@@ -188,6 +193,11 @@ class FSDP1(Local):
         flat = [handle.flat_param for model in self._models for handle in model._all_handles]
         return [p.register_hook(torch.zeros_like) for p in flat if p.requires_grad]
 
+    def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        raise BackendError(
+            "what FullyShardedDataParallel holds back cannot be reached: shard with fully_shard instead."
+        )
+
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         if not self._synced:
             raise _closed_early("FullyShardedDataParallel")
@@ -270,6 +280,16 @@ class FSDP2(Local):
         leaves = [p._unsharded_param for p in self._sharded() if hasattr(p, "_unsharded_param")]
         return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
 
+    def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        held = [group._partial_reduce_output for group in _groups(self._models)]
+        for parameter in self._sharded():
+            held += [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad]
+            held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
+        found = super().accumulated(parameters) + [_local(gradient) for gradient in held if gradient is not None]
+        return list(
+            {gradient.data_ptr(): gradient for gradient in found}.values()
+        )  # while gathered, some are seen twice
+
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         held, self._held = self._held, False
         if self._closed:
@@ -309,6 +329,10 @@ class FSDP2(Local):
     def _sharded(self) -> Iterator[Any]:
         for group in _groups(self._models):
             yield from group.fsdp_params
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _states(models: Sequence[Any]) -> Iterator[Any]:
