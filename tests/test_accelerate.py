@@ -377,6 +377,17 @@ def test_the_state_of_the_process():
     accelerator.end_training()
 
 
+def test_a_window_left_open_does_not_stop_the_next_accelerator():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    micro_step(accelerator, *trained(accelerator))
+    accelerator = Accelerator()
+    model, optimizer = trained(accelerator)
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 def test_the_environment_overrides_the_argument_but_not_the_plugin(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
     assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 5

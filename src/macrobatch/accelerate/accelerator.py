@@ -103,6 +103,7 @@ class Accelerator:
         self.state.mixed_precision = checked_precision(mixed_precision)
         self.state.sharded = fsdp_plugin is not None
         self.gradient_state = GradientState(plugin)
+        self.gradient_state.sync_gradients = True  # another one may have been left inside a window
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
