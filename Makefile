@@ -14,7 +14,7 @@ demo: venv  ## the same small model trained with one big batch and with micro-ba
 	$(BIN)/python examples/quickstart.py
 
 test: venv  ## every test, doctests and the README's own code included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: venv  ## lint, format and strict types
 	$(BIN)/ruff check .

@@ -89,6 +89,20 @@ def test_trains_as_the_whole_batch(dtype, bound, kind, how, items, max_norm):
     assert difference(model, whole) < bound
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("items", ITEMS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_half_precision(dtype, how, items, max_norm):
+    """The factor is float32, whatever the gradients are: what differs from the whole batch is their own rounding."""
+    model, data = make_model(dtype), make_data(dtype)
+    whole = copy.deepcopy(model)
+    acc = Accumulator(model, OPTIMIZERS["SGD"](model.parameters(), **HOW[how]), steps=4, max_norm=max_norm)
+    train(acc, model, data, ITEMS[items])
+    train_whole(whole, OPTIMIZERS["SGD"](whole.parameters(), **HOW[how]), data, 4, max_norm)
+    assert difference(model, whole) < 2e-2
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("items", ["int", "tensor"])
 @pytest.mark.parametrize("how", HOW)

@@ -48,6 +48,13 @@ at_length = settings(quickly, max_examples=150)
 POSITIONWISE = (Tied, Experts, PartlyFrozen)  # what padding cannot reach, so that it may be trimmed
 
 
+def named(given: object) -> str:
+    """The name of a case, the same in every process: kinds instead of addresses."""
+    if isinstance(given, dict):
+        return " ".join(given)
+    return str(given) if isinstance(given, int | str) else type(given).__name__
+
+
 # --------------------------------------------------------------------------------------------------------- vocabulary
 
 
@@ -216,7 +223,7 @@ def test_lists_of_samples(lengths, budget):
         compare(run, trainee(Tied), [whole], Counting("int", "sum"), None)
 
 
-@pytest.mark.parametrize("micro", [2, by_tokens(24), "auto"], ids=str)
+@pytest.mark.parametrize("micro", [2, by_tokens(24), "auto"], ids=named)
 def test_a_language_model_of_transformers(micro):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -304,7 +311,7 @@ def test_several_models_and_optimizers():
     assert [scheduler.last_epoch for scheduler in schedulers] == [1, 1]
 
 
-@pytest.mark.parametrize("micro", [3, by_tokens(12, length=extents), "auto"], ids=str)
+@pytest.mark.parametrize("micro", [3, by_tokens(12, length=extents), "auto"], ids=named)
 def test_the_result(micro):
     own = trainee(Tied)
     run = training(own, planted(12, count_loss), micro=micro, max_norm=1e3)
@@ -359,7 +366,7 @@ def test_a_state_that_is_none(state):
 # ---------------------------------------------------------------------------------------------------------- exceptions
 
 
-@pytest.mark.parametrize("micro", [2, by_tokens(8, length=extents), "auto"], ids=str)
+@pytest.mark.parametrize("micro", [2, by_tokens(8, length=extents), "auto"], ids=named)
 @pytest.mark.parametrize("turn", [1, 2, 3])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["before", "after", "in backward"])
@@ -406,9 +413,9 @@ def test_gradients_from_before_belong_to_no_window():
 EMPTY = {"None": None, "no rows": Batch(torch.ones(0, LENGTH).long(), torch.ones(0, LENGTH).long())}
 
 
-@pytest.mark.parametrize("micro", [2, by_tokens(8, length=extents), "auto"], ids=str)
+@pytest.mark.parametrize("micro", [2, by_tokens(8, length=extents), "auto"], ids=named)
 @pytest.mark.parametrize("empty", EMPTY)
-@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}], ids=named)
 def test_an_empty_batch_is_skipped(micro, empty, options):
     own, given = trainee(Tied), with_lengths([4, 2, 3])
     run = training(own, count_loss, micro=micro, **options)

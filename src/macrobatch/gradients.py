@@ -223,6 +223,8 @@ class Gradients:
         ((where, dtype, widened, shards), group), *_ = self._groups.items()
         if widened or shards or where != device or dtype not in (torch.float32, *HALF):
             return None
+        if not _takes_float32(where, dtype):
+            return None
         found = torch.zeros((), device=device)
         inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
@@ -254,11 +256,15 @@ def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
 def _multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.device, dtype: torch.dtype) -> None:
     if not isinstance(factor, Tensor):
         torch._foreach_mul_(group, factor)
-    elif dtype in HALF:  # a factor in the gradients' own dtype would lose digits: this kernel takes float32
-        inverse = factor.to(device, torch.float32, non_blocking=True)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(inverse), inverse)
-    else:
+    elif dtype not in HALF:
         torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
+    else:  # a factor in the gradients' own dtype would lose digits
+        factor = factor.to(device, torch.float32, non_blocking=True)
+        if _takes_float32(device, dtype):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(factor), factor)
+            return
+        for gradient in group:
+            gradient.copy_(gradient.float().mul_(factor))
 
 
 def _versions(gradients: list[Tensor | None]) -> list[int]:
@@ -267,6 +273,11 @@ def _versions(gradients: list[Tensor | None]) -> list[int]:
         return list(map(VERSION_OF, gradients))
     except AttributeError:
         return [-1 if gradient is None else gradient._version for gradient in gradients]
+
+
+def _takes_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel that a GradScaler divides with takes such gradients: on CUDA it has no bfloat16."""
+    return dtype != torch.bfloat16 or device.type == "cpu"
 
 
 def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
