@@ -147,6 +147,7 @@ def outcome_of(scenario: Callable[[], Outcome], store: Path) -> Outcome:
     started = time.monotonic()
     try:
         connect(store)
+        meet(store.parent, f"{store.name}-connected", COLLECTIVE_SECONDS)  # one that raises at once leaves at once
         outcome = scenario()
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
