@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.split import IGNORED
 from macrobatch.window import Reduction
 
-IGNORED = -100  # a label that is not to be predicted, as everywhere in torch and transformers
 CHUNK = 2048  # tokens: enough rows for fast products and few additions of a weight's gradient; 1 GB for 128,000 words
 
 # Settings of transformers' models that change the logits after the projection, where they are not None.
