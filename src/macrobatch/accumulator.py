@@ -450,8 +450,7 @@ class Accumulator:
         """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
         if self._scaler is None or self._sync.group is None or self._typical_items is not None:
             return
-        own = torch.as_tensor(1.0 if items is None else items, dtype=torch.float32)
-        self._typical_items = largest(own.reshape(()).to(loss.device, non_blocking=True), self._sync.group)
+        self._typical_items = largest(1.0 if items is None else items, self._sync.group, loss.device)
         if self._window is not None:
             self._window.typical = self._typical_items
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
@@ -55,10 +56,16 @@ def gathered(numbers: Sequence[int], group: Group, device: torch.device) -> list
     return [list(map(int, other)) for other in torch.stack(everyone).tolist()]
 
 
-def largest(number: Tensor, group: Group) -> Tensor:
+def largest(number: float | Tensor, group: Group, device: torch.device) -> Tensor:
     """The largest of all ranks' numbers, which the host does not get to know."""
-    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
-    return number
+    largest = torch.as_tensor(number, dtype=torch.float32).reshape(()).to(device, non_blocking=True, copy=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def host_group(group: Group) -> Group:

@@ -172,7 +172,7 @@ class Sizes:
         known = self._of(shape)
         before = known.failed, known.size
         known.fitted(size)
-        if self.file is not None and (known.failed, known.size) != before:
+        if (known.failed, known.size) != before:
             self.save()
 
     def ran_out(self, shape: Shape, size: int) -> None:

@@ -237,7 +237,9 @@ class MacroStep:
         """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun."""
         if cut.held:
             self._acc._sync.hold()
-        mark, self._pressure = self._acc._mark(), Pressure(self._acc._device)
+        mark = self._acc._mark()
+        if self._is_auto:
+            self._pressure = Pressure(self._acc._device)
         before = Snapshot(self._acc._models) if self._is_auto and (cut.held or self._is_alone) else None
         asked = None
         try:

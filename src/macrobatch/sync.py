@@ -13,11 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch.collectives import Group, all_reduce_flat
+from macrobatch.collectives import Group, all_reduce_flat, local
 from macrobatch.errors import BackendError, UsageError
 
 When = Literal["window", "micro"]
@@ -70,7 +69,7 @@ class Local:
 
     def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the open window has added up so far, wherever it is held: this rank's own tensors."""
-        return [_local(p.grad) for p in parameters if p.grad is not None]
+        return [local(p.grad) for p in parameters if p.grad is not None]
 
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         """When a window closes: synchronise what its last backward has not."""
@@ -285,7 +284,7 @@ class FSDP2(Local):
         for parameter in self._sharded():
             held += [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad]
             held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
-        found = super().accumulated(parameters) + [_local(gradient) for gradient in held if gradient is not None]
+        found = super().accumulated(parameters) + [local(gradient) for gradient in held if gradient is not None]
         return list(
             {gradient.data_ptr(): gradient for gradient in found}.values()
         )  # while gathered, some are seen twice
@@ -329,10 +328,6 @@ class FSDP2(Local):
     def _sharded(self) -> Iterator[Any]:
         for group in _groups(self._models):
             yield from group.fsdp_params
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _states(models: Sequence[Any]) -> Iterator[Any]:

@@ -69,7 +69,7 @@ class Window:
         self.typical = typical_items
         self._alone = alone
         self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
-        self._seed: tuple[float, Tensor] | None = None  # the last one by its weight: mostly it serves again
+        self._seeds = Seeds()
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
@@ -93,12 +93,7 @@ class Window:
             weight = count if self.multiplier is UNSCALED else count * weight
         if isinstance(weight, Tensor):
             return weight.to(loss.device, loss.dtype, non_blocking=True).reshape(loss.shape)
-        if self._seed is not None and self._seed[0] == weight:
-            seed = self._seed[1]
-            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
-                return seed
-        self._seed = weight, torch.full_like(loss, weight)
-        return self._seed[1]
+        return self._seeds.of(weight, loss)
 
     def add(self, loss: Tensor, items: Items) -> None:
         """Count a micro-batch."""
@@ -272,6 +267,22 @@ class Window:
         if self._device_items is None or self._lowest is None:
             return None
         return (self._lowest < 0) | ~torch.isfinite(self._device_items)
+
+
+class Seeds:
+    """What backwards start with: the last number is made anew only where it, or the kind of loss, is another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, Tensor] | None = None
+
+    def of(self, weight: float, loss: Tensor) -> Tensor:
+        """That number, as a tensor like `loss`."""
+        if self._last is not None and self._last[0] == weight:
+            seed = self._last[1]
+            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
+                return seed
+        self._last = weight, torch.full_like(loss, weight)
+        return self._last[1]
 
 
 def is_zero(items: Items) -> bool:

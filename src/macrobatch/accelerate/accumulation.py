@@ -27,7 +27,7 @@ from macrobatch.collectives import all_reduce_later, largest
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.gradients import multiply, run_backward
 from macrobatch.sync import Local, sync_for
-from macrobatch.window import Items, Window
+from macrobatch.window import Items, Seeds, Window
 
 
 class Windows:
@@ -46,7 +46,7 @@ class Windows:
         self.current: Accumulation | None = None
         self.optimizers: list[AcceleratedOptimizer] = []
         self._accumulations: dict[tuple[int, ...], Accumulation] = {}
-        self._fraction = Fraction()
+        self._seeds = Seeds()
 
     def of(self, models: tuple[nn.Module | Tensor, ...]) -> Accumulation:
         """The window that these models share."""
@@ -86,7 +86,7 @@ class Windows:
             if items is not None and current.counts_for_nothing(items):
                 hooks = current.zeroed()
         elif items is None:
-            seed = self.scaled(self._fraction.one_of(self.state.num_steps, loss), loss)
+            seed = self.scaled(self._seeds.of(1 / self.state.num_steps, loss), loss)
         else:
             raise UsageError(
                 "backward(loss, items=...) outside of accumulate(): the items of a window are counted, and only "
@@ -144,21 +144,6 @@ class Windows:
         return max((one.micro_batches for one in self._accumulations.values() if one.is_open), default=0)
 
 
-class Fraction:
-    """1 / n as the seed of a backward, made anew only where the loss or n is another."""
-
-    def __init__(self) -> None:
-        self._seed: tuple[int, Tensor] | None = None
-
-    def one_of(self, n: int, loss: Tensor) -> Tensor:
-        if self._seed is not None and self._seed[0] == n:
-            seed = self._seed[1]
-            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
-                return seed
-        self._seed = n, torch.full_like(loss, 1 / n)
-        return self._seed[1]
-
-
 class Accumulation:
     """What `accumulate(*models)` returns: a context manager for one micro-batch, and the window that it belongs to.
 
@@ -178,7 +163,7 @@ class Accumulation:
         self._modules = [model for model in models if isinstance(model, nn.Module)]
         self._sync = self._choose_sync()
         self._outer: Accumulation | None = None
-        self._fraction = Fraction()
+        self._seeds = Seeds()
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._number = 0
         self._begin_window()
@@ -236,7 +221,7 @@ class Accumulation:
             trainable = {name: p for name, p in self._modules[0].named_parameters() if p.requires_grad}
             self._sync.check(loss, trainable)
         if items is None:
-            seed = self._windows.scaled(self._fraction.one_of(self._length, loss), loss)
+            seed = self._windows.scaled(self._seeds.of(1 / self._length, loss), loss)
         elif self._has_backward:
             raise UsageError(
                 "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
@@ -287,8 +272,8 @@ class Accumulation:
         if scaling is not None:
             scaling.update()
             if group is not None and self._typical_items is None:  # all ranks must shrink their losses alike
-                own = torch.as_tensor(items, dtype=torch.float32)
-                self._typical_items = largest(own.reshape(()).to(loss.device, non_blocking=True), group)
+                assert items is not None, "only windows that count items get here"
+                self._typical_items = largest(items, group, loss.device)
         if self._window is None:
             self._window = Window(
                 number=self._number,

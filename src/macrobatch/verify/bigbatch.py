@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from macrobatch.arguments import checked_items, checked_loss
-from macrobatch.collectives import Group
+from macrobatch.collectives import Group, local
 from macrobatch.errors import BatchError, FitError
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import Part, Tree, transformed
 from macrobatch.verify.gradient import Gradient, Named, Ranks, reduced
-from macrobatch.verify.keep import local
 from macrobatch.verify.witness import Call, bare, dense, entries_of, recorded_calls
 
 LossFunction = Callable[[Any, Any], Any]

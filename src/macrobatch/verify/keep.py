@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from macrobatch.collectives import local
 from macrobatch.snapshot import Snapshot
 
 
@@ -136,11 +136,6 @@ def _schedulers_of(optimizers: list[Optimizer]) -> list[tuple[LRScheduler, dict[
     schedulers = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
     own = [each for each in schedulers if any(getattr(each, "optimizer", None) is one for one in optimizers)]
     return [(scheduler, copy.deepcopy(scheduler.state_dict())) for scheduler in own]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _saved(tree: Any) -> Any:

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from macrobatch.collectives import local
 from macrobatch.split import leaves
 from macrobatch.verify.gradient import Named
-from macrobatch.verify.keep import Keep, local
+from macrobatch.verify.keep import Keep
 
 Step = Callable[[nn.Module, Any], Any]
 
