@@ -13,8 +13,8 @@ SOURCE = Path(macrobatch.__file__).parent
 LAYERS = [
     {"errors", "snapshot", "collectives"},
     {"window", "sync", "split"},
-    {"gradients", "arguments", "loader", "order", "fit", "losses"},
-    {"update"},
+    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed"},
+    {"update", "cuda_graph"},
     {"accumulator"},
     {"macrostep"},
     {f"accelerate.{name}" for name in ("missing", "settings", "sharding", "checkpoints")},

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch import arguments
 from macrobatch.collectives import all_reduce_later, gathered, largest
+from macrobatch.cuda_graph import Recording
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients, Parameters, run_backward
 from macrobatch.loader import Remainder, Turn, agreed_turns, exchanged_lengths, planned_turns
@@ -123,7 +124,8 @@ class Accumulator:
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
-        self._inputs: Sequence[nn.Parameter] | None = None
+        self._inputs: Sequence[nn.Parameter] | None = None  # what backwards of the window are confined to ...
+        self._inputs_known = False  # ... which its first one tells
         self._order = Order()
         self._turn = Turn()  # how the current micro-batch was begun
         self._is_last = False
@@ -155,9 +157,11 @@ class Accumulator:
         self._order.require_backward(self._window)
         loss, items = arguments.checked_loss(loss), arguments.checked_items(items)
         self._agree_on_items(loss, items)
-        window, gradients = self._open_window(), self._open_gradients(loss)
+        window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
         self._sync.check(loss, gradients.named)
+        if not self._inputs_known:
+            self._inputs, self._inputs_known = self._sync.backward_inputs(loss, gradients.parameters), True
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
@@ -434,7 +438,7 @@ class Accumulator:
             )
         return self._window
 
-    def _open_gradients(self, loss: Tensor) -> Gradients:
+    def _open_gradients(self) -> Gradients:
         """The gradients of the window, made at its first backward: what is there by then belongs to no window."""
         if self._gradients is None:
             self._gradients = Gradients(
@@ -443,7 +447,6 @@ class Accumulator:
                 self._sync.shards,
             )
             self._update.begin()
-            self._inputs = self._sync.backward_inputs(loss, self._gradients.parameters)
         return self._gradients
 
     def _agree_on_items(self, loss: Tensor, items: Items) -> None:
@@ -459,6 +462,7 @@ class Accumulator:
         if self._gradients is not None:
             self._gradients.clear()
         self._window = self._gradients = self._inputs = None
+        self._inputs_known = False
         self._order.carries = self._order.broken = False
 
     # ------------------------------------------------------------------------------------------ for whole batches
@@ -471,16 +475,27 @@ class Accumulator:
         self._turn, self._is_last, self._is_repeat = Turn(), False, False
         nothing = torch.zeros((), device=self._device)
         self._open_window().add_nothing(nothing)
-        self._open_gradients(nothing)
+        self._open_gradients()
 
     def _skip(self) -> StepResult:
         """A window in which no rank has anything."""
         window = self._open_window()
         window.add_nothing(torch.zeros((), device=self._device))
         try:
-            return self._update.close(window, self._open_gradients(torch.zeros(())))
+            return self._update.close(window, self._open_gradients())
         finally:
             self._drop_window()
+
+    def _replay(self, recording: Recording, micro_batch: object) -> None:
+        """What `backward` does, for a micro-batch whose forward and backward were recorded."""
+        self._order.require_backward(self._window)
+        window = self._open_window()
+        self._open_gradients()
+        try:
+            recording.replay(micro_batch, window)
+        finally:
+            self._end_turn()
+        self._order.expects = "step"
 
     def _catch_up(self) -> None:
         """What this rank would have done together with the others, had it not failed in the window."""

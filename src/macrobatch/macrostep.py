@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch import collectives
+from macrobatch import arguments, collectives
 from macrobatch.accumulator import Accumulator, Options
+from macrobatch.cuda_graph import Graphs, unwrapped
 from macrobatch.errors import BackendError, BatchError, FitError, UsageError
+from macrobatch.feed import Feed
 from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
 from macrobatch.loader import Turn
 from macrobatch.snapshot import Snapshot
@@ -69,6 +72,10 @@ class Cut:
     held: bool
     is_empty: bool
 
+    def in_turns(self) -> list[Part | None]:
+        """A part for every turn: beyond the last, that once more; None where there is none at all."""
+        return [self.parts[min(turn, len(self.parts) - 1)] if self.parts else None for turn in range(self.turns)]
+
     @property
     def size(self) -> int:
         """The largest number of samples in a micro-batch."""
@@ -100,7 +107,8 @@ class MacroStep:
             found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
         fit_file: "auto": where to keep sizes that did not fit, so that the next run begins with smaller ones.
-        cuda_graph: capture and replay forward and backward.
+        cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed, for a GPU that
+            waits for Python. Where that cannot be, as on a CPU, they run as they are, and a warning says so.
         options: every option of `Accumulator` but ``steps`` and ``remainder``.
     """
 
@@ -125,8 +133,6 @@ class MacroStep:
             raise UsageError(
                 f"collate must be a function that makes a micro-batch of a list of samples: got {collate!r}."
             )
-        if cuda_graph:
-            raise BackendError("cuda_graph=True is not available in this version.")
         self._model = model
         self._loss_fn = loss_fn
         self._collate = collate
@@ -135,6 +141,8 @@ class MacroStep:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
         self._sizes = Sizes(fit_file)
         self._acc = Accumulator(model, optimizer, **options)
+        self._feed = Feed()
+        self._graphs = self._made_graphs() if cuda_graph else None
         self._ranks: Any = None  # to exchange what lives on the host
         self._pressure = Pressure(HOST)
         self._spare: Any = None  # a micro-batch to take part with in a window for which this rank has none
@@ -177,7 +185,7 @@ class MacroStep:
         """How to do this window, as agreed with the other ranks."""
         try:
             samples = samples_of(batch, self._collate)
-            parts = [] if self._micro is None else self._micro.parts(samples)
+            parts = [] if self._micro is None else self._micro.parts(samples, few_shapes=self._graphs is not None)
             row = self._row(samples, parts)
         except Exception:
             self._exchanged(Row(failed=1))
@@ -193,7 +201,8 @@ class MacroStep:
             counts = [-(-row.samples // size) for row in rows]
             held = any(min(size, row.samples) > row.proven for row in rows)
         sync = self._acc._sync
-        held = sync.group is not None and sync.holds and (held or (0 in counts and not sync.needs_turns))
+        held = held or self._graphs is not None or (0 in counts and not sync.needs_turns)
+        held = held and sync.group is not None and sync.holds
         if held or counts.count(counts[0]) < len(counts):
             self._acc._require_own_statistics(
                 f"{counts} micro-batches on the ranks: all would have to take turns together, and succeed together. "
@@ -272,33 +281,68 @@ class MacroStep:
         """The forward and backward of every micro-batch."""
         if not cut.turns:
             self._acc._take_part()
-        counted = set()
-        for index in range(cut.turns):
+        if self._graphs is not None:
+            self._graphs.open(self._acc._open_gradients(), [(part.key, self._taking(cut, part)) for part in cut.parts])
+        takes, counted = [self._taking(cut, part) for part in cut.in_turns()], set[bool]()
+        for index, (micro_batch, samples) in enumerate(self._feed.each(takes, self._acc._device)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
-            micro_batch, samples = self._taken(cut, index)
             with self._acc._micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
-                loss, items = self._loss(micro_batch)
-                counted.add(items is not None)
-                if len(counted) > 1:
-                    raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
-                self._acc.backward(loss, samples if items is None else items)
+                recording = None
+                if self._graphs is not None and not is_repeat:
+                    recording = self._graphs.of(micro_batch, samples, cut.parts[index].key)
+                if recording is not None:
+                    self._acc._replay(recording, micro_batch)
+                else:
+                    self._run(micro_batch, samples, counted)
             if not is_final:
                 self._acc.step()
+        if self._graphs is not None and self._acc._window is not None:
+            self._graphs.close(self._acc._open_gradients(), self._acc._window)
 
-    def _taken(self, cut: Cut, index: int) -> tuple[Any, int]:
-        """A micro-batch with its number of samples; beyond the last, that once more, or the spare one."""
-        if not cut.parts:
-            return self._spare, 1
-        part = cut.parts[min(index, len(cut.parts) - 1)]
-        return cut.samples.take(part), len(part.samples)
+    def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
+        """An eager micro-step. All of a window must agree on whether items were `counted`."""
+        loss, items = self._loss(self._model, micro_batch)
+        counted.add(items is not None)
+        if len(counted) > 1:
+            raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
+        self._acc.backward(loss, samples if items is None else items)
 
-    def _loss(self, micro_batch: Any) -> tuple[Tensor, Items]:
-        loss = self._loss_fn(self._model, micro_batch)
+    def _taking(self, cut: Cut, part: Part | None) -> Callable[[], tuple[Any, int]]:
+        """How to get a micro-batch with its number of samples; without a part, the spare one."""
+        if part is None:
+            return lambda: (self._spare, 1)
+        return lambda: (cut.samples.take(part), len(part.samples))
+
+    def _loss(self, model: Any, micro_batch: Any) -> tuple[Tensor, Items]:
+        loss = self._loss_fn(model, micro_batch)
         if not isinstance(loss, tuple | list):
             return loss, None
         if len(loss) != 2:
             raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
         return loss[0], loss[1]
+
+    def _made_graphs(self) -> Graphs | None:
+        """Where micro-steps can be recorded; else a warning says why they run eagerly."""
+        acc, bare = self._acc, unwrapped(self._model)
+
+        def loss_of(micro_batch: Any, samples: int) -> tuple[Tensor, Items]:
+            loss, items = self._loss(bare, micro_batch)
+            return arguments.checked_loss(loss), arguments.checked_items(samples if items is None else items)
+
+        if acc._device.type != "cuda":
+            why = f"the model is on {acc._device}"
+        elif not acc._sync.recordable:
+            why = "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
+        else:
+            return Graphs(
+                acc._models,
+                loss_of,
+                reduction=acc._reduction,
+                scaled=acc._scaler is not None,
+                backward_inputs=acc._sync.backward_inputs,
+            )
+        warnings.warn(f"cuda_graph=True: micro-steps run eagerly, as without it: {why}.", stacklevel=3)
+        return None
 
     def _close(self, cut: Cut) -> StepResult:
         """Take the step, and remember that this size fits, or that it barely does."""

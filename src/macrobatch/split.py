@@ -89,6 +89,40 @@ def _least_padding(widths: list[int], budget: int) -> list[int]:
     return ends[::-1]
 
 
+def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int]]:
+    """Micro-batches of few different shapes, within the budget, with the width of each: for what is done once a shape.
+
+    Widths are rounded up (`rounded_up`), each has as many samples as fit, and what is left over at the end is cut into
+    powers of two.
+
+    >>> plan_few_shapes([30, 9, 4, 2, 17, 8, 3], budget=64)
+    ([[0, 4], [1, 2, 5, 6], [3]], [32, 16, 16])
+    """
+    order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    plan, widths, start = [], [], 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        width = max(longest, min(rounded_up(longest), budget))
+        room, left = _room(width, budget), len(order) - start
+        size = room if room <= left else 1 << (left.bit_length() - 1)
+        plan.append(sorted(order[start : start + size]))
+        widths.append(width)
+        start += size
+    return plan, widths
+
+
+def rounded_up(length: int) -> int:
+    """The next length of few: 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., four for each doubling.
+
+    >>> [rounded_up(length) for length in (3, 16, 17, 63, 65, 1000)]
+    [16, 16, 20, 64, 80, 1024]
+    """
+    if length <= 16:
+        return 16
+    step = 1 << (length - 1).bit_length() - 3
+    return -(-length // step) * step
+
+
 # ---------------------------------------------------------------------------------------------- how to cut
 
 
@@ -97,6 +131,11 @@ class Part(NamedTuple):
 
     samples: Sequence[int]
     width: int | None = None  # padding beyond it is trimmed; None: nothing is
+
+    @property
+    def key(self) -> tuple[int, int | None]:
+        """What is known of its shape beforehand."""
+        return len(self.samples), self.width
 
 
 @dataclass(frozen=True)
@@ -108,7 +147,7 @@ class ByCount:
     def __post_init__(self) -> None:
         _check_whole(self.size, "a micro-batch must have a whole number of samples, 1 or more")
 
-    def parts(self, samples: Samples) -> list[Part]:
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:  # noqa: ARG002 (they are few)
         """The plan for these samples."""
         return [Part(indices) for indices in plan_by_count(samples.count, self.size)]
 
@@ -128,8 +167,8 @@ class ByTokens:
         if self.oversize not in ("warn", "raise"):
             raise UsageError(f'oversize must be "warn" or "raise": got {self.oversize!r}.')
 
-    def parts(self, samples: Samples) -> list[Part]:
-        """The plan for these samples."""
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
+        """The plan for these samples, with widths that are rounded up where few different shapes are wanted."""
         lengths = samples.lengths(self.length)
         longest = max(lengths, default=0)
         if longest > self.budget:
@@ -140,6 +179,10 @@ class ByTokens:
         # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
         trims = self.length is None or isinstance(samples, Tree)
         samples.find_positions(longest)
+        if few_shapes:
+            plan, widths = plan_few_shapes(lengths, self.budget)
+            samples.widen(max(widths, default=0), lengths)
+            return [Part(*part) for part in zip(plan, widths if trims else [None] * len(plan), strict=True)]
         plan = plan_by_tokens(lengths, self.budget)
         return [Part(indices, max(lengths[sample] for sample in indices) if trims else None) for indices in plan]
 
@@ -284,6 +327,21 @@ class Tree:
             "them attention_mask or labels, or hand over a list of samples, with collate=."
         )
 
+    def widen(self, width: int, lengths: Sequence[int]) -> None:
+        """Pad all samples to `width`, if they are shorter: with what stands in the last column of one with padding."""
+        more, shortest = width - self._positions, min(range(self.count), key=lengths.__getitem__, default=None)
+        if more <= 0 or shortest is None or lengths[shortest] == self._positions:
+            return
+
+        def padded(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != self._positions:
+                return leaf
+            padding = leaf[shortest : shortest + 1, -1:]
+            return torch.cat([leaf, padding.expand(leaf.shape[0], more, *leaf.shape[2:])], 1)
+
+        self._batch = _rebuilt(self._batch, padded)
+        self._positions = width
+
 
 class Listed:
     """A list of samples; `collate` makes a micro-batch of some of them."""
@@ -319,6 +377,9 @@ class Listed:
 
     def find_positions(self, width: int) -> None:
         """What is collated tells by itself."""
+
+    def widen(self, width: int, lengths: Sequence[int]) -> None:
+        """How far samples are padded is for `collate` to say."""
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
         """How long each sample is."""

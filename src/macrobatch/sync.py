@@ -33,6 +33,7 @@ class Local:
         shards: the groups of ranks that hold other parts of plain gradients.
         holds: whether all that ranks do together in a window can wait for its close (`hold`).
         needs_turns: whether a rank must take a turn in a window even if it has nothing to add.
+        recordable: whether a micro-step can be one CUDA graph: what ranks do together cannot.
     """
 
     group: Group = None
@@ -42,6 +43,7 @@ class Local:
     shards: tuple[Group, ...] = ()
     holds = True
     needs_turns = False
+    recordable = True
 
     def hold(self) -> None:
         """Before a window that may fail on one rank: no micro-batch of it communicates, only `finish` does."""
@@ -100,6 +102,7 @@ class DDP(Local):
         self._world = dist.get_world_size(group)
         self.group = group
         self.lockstep = self._micro
+        self.recordable = not (self._micro or any(model.static_graph for model in models))
         self.shows_gradients = not self._micro  # after a synchronised backward the reducer may move them
 
     @property
@@ -161,6 +164,7 @@ class DDP(Local):
 class FSDP1(Local):
     """FullyShardedDataParallel: its no_sync holds unsharded gradients until the last micro-batch."""
 
+    recordable = False
     shows_gradients = False
     lockstep = True  # parameters are gathered for every micro-batch
     holds = False
@@ -212,6 +216,7 @@ class FSDP1(Local):
 class FSDP2(Local):
     """`fully_shard`, over one mesh dimension or two (HSDP): flags on each parameter group, for forward and backward."""
 
+    recordable = False
     shows_gradients = False
     needs_turns = True
 

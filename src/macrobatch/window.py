@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ UNSCALED = 1.0
 def wide(device: torch.device) -> torch.dtype:
     """The dtype for totals: float64, but for Apple's GPUs, which have none."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Totals(NamedTuple):
+    """What only the device knows of a window: the sum of its losses, and of its items, where they are tensors."""
+
+    loss: Tensor
+    items: Tensor | None
+    lowest: Tensor | None  # of the items of a micro-batch: a negative one is an error
 
 
 class Window:
@@ -46,6 +54,7 @@ class Window:
         scaler: whose scale at the first micro-batch multiplies all losses of the window.
         typical_items: of a micro-batch, by what is known from before; None: the first one's serve.
         alone: whether this process is the only one; ranks must multiply alike, whatever their micro-batches are.
+        multiplier: what losses are multiplied with, where that is known beforehand.
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class Window:
         scaler: GradScaler | None = None,
         typical_items: float | Tensor | None = None,
         alone: bool = True,
+        multiplier: float | Tensor | None = None,
     ) -> None:
         self.number = number
         self.length = length
@@ -68,7 +78,7 @@ class Window:
         self._scaler = scaler
         self.typical = typical_items
         self._alone = alone
-        self._multiplier: float | Tensor | None = None  # chosen at the first micro-batch that has items
+        self._multiplier = multiplier  # chosen at the first micro-batch that has items
         self._seeds = Seeds()
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
@@ -117,6 +127,32 @@ class Window:
         self._begin_turn(loss)
         return torch.zeros_like(loss)
 
+    def add_recorded(self, host_items: int | float, device_total: Tensor) -> None:
+        """Count a micro-batch whose loss, and items that only the device knows, go to totals kept elsewhere."""
+        self._counted = True
+        self.micro_batches += 1
+        self._begin_turn(device_total)
+        self._host_items += host_items
+
+    def absorb(self, totals: Totals) -> None:
+        """Add what was kept elsewhere."""
+        assert self._loss is not None, "a window that absorbs has had a turn"
+        self._loss += totals.loss
+        if totals.items is not None and totals.lowest is not None:
+            self._fold()
+            self._add_items(totals.items, totals.lowest)
+
+    def totals(self) -> Totals:
+        """What the device knows of this window."""
+        self._fold()
+        assert self._loss is not None, "a window without a micro-batch has no totals"
+        return Totals(self._loss, self._device_items, self._lowest)
+
+    @property
+    def host_items(self) -> int | float:
+        """The items that the host knows."""
+        return self._host_items
+
     def _begin_turn(self, loss: Tensor) -> Tensor:
         self.turns += 1
         if self.typical is not None:  # what other ranks multiply with must be undone here too
@@ -142,9 +178,11 @@ class Window:
         losses, items = losses.to(wide(self.device)), items.to(wide_count(items))
         if self._reduction == "mean":  # one over no items is NaN, and counts for nothing
             losses = losses.masked_fill(items == 0, 0) * items
-        total, lowest = items.sum(), items.min()
         assert self._loss is not None
         self._loss += losses.sum()
+        self._add_items(items.sum(), items.min())
+
+    def _add_items(self, total: Tensor, lowest: Tensor) -> None:
         self._device_items = total if self._device_items is None else self._device_items + total
         self._lowest = lowest if self._lowest is None else torch.minimum(self._lowest, lowest)
 

@@ -1,0 +1,497 @@
+"""Micro-steps as CUDA graphs: forward, loss and backward are recorded once for each shape, and replayed.
+
+A replay takes the host microseconds where Python takes milliseconds. Everything a recording reads or writes beyond its
+own scratch memory has a fixed place: inputs, gradients (`Graphs.buffers`), totals of loss and items (`Ledger`); the
+rest lies in one pool that all recordings share, as no two run at once.
+
+A shape that was seen in one window is recorded at the beginning of the next, where no gradient exists yet: what warming
+up leaves behind is then the random numbers and buffers alone, and those are put back. What cannot be recorded runs
+eagerly, and one warning says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from macrobatch.errors import BatchError
+from macrobatch.fit import is_out_of_memory, release
+from macrobatch.gradients import Gradients, run_backward
+from macrobatch.snapshot import Snapshot
+from macrobatch.split import leaves, transformed
+from macrobatch.window import UNSCALED, Items, Reduction, Totals, Window, wide
+
+LIMIT = 64  # recordings kept: each holds the launch parameters of thousands of kernels
+WARM_UPS = 3
+FASTER = 0.98  # of the eager time: a recording must gain this much to be kept
+
+Micro = tuple[Any, int]  # a micro-batch on the device, with its number of samples
+Loss = Callable[[Any, int], tuple[Tensor, Items]]
+
+
+class NotRecordableError(Exception):
+    """Why something has to run eagerly."""
+
+
+class Ledger:
+    """The totals that recordings add to, in one place for all of them, and what they read from the window."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device, dtype=wide(device))
+        self.multiplier = torch.ones((), device=device)  # of losses, by the window's scaler
+        self._counts: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # sum and lowest of items that are tensors
+        self.replayed: set[Recording] = set()
+
+    def add(self, totals: Totals) -> None:
+        """Those of one micro-batch; this is recorded."""
+        self.loss += totals.loss
+        if totals.items is not None and totals.lowest is not None:
+            items, lowest = self._of(totals.items.dtype)
+            items += totals.items
+            torch.minimum(lowest, totals.lowest, out=lowest)
+
+    def _of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if dtype not in self._counts:
+            nothing = torch.zeros((), device=self.loss.device, dtype=dtype)
+            self._counts[dtype] = nothing, nothing.clone()
+        return self._counts[dtype]
+
+    def clear(self) -> None:
+        """A window begins."""
+        self.replayed.clear()
+        for total in (self.loss, *(total for counts in self._counts.values() for total in counts)):
+            total.zero_()
+
+    def settle(self, window: Window) -> None:
+        """Hand the totals over to the window."""
+        kinds = [(None, None), *self._counts.values()]
+        for index, (items, lowest) in enumerate(kinds):
+            loss = self.loss if index == 0 else torch.zeros_like(self.loss)
+            window.absorb(Totals(loss, items, lowest))
+
+
+class Recording:
+    """The micro-step of one shape.
+
+    Args:
+        inputs: where it reads the tensors of a micro-batch.
+        reached: the parameters to whose gradients it adds.
+        host_items: of a micro-batch of this shape, where the host knows them.
+    """
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: list[Tensor],
+        ledger: Ledger,
+        reached: list[nn.Parameter],
+        host_items: int | float,
+    ) -> None:
+        self.reached = reached
+        self._graph = graph
+        self._inputs = inputs
+        self._ledger = ledger
+        self._host_items = host_items
+
+    def replay(self, micro_batch: object, window: Window) -> None:
+        """Compute a micro-batch, and add it to the window."""
+        window.add_recorded(self._host_items, self._ledger.loss)
+        if not self._ledger.replayed and isinstance(multiplier := window.multiplier, Tensor):
+            self._ledger.multiplier.copy_(multiplier)
+        self._ledger.replayed.add(self)
+        self.run(micro_batch)
+
+    def run(self, micro_batch: object) -> None:
+        """Compute it alone."""
+        torch._foreach_copy_(self._inputs, [leaf for _, leaf in _tensors(micro_batch)])
+        self._graph.replay()
+
+
+class Graphs:
+    """The recordings of one model's micro-steps.
+
+    Args:
+        models: whose parameters are trained.
+        loss_of: ``loss_of(micro_batch, samples)`` returns the loss and its items. It must call the models without
+            their wrappers (`unwrapped`), which do things in Python that a replay would leave out.
+        reduction: what those losses are.
+        scaled: whether a scaler multiplies them.
+        backward_inputs: what a backward may be confined to.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        loss_of: Loss,
+        *,
+        reduction: Reduction,
+        scaled: bool,
+        backward_inputs: Callable[[Tensor, Sequence[nn.Parameter]], Sequence[nn.Parameter] | None],
+    ) -> None:
+        self._models = models
+        self._loss_of = loss_of
+        self._reduction: Reduction = reduction
+        self._scaled = scaled
+        self._backward_inputs = backward_inputs
+        self._situation: object = None
+        self._warned: set[str] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop all recordings, and the memory they hold."""
+        self._recordings: dict[Hashable, Recording | None] = {}  # None: this shape stays eager
+        self._seen: dict[Hashable, set[Hashable]] = {}  # shapes to be recorded, by what is known before they are taken
+        self._buffers: dict[int, Tensor] = {}  # the gradients, by the parameter's id
+        self._versions: dict[int, int] = {}
+        self._ledger: Ledger | None = None
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._refused: str | None = None  # why nothing is recorded any more
+
+    # ------------------------------------------------------------------------------------------ a window
+
+    def open(self, gradients: Gradients, coming: Iterable[tuple[Hashable, Callable[[], Micro]]]) -> None:
+        """Before a window: record what was seen in earlier ones and comes again; then lay out the gradients.
+
+        Args:
+            gradients: of the window, none of which exists yet.
+            coming: for each micro-batch what is known of it beforehand, and how to take it.
+        """
+        self._notice_changes(gradients.parameters)
+        if self._seen and self._refused is None:
+            self._record_coming(gradients.parameters, coming)
+        if self._ledger is not None:
+            self._ledger.clear()
+        self._lay_out(gradients.parameters)
+
+    def of(self, micro_batch: Any, samples: int, known_before: Hashable) -> Recording | None:
+        """The recording for a micro-batch; None: it is to run eagerly."""
+        if self._refused is not None:
+            return None
+        try:
+            signature = _signature(micro_batch, samples)
+        except NotRecordableError as why:
+            self._refuse(str(why))
+            return None
+        if signature not in self._recordings:
+            if len(self._recordings) < LIMIT:
+                self._seen.setdefault(known_before, set()).add(signature)
+            else:
+                self._warn(
+                    f"{LIMIT} shapes of micro-batches are recorded already, and no more are kept: others run eagerly. "
+                    "Let fewer arise: by_tokens rounds the lengths of a batch of tensors; a collate= of your own can "
+                    "pad to one of a few lengths."
+                )
+            return None
+        return self._recordings[signature]
+
+    def close(self, gradients: Gradients, window: Window | None) -> None:
+        """After the last micro-batch of a window: its totals, and gradients as eager micro-steps would leave them."""
+        if self._ledger is None or window is None:
+            return
+        reached = {id(p) for recording in self._ledger.replayed for p in recording.reached}
+        if reached:
+            self._ledger.settle(window)
+        for parameter in gradients.parameters:
+            buffer = self._buffers.get(id(parameter))
+            if buffer is None or parameter.grad is not buffer or id(parameter) in reached:
+                continue
+            if buffer._version == self._versions[id(parameter)]:  # no eager one wrote to it either
+                parameter.grad = None
+        gradients.mark()
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give all parameters that recordings reach their gradients, so that eager micro-steps add to the same."""
+        laid_out = [p for p in parameters if id(p) in self._buffers]
+        if not laid_out:
+            return
+        torch._foreach_zero_([self._buffers[id(p)] for p in laid_out])
+        for parameter in laid_out:
+            parameter.grad = self._buffers[id(parameter)]
+            self._versions[id(parameter)] = self._buffers[id(parameter)]._version
+
+    def _notice_changes(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A recording holds for the model as it was: other tensors, frozen ones, another mode make it worthless."""
+        modules = [module for model in self._models for module in model.modules()]
+        held = [*parameters, *(buffer for model in self._models for buffer in model.buffers())]
+        situation = (
+            [(id(tensor), tensor.data_ptr()) for tensor in held],
+            [module.training for module in modules],
+            (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        )
+        if situation != self._situation:
+            self._forget()
+            self._situation = situation
+        if self._refused is None and (hooked := _hooked(modules, parameters)) is not None:
+            self._refuse(f"{hooked} has a hook, which a replay would leave out")
+
+    # ------------------------------------------------------------------------------------------ recording
+
+    def _record_coming(
+        self, parameters: Sequence[nn.Parameter], coming: Iterable[tuple[Hashable, Callable[[], Micro]]]
+    ) -> None:
+        found: dict[Hashable, Micro] = {}
+        before = Snapshot(self._models)  # to take a micro-batch may draw random numbers
+        for known_before, take in coming:
+            if self._seen.get(known_before):
+                micro_batch, samples = take()
+                signature = _signature(micro_batch, samples)
+                if signature in self._seen[known_before] and signature not in self._recordings:
+                    found.setdefault(signature, (micro_batch, samples))
+        before.restore()
+        if not found:
+            return
+        device = parameters[0].device
+        release(device)
+        for signature, (micro_batch, samples) in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
+            if self._refused is None and len(self._recordings) < LIMIT:
+                self._recordings[signature] = self._recorded(parameters, micro_batch, samples)
+                for signatures in self._seen.values():
+                    signatures.discard(signature)
+        self._seen = {key: signatures for key, signatures in self._seen.items() if signatures}
+        release(device)
+
+    def _recorded(self, parameters: Sequence[nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
+        """The recording of a shape, or None where there is none, or where it does not pay."""
+        before, why = Snapshot(self._models), None
+        try:
+            with _uncached_autocast(), self._leaves_of(parameters) as leaves_of:
+                return self._record(leaves_of, micro_batch, samples)
+        except Exception as error:
+            if is_out_of_memory(error):
+                why = "there is not enough memory to record a shape beside what is there; it stays eager"
+            else:
+                why = f"recording failed: {_first_line(error)}"
+                self._refused = why
+        finally:
+            before.restore()
+            for parameter in parameters:
+                parameter.grad = None
+        # Outside of the except block: its traceback kept what was computed alive.
+        self._warn(f"{why}." if self._refused is None else _eagerly(why))
+        return None
+
+    def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
+        device = next(iter(leaves_of)).device
+        ledger = self._ledger = self._ledger or Ledger(device)
+        pool: Any = self._pool or torch.cuda.MemPool()
+        self._pool = pool
+        stream = self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        static = _copied(micro_batch)
+        buffers_before = _buffers_of(self._models)
+
+        def micro_step() -> Window:
+            return self._micro_step(static, samples, ledger, leaves_of)
+
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), _allocating_from(pool, device):
+            micro_step()
+            reached = [parameter for parameter, leaf in leaves_of.items() if leaf.grad is not None]
+            dtypes = {
+                parameter: _strided(leaf.grad).dtype for parameter, leaf in leaves_of.items() if leaf.grad is not None
+            }
+            for leaf in leaves_of.values():
+                leaf.grad = None
+        if not all(map(_same, buffers_before, _buffers_of(self._models))):
+            raise NotRecordableError(
+                "a forward replaces a buffer of the model by another tensor; write to it in place instead"
+            )
+        for parameter in reached:
+            if id(parameter) not in self._buffers:
+                self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtypes[parameter])
+            leaves_of[parameter].grad = self._buffers[id(parameter)]
+        with torch.cuda.stream(stream), _allocating_from(pool, device):
+            eager = min(_milliseconds(micro_step) for _ in range(WARM_UPS - 1))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"):
+            window = micro_step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        recording = Recording(graph, [leaf for _, leaf in _tensors(static)], ledger, reached, window.host_items)
+        replayed = min(_milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
+        return recording if replayed < FASTER * eager else None
+
+    def _micro_step(
+        self, micro_batch: Any, samples: int, ledger: Ledger, leaves_of: dict[nn.Parameter, nn.Parameter]
+    ) -> Window:
+        """What is recorded: the same as an eager micro-step, with its totals in the ledger."""
+        loss, items = self._loss_of(micro_batch, samples)
+        if loss.dtype == torch.float16 and not self._scaled:
+            raise NotRecordableError(
+                "the loss is in float16, whose sums need a factor of their own; return it in float32"
+            )
+        multiplier = ledger.multiplier if self._scaled else UNSCALED
+        window = Window(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
+        if window.counts_for_nothing(items):
+            raise BatchError("a micro-batch without items cannot be recorded.")
+        seed = window.weigh(loss, items)
+        run_backward(loss, seed, self._backward_inputs(loss, list(leaves_of.values())))
+        window.add(loss, items)
+        ledger.add(window.totals())
+        return window
+
+    @contextlib.contextmanager
+    def _leaves_of(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """The leaves that a recorded backward adds gradients to: the parameters, or, under DDP, twins of theirs.
+
+        DDP keeps the end nodes of its parameters' graphs, which belong to the stream that it was made on: a backward
+        could not be recorded on another. Twins share the memory of the parameters, and are in their places meanwhile.
+        """
+        if not any(isinstance(model, DistributedDataParallel) for model in self._models):
+            yield {parameter: parameter for parameter in parameters}
+            return
+        twins = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
+        for parameter, twin in twins.items():
+            twin.grad_dtype = parameter.grad_dtype
+        places = [
+            (module, name, parameter)
+            for model in self._models
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in twins
+        ]
+        try:
+            for module, name, parameter in places:
+                module._parameters[name] = twins[parameter]
+            yield twins
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter
+
+    # ------------------------------------------------------------------------------------------ saying why not
+
+    def _refuse(self, why: str) -> None:
+        self._refused = why
+        self._warn(_eagerly(why))
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"cuda_graph=True: {message}", stacklevel=8)
+
+
+def _eagerly(why: str) -> str:
+    return f"micro-steps run eagerly, as without it: {why}."
+
+
+def unwrapped(model: Any) -> Any:
+    """The same model, or models, without DDP around them."""
+    if isinstance(model, list | tuple):
+        return type(model)(unwrapped(one) for one in model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+# ---------------------------------------------------------------------------------------------- of micro-batches
+
+
+def _tensors(micro_batch: Any) -> list[tuple[str, Tensor]]:
+    return [(path, leaf) for path, leaf in leaves(micro_batch, "batch") if isinstance(leaf, Tensor)]
+
+
+def _signature(micro_batch: Any, samples: int) -> Hashable:
+    """All that a recording of it depends on, but for the numbers in its tensors."""
+    parts: list[Hashable] = [samples]
+    for path, leaf in leaves(micro_batch, "batch"):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                raise NotRecordableError(f"{path} requires a gradient of its own")
+            if leaf.device.type != "cuda" or leaf.layout != torch.strided:
+                raise NotRecordableError(f"{path} is a {leaf.layout} tensor on {leaf.device}")
+            parts.append((path, leaf.shape, leaf.dtype))
+        elif isinstance(leaf, bool | int | float | str | bytes | None):
+            parts.append((path, type(leaf), leaf))
+        else:
+            raise NotRecordableError(f"{path} is of type {type(leaf).__name__}, whose value a recording would keep")
+    return tuple(parts)
+
+
+def _numel(micro_batch: Any) -> int:
+    return sum(leaf.numel() for _, leaf in _tensors(micro_batch))
+
+
+def _copied(micro_batch: Any) -> Any:
+    """With tensors of its own, for recordings to read from."""
+    return transformed(micro_batch, lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+
+
+# ---------------------------------------------------------------------------------------------- of the device
+
+
+@contextlib.contextmanager
+def _allocating_from(pool: Any, device: torch.device) -> Iterator[None]:
+    """Let warming up use the memory of the recordings, which would else lie there beside it, and idle.
+
+    By the functions behind ``torch.cuda.use_mem_pool``, which serves the calling thread alone: backwards have another.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    begin = getattr(torch._C, "_cuda_beginAllocateToPool", None)
+    if begin is None:
+        yield
+        return
+    begin(index, pool.id)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool.id)
+        torch._C._cuda_releasePool(index, pool.id)
+
+
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Weights that were cast before a recording began are no part of it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """What the device needs for it, waiting for the host included."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+# ---------------------------------------------------------------------------------------------- of models
+
+
+def _hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
+    """What has a hook of its user's, if anything."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for module in modules:
+        if any(getattr(module, kind, None) for kind in kinds):
+            return f"a module of type {type(module).__name__}"
+    for parameter in parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a parameter of shape {tuple(parameter.shape)}"
+    return None
+
+
+def _buffers_of(models: Sequence[nn.Module]) -> list[Tensor | None]:
+    return [buffer for model in models for module in model.modules() for buffer in module._buffers.values()]
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _strided(gradient: Tensor) -> Tensor:
+    if gradient.layout != torch.strided:
+        raise NotRecordableError(f"a gradient is of layout {gradient.layout}; make it dense")
+    return gradient
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
