@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ LIMIT = 64  # recordings kept: each holds the launch parameters of thousands of 
 WARM_UPS = 3
 FASTER = 0.98  # of the eager time: a recording must gain this much to be kept
 
+T = TypeVar("T")
 Micro = tuple[Any, int]  # a micro-batch on the device, with its number of samples
 Loss = Callable[[Any, int], tuple[Tensor, Items]]
 
@@ -267,7 +268,8 @@ class Graphs:
             if is_out_of_memory(error):
                 why = "there is not enough memory to record a shape beside what is there; it stays eager"
             else:
-                why = f"recording failed: {_first_line(error)}"
+                why = str(error) if isinstance(error, NotRecordableError) else f"recording failed: {_first_line(error)}"
+                self._forget()  # others, recorded before, may share what failed
                 self._refused = why
         finally:
             before.restore()
@@ -306,11 +308,9 @@ class Graphs:
             if id(parameter) not in self._buffers:
                 self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtypes[parameter])
             leaves_of[parameter].grad = self._buffers[id(parameter)]
-        with torch.cuda.stream(stream), _allocating_from(pool, device):
+        with torch.cuda.stream(stream), _allocating_from(pool, device), _without_reads():
             eager = min(_milliseconds(micro_step) for _ in range(WARM_UPS - 1))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"):
-            window = micro_step()
+        graph, window = _captured(micro_step, pool, stream, device)
         torch.cuda.current_stream(device).wait_stream(stream)
         recording = Recording(graph, [leaf for _, leaf in _tensors(static)], ledger, reached, window.host_items)
         replayed = min(_milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
@@ -422,13 +422,17 @@ def _copied(micro_batch: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- of the device
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 @contextlib.contextmanager
 def _allocating_from(pool: Any, device: torch.device) -> Iterator[None]:
     """Let warming up use the memory of the recordings, which would else lie there beside it, and idle.
 
     By the functions behind ``torch.cuda.use_mem_pool``, which serves the calling thread alone: backwards have another.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     begin = getattr(torch._C, "_cuda_beginAllocateToPool", None)
     if begin is None:
         yield
@@ -450,6 +454,46 @@ def _uncached_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _without_reads() -> Iterator[None]:
+    """A read by the host is an error here: no replay would do it. Found while recording, it would break that instead."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _captured(
+    run: Callable[[], T], pool: Any, stream: torch.cuda.Stream, device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """What `run` does, as a graph, and what it returned."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # is put back where the next one fails to
+            torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"),
+        ):
+            returned = run()
+    except BaseException:
+        _end_failed_capture(pool, device)
+        raise
+    return graph, returned
+
+
+def _end_failed_capture(pool: Any, device: torch.device) -> None:
+    """What torch leaves undone when a capture cannot be ended: allocator and generator would take it for underway."""
+    index = _index(device)
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(index, pool.id)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+    torch.cuda.synchronize(device)
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

@@ -37,9 +37,9 @@ class Feed:
         for sent in ahead:
             yield sent.arrived(device)
 
-    def one(self, taken: tuple[Any, T], device: torch.device) -> tuple[Any, T]:
+    def one(self, take: Callable[[], tuple[Any, T]], device: torch.device) -> tuple[Any, T]:
         """The same for a single one."""
-        return next(self.each([lambda: taken], device))
+        return next(self.each([take], device))
 
     def _sent(self, micro_batch: Any, about: T, device: torch.device) -> Sent[T]:
         if self._stream is None or self._stream.device != device:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack
 
@@ -282,7 +282,7 @@ class MacroStep:
         if not cut.turns:
             self._acc._take_part()
         if self._graphs is not None:
-            self._graphs.open(self._acc._open_gradients(), [(part.key, self._taking(cut, part)) for part in cut.parts])
+            self._graphs.open(self._acc._open_gradients(), self._coming(cut))
         takes, counted = [self._taking(cut, part) for part in cut.in_turns()], set[bool]()
         for index, (micro_batch, samples) in enumerate(self._feed.each(takes, self._acc._device)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
@@ -306,6 +306,14 @@ class MacroStep:
         if len(counted) > 1:
             raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
         self._acc.backward(loss, samples if items is None else items)
+
+    def _coming(self, cut: Cut) -> list[tuple[Hashable, Callable[[], tuple[Any, int]]]]:
+        """What is known of each micro-batch, and how to get it before its turn."""
+
+        def taking(part: Part) -> Callable[[], tuple[Any, int]]:
+            return lambda: self._feed.one(self._taking(cut, part), self._acc._device)
+
+        return [(part.key, taking(part)) for part in cut.parts]
 
     def _taking(self, cut: Cut, part: Part | None) -> Callable[[], tuple[Any, int]]:
         """How to get a micro-batch with its number of samples; without a part, the spare one."""
