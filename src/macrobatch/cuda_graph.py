@@ -4,16 +4,17 @@ A replay takes the host microseconds where Python takes milliseconds. Everything
 own scratch memory has a fixed place: inputs, gradients (`Graphs.buffers`), totals of loss and items (`Ledger`); the
 rest lies in one pool that all recordings share, as no two run at once.
 
-A shape that was seen in one window is recorded at the beginning of the next, where no gradient exists yet: what warming
-up leaves behind is then the random numbers and buffers alone, and those are put back. What cannot be recorded runs
-eagerly, and one warning says why.
+Shapes are recorded before a window begins, where no gradient exists yet: warming up then leaves traces in the random
+numbers and the buffers alone, and those are put back. The first few, and those of a plan that makes few, are recorded
+at once; any other when it comes for the second time. What cannot be recorded runs eagerly, and one warning says why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,8 @@ from macrobatch.split import leaves, transformed
 from macrobatch.window import UNSCALED, Items, Reduction, Totals, Window, wide
 
 LIMIT = 64  # recordings kept: each holds the launch parameters of thousands of kernels
+AT_ONCE = 8  # of them are recorded when they are first seen
+FORGOTTEN = 1000  # shapes seen once are too many to remember
 WARM_UPS = 3
 FASTER = 0.98  # of the eager time: a recording must gain this much to be kept
 
@@ -46,35 +49,32 @@ class Ledger:
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), device=device, dtype=wide(device))
         self.multiplier = torch.ones((), device=device)  # of losses, by the window's scaler
-        self._counts: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # sum and lowest of items that are tensors
+        kinds = (torch.int64, wide(device))
+        self._counts = {dtype: torch.zeros(2, device=device, dtype=dtype) for dtype in kinds}  # of items: sum, lowest
+        self._used: set[torch.dtype] = set()
         self.replayed: set[Recording] = set()
 
     def add(self, totals: Totals) -> None:
         """Those of one micro-batch; this is recorded."""
         self.loss += totals.loss
         if totals.items is not None and totals.lowest is not None:
-            items, lowest = self._of(totals.items.dtype)
+            self._used.add(totals.items.dtype)
+            items, lowest = self._counts[totals.items.dtype]
             items += totals.items
             torch.minimum(lowest, totals.lowest, out=lowest)
-
-    def _of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if dtype not in self._counts:
-            nothing = torch.zeros((), device=self.loss.device, dtype=dtype)
-            self._counts[dtype] = nothing, nothing.clone()
-        return self._counts[dtype]
 
     def clear(self) -> None:
         """A window begins."""
         self.replayed.clear()
-        for total in (self.loss, *(total for counts in self._counts.values() for total in counts)):
+        for total in (self.loss, *self._counts.values()):
             total.zero_()
 
     def settle(self, window: Window) -> None:
         """Hand the totals over to the window."""
-        kinds = [(None, None), *self._counts.values()]
-        for index, (items, lowest) in enumerate(kinds):
-            loss = self.loss if index == 0 else torch.zeros_like(self.loss)
-            window.absorb(Totals(loss, items, lowest))
+        window.absorb(Totals(self.loss, None, None))
+        for dtype in self._used:
+            items, lowest = self._counts[dtype]
+            window.absorb(Totals(torch.zeros_like(self.loss), items, lowest))
 
 
 class Recording:
@@ -141,32 +141,36 @@ class Graphs:
         self._scaled = scaled
         self._backward_inputs = backward_inputs
         self._situation: object = None
+        self._refused: str | None = None  # why nothing is recorded any more
         self._warned: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
         """Drop all recordings, and the memory they hold."""
         self._recordings: dict[Hashable, Recording | None] = {}  # None: this shape stays eager
-        self._seen: dict[Hashable, set[Hashable]] = {}  # shapes to be recorded, by what is known before they are taken
+        self._seen: dict[Hashable, set[Hashable]] = {}  # shapes that wait, by what is known before they are taken
+        self._taken: set[Hashable] = set()  # for which of the latter that was not enough to record it at once
         self._buffers: dict[int, Tensor] = {}  # the gradients, by the parameter's id
         self._versions: dict[int, int] = {}
         self._ledger: Ledger | None = None
-        self._pool: Any = None
+        self._pool: Any = None  # lives as long as a recording in it
         self._stream: torch.cuda.Stream | None = None
-        self._refused: str | None = None  # why nothing is recorded any more
 
     # ------------------------------------------------------------------------------------------ a window
 
-    def open(self, gradients: Gradients, coming: Iterable[tuple[Hashable, Callable[[], Micro]]]) -> None:
-        """Before a window: record what was seen in earlier ones and comes again; then lay out the gradients.
+    def open(
+        self, gradients: Gradients, coming: Sequence[tuple[Hashable, Callable[[], Micro]]], *, few_shapes: bool
+    ) -> None:
+        """Before a window: record what comes, if it is worth it; then lay out the gradients.
 
         Args:
             gradients: of the window, none of which exists yet.
             coming: for each micro-batch what is known of it beforehand, and how to take it.
+            few_shapes: whether the plan of the window makes few different ones.
         """
         self._notice_changes(gradients.parameters)
-        if self._seen and self._refused is None:
-            self._record_coming(gradients.parameters, coming)
+        if self._refused is None and len(self._recordings) < LIMIT:
+            self._record_coming(gradients.parameters, coming, few_shapes)
         if self._ledger is not None:
             self._ledger.clear()
         self._lay_out(gradients.parameters)
@@ -182,6 +186,8 @@ class Graphs:
             return None
         if signature not in self._recordings:
             if len(self._recordings) < LIMIT:
+                if len(self._seen) >= FORGOTTEN:
+                    self._seen.clear()
                 self._seen.setdefault(known_before, set()).add(signature)
             else:
                 self._warn(
@@ -235,17 +241,27 @@ class Graphs:
     # ------------------------------------------------------------------------------------------ recording
 
     def _record_coming(
-        self, parameters: Sequence[nn.Parameter], coming: Iterable[tuple[Hashable, Callable[[], Micro]]]
+        self,
+        parameters: Sequence[nn.Parameter],
+        coming: Sequence[tuple[Hashable, Callable[[], Micro]]],
+        few_shapes: bool,
     ) -> None:
         found: dict[Hashable, Micro] = {}
-        before = Snapshot(self._models)  # to take a micro-batch may draw random numbers
         for known_before, take in coming:
-            if self._seen.get(known_before):
+            waiting = self._seen.get(known_before, set())
+            at_once = known_before not in self._taken and (few_shapes or len(self._recordings) + len(found) < AT_ONCE)
+            if not (waiting or at_once):
+                continue
+            with _undone(self._models):  # to take a micro-batch may draw random numbers
                 micro_batch, samples = take()
+            try:
                 signature = _signature(micro_batch, samples)
-                if signature in self._seen[known_before] and signature not in self._recordings:
-                    found.setdefault(signature, (micro_batch, samples))
-        before.restore()
+            except NotRecordableError as why:
+                self._refuse(str(why))
+                return
+            if signature not in self._recordings and (at_once or signature in waiting):
+                found.setdefault(signature, (micro_batch, samples))
+        self._taken.update(known_before for known_before, _ in coming)
         if not found:
             return
         device = parameters[0].device
@@ -253,37 +269,38 @@ class Graphs:
         for signature, (micro_batch, samples) in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
             if self._refused is None and len(self._recordings) < LIMIT:
                 self._recordings[signature] = self._recorded(parameters, micro_batch, samples)
-                for signatures in self._seen.values():
-                    signatures.discard(signature)
-        self._seen = {key: signatures for key, signatures in self._seen.items() if signatures}
+        for waiting in self._seen.values():
+            waiting -= found.keys()
         release(device)
 
     def _recorded(self, parameters: Sequence[nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         """The recording of a shape, or None where there is none, or where it does not pay."""
-        before, why = Snapshot(self._models), None
+        recording, why = None, None
         try:
-            with _uncached_autocast(), self._leaves_of(parameters) as leaves_of:
-                return self._record(leaves_of, micro_batch, samples)
+            with _undone(self._models), _uncached_autocast(), self._leaves_of(parameters) as leaves_of:
+                recording = self._record(leaves_of, micro_batch, samples)
         except Exception as error:
             if is_out_of_memory(error):
-                why = "there is not enough memory to record a shape beside what is there; it stays eager"
+                why = "there is not enough memory to record a shape beside what is there: it stays eager."
             else:
-                why = str(error) if isinstance(error, NotRecordableError) else f"recording failed: {_first_line(error)}"
+                reason = (
+                    str(error) if isinstance(error, NotRecordableError) else f"recording failed: {_first_line(error)}"
+                )
                 self._forget()  # others, recorded before, may share what failed
-                self._refused = why
-        finally:
-            before.restore()
-            for parameter in parameters:
-                parameter.grad = None
-        # Outside of the except block: its traceback kept what was computed alive.
-        self._warn(f"{why}." if self._refused is None else _eagerly(why))
-        return None
+                self._refused, why = reason, _eagerly(reason)
+        # Outside of the except block, whose traceback kept what was computed alive.
+        for parameter in parameters:
+            parameter.grad = None
+        if why is not None:
+            self._warn(why)
+        if recording is None and not any(self._recordings.values()):
+            self._pool = None
+        return recording
 
     def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         device = next(iter(leaves_of)).device
         ledger = self._ledger = self._ledger or Ledger(device)
-        pool: Any = self._pool or torch.cuda.MemPool()
-        self._pool = pool
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         stream = self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         static = _copied(micro_batch)
         buffers_before = _buffers_of(self._models)
@@ -291,28 +308,27 @@ class Graphs:
         def micro_step() -> Window:
             return self._micro_step(static, samples, ledger, leaves_of)
 
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _allocating_from(pool, device):
-            micro_step()
-            reached = [parameter for parameter, leaf in leaves_of.items() if leaf.grad is not None]
-            dtypes = {
-                parameter: _strided(leaf.grad).dtype for parameter, leaf in leaves_of.items() if leaf.grad is not None
-            }
-            for leaf in leaves_of.values():
-                leaf.grad = None
-        if not all(map(_same, buffers_before, _buffers_of(self._models))):
-            raise NotRecordableError(
-                "a forward replaces a buffer of the model by another tensor; write to it in place instead"
-            )
-        for parameter in reached:
-            if id(parameter) not in self._buffers:
-                self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtypes[parameter])
-            leaves_of[parameter].grad = self._buffers[id(parameter)]
-        with torch.cuda.stream(stream), _allocating_from(pool, device), _without_reads():
-            eager = min(_milliseconds(micro_step) for _ in range(WARM_UPS - 1))
-        graph, window = _captured(micro_step, pool, stream, device)
+        with _without_collecting(), _Claim(pool, device) as claim:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream), claim.allocating():
+                micro_step()
+                reached = {parameter: _strided(leaf.grad) for parameter, leaf in leaves_of.items()}
+                dtypes = {parameter: gradient.dtype for parameter, gradient in reached.items() if gradient is not None}
+                reached.clear()
+                for leaf in leaves_of.values():
+                    leaf.grad = None
+            if not all(map(_same, buffers_before, _buffers_of(self._models))):
+                raise NotRecordableError("a forward replaces a buffer of the model by another tensor")
+            for parameter, dtype in dtypes.items():
+                if id(parameter) not in self._buffers:
+                    self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
+                leaves_of[parameter].grad = self._buffers[id(parameter)]
+            with torch.cuda.stream(stream), claim.allocating(), _without_reads():
+                eager = min(_milliseconds(micro_step) for _ in range(WARM_UPS - 1))
+            graph, window = _captured(micro_step, pool, stream, device)
         torch.cuda.current_stream(device).wait_stream(stream)
-        recording = Recording(graph, [leaf for _, leaf in _tensors(static)], ledger, reached, window.host_items)
+        inputs = [leaf for _, leaf in _tensors(static)]
+        recording = Recording(graph, inputs, ledger, list(dtypes), window.host_items)
         replayed = min(_milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < FASTER * eager else None
 
@@ -426,23 +442,56 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-@contextlib.contextmanager
-def _allocating_from(pool: Any, device: torch.device) -> Iterator[None]:
-    """Let warming up use the memory of the recordings, which would else lie there beside it, and idle.
+class _Claim:
+    """Lets warming up use the memory of the recordings, which would else lie there beside it, and idle.
 
-    By the functions behind ``torch.cuda.use_mem_pool``, which serves the calling thread alone: backwards have another.
+    By the functions behind ``torch.cuda.use_mem_pool``, which itself serves the calling thread alone: backwards have
+    another. A pool that nobody claims any more is gone, so this lasts until the recording itself is there to claim it.
     """
-    index = _index(device)
-    begin = getattr(torch._C, "_cuda_beginAllocateToPool", None)
-    if begin is None:
-        yield
-        return
-    begin(index, pool.id)
+
+    def __init__(self, pool: Any, device: torch.device) -> None:
+        self._pool = pool
+        self._index = _index(device)
+        self._claims = 0
+
+    def __enter__(self) -> _Claim:
+        return self
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """From that pool, whatever the thread."""
+        torch._C._cuda_beginAllocateToPool(self._index, self._pool)
+        self._claims += 1
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+
+    def __exit__(self, *exception: object) -> None:
+        for _ in range(self._claims):
+            torch._C._cuda_releasePool(self._index, self._pool)
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """What Python's garbage collector frees in between may be something whose freeing a recording forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        torch._C._cuda_endAllocateToPool(index, pool.id)
-        torch._C._cuda_releasePool(index, pool.id)
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _undone(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back the random numbers and the buffers afterwards."""
+    before = Snapshot(models)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @contextlib.contextmanager
@@ -458,7 +507,7 @@ def _uncached_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_reads() -> Iterator[None]:
-    """A read by the host is an error here: no replay would do it. Found while recording, it would break that instead."""
+    """A read by the host is an error here: no replay would do it. Found while recording, it would break that."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
@@ -477,7 +526,7 @@ def _captured(
     try:
         with (
             torch.cuda.stream(torch.cuda.current_stream(device)),  # is put back where the next one fails to
-            torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             returned = run()
     except BaseException:
@@ -490,7 +539,7 @@ def _end_failed_capture(pool: Any, device: torch.device) -> None:
     """What torch leaves undone when a capture cannot be ended: allocator and generator would take it for underway."""
     index = _index(device)
     with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(index, pool.id)
+        torch._C._cuda_endAllocateToPool(index, pool)
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.cuda.synchronize(device)
@@ -530,8 +579,8 @@ def _same(one: object, other: object) -> bool:
     return one is other
 
 
-def _strided(gradient: Tensor) -> Tensor:
-    if gradient.layout != torch.strided:
+def _strided(gradient: Tensor | None) -> Tensor | None:
+    if gradient is not None and gradient.layout != torch.strided:
         raise NotRecordableError(f"a gradient is of layout {gradient.layout}; make it dense")
     return gradient
 

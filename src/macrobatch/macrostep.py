@@ -282,13 +282,14 @@ class MacroStep:
         if not cut.turns:
             self._acc._take_part()
         if self._graphs is not None:
-            self._graphs.open(self._acc._open_gradients(), self._coming(cut))
+            few_shapes = isinstance(self._micro, ByTokens)
+            self._graphs.open(self._acc._open_gradients(), self._coming(cut), few_shapes=few_shapes)
         takes, counted = [self._taking(cut, part) for part in cut.in_turns()], set[bool]()
         for index, (micro_batch, samples) in enumerate(self._feed.each(takes, self._acc._device)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
             with self._acc._micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
                 recording = None
-                if self._graphs is not None and not is_repeat:
+                if self._graphs is not None and not is_repeat and self._acc._open_window().knows_multiplier:
                     recording = self._graphs.of(micro_batch, samples, cut.parts[index].key)
                 if recording is not None:
                     self._acc._replay(recording, micro_batch)

@@ -239,6 +239,11 @@ class Window:
         return UNSCALED if self._multiplier is None else self._multiplier
 
     @property
+    def knows_multiplier(self) -> bool:
+        """Whether that does not depend on the micro-batch that comes."""
+        return self._scaler is None or self._multiplier is not None or self.typical is not None
+
+    @property
     def device(self) -> torch.device:
         assert self._device is not None, "a window without a micro-batch has no totals"
         return self._device
