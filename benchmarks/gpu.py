@@ -29,6 +29,7 @@ compared with the loop by hand once more, in turns, window by window: slow spell
 import argparse
 import contextlib
 import gc
+import importlib
 import logging
 import math
 import os
@@ -43,7 +44,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import measured
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -469,7 +470,7 @@ def reference_for(problem: Problem, windows: Iterable[int]) -> Reference:
 
 
 def big_batch(problem: Problem, index: int, precise: torch.dtype | None) -> Gradients:
-    """Of one window, in plain torch, at once; where lengths vary, in parts of about one length, for it would not fit."""
+    """Of one window, in plain torch, at once; where lengths vary it would not fit: in parts of about one length."""
     samples = problem.windows[index]
     parts = [samples]
     if problem.case.varies:
@@ -587,7 +588,7 @@ class Bench:
         windows = min(max(math.ceil(self.seconds / judged[-1]), self.problem.case.least), MOST_WINDOWS)
         taken, made, memory = self._timed(rival, warm + windows)
         speeds = [self.problem.tokens(index) / s for index, s in enumerate(taken)][warm:]
-        speed, lower, upper = measured.quartiles(speeds)
+        speed, lower, upper = record.quartiles(speeds)
         return Row(
             name=rival.name,
             tokens_per_second=round(speed, 1),
@@ -670,7 +671,7 @@ class Bench:
             rounds += 1
         pairs = zip(watches[0].seconds, watches[1].seconds, strict=True)
         ratios = [mine / theirs for mine, theirs in pairs][2:]  # the first ones warm up
-        median, lower, upper = measured.quartiles(ratios)
+        median, lower, upper = record.quartiles(ratios)
         return round(median, 4), round(lower, 4), round(upper, 4)
 
 
@@ -796,7 +797,7 @@ def measure(settings: Settings, result: dict[str, Any]) -> None:
             described["rows"] = [asdict(each) for each in rows.values()]
             result["targets"] = [] if settings.is_tiny else targets_of(result["cases"])
             result["seconds"] = round(time.perf_counter() - began)
-            measured.save(result, settings.output)
+            record.save(result, settings.output)
         bench.compiled = None
         torch._dynamo.reset()
 
@@ -829,7 +830,7 @@ def parsed() -> Settings:
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="to time a loop for, at least (default: 2)")
     parser.add_argument("--tiny", action="store_true", help="tiny models and few windows: does it run?")
-    measured.add_output(parser, "gpu")
+    record.add_output(parser, "gpu")
     arguments = parser.parse_args()
     output = arguments.output
     if arguments.tiny and output.name == "gpu.json":
@@ -844,6 +845,14 @@ def parsed() -> Settings:
     )
 
 
+def load_peers() -> None:
+    """All of them before anything is timed: what imports leave behind makes every later collection of garbage slow."""
+    for peer in ("accelerate", "lightning.fabric", "transformers.models.llama", "transformers.trainer"):
+        importlib.import_module(peer)
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> int:
     settings = parsed()
     if settings.device == "cpu" and not settings.is_tiny:
@@ -854,7 +863,8 @@ def main() -> int:
         logging.getLogger(peer).setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference; under autocast nothing is float32
     try:
-        head = measured.stamp(
+        load_peers()
+        head = record.stamp(
             "tokens a second and memory, every loop with a model of its own, one after the other in one process",
             *("torch", "transformers", "accelerate", "lightning"),
         )
@@ -864,8 +874,8 @@ def main() -> int:
     result: dict[str, Any] = {
         **head,
         "device": settings.device,
-        "processor": measured.machine(settings.device),
-        "host": measured.machine(),
+        "processor": record.machine(settings.device),
+        "host": record.machine(),
         "threads": torch.get_num_threads(),
         "precision": "bf16 autocast, float32 weights" if settings.device == "cuda" else "float32",
         "optimizer": f"fused AdamW, gradients clipped at {MAX_NORM}",
@@ -879,7 +889,7 @@ def main() -> int:
         "cases": [],
         "targets": [],
     }
-    print(f"{result['processor']}; {measured.in_words(result['versions'])}")
+    print(f"{result['processor']}; {record.in_words(result['versions'])}")
     measure(settings, result)
     print()
     for each in result["targets"]:

@@ -1,6 +1,6 @@
 """`macrobatch bench`: the benchmarks one after the other, each a process of its own, then what they found.
 
-They are scripts, in `benchmarks/` of a checkout and of the installed package. `benchmarks/measured.py` says what such a
+They are scripts, in `benchmarks/` of a checkout and of the installed package. `benchmarks/record.py` says what such a
 script does and what its file of results holds; nothing here knows any of them by name but the one that draws figures.
 """
 
