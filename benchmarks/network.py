@@ -20,7 +20,6 @@ import contextlib
 import gc
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -31,18 +30,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import record
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import macrobatch
 from macrobatch import Accumulator
 
 WIDTH, LAYERS = 2048, 5  # 21 million parameters
@@ -355,12 +354,13 @@ def shape(names: Sequence[str], rate: str) -> None:
         command("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *shaper)
 
 
-def run_on(names: Sequence[str], settings: Settings, tick: Callable[[int], None]) -> Measured:
+def run_on(names: Sequence[str], settings: Settings, tick: Callable[[], None]) -> Measured:
     """Start `work` on both hosts with torchrun, and wait for what it finds."""
     with tempfile.TemporaryDirectory(prefix="macrobatch-network-") as temporary:
         folder = Path(temporary)
         (folder / "settings.json").write_text(json.dumps(asdict(settings)))
         agents: list[subprocess.Popen[bytes]] = []
+        shown = 0
         try:
             for node, name in enumerate(names):
                 agents.append(torchrun(name, node, folder))
@@ -368,7 +368,10 @@ def run_on(names: Sequence[str], settings: Settings, tick: Callable[[int], None]
                 if any(agent.poll() for agent in agents):
                     break  # one failed: the other would wait for it
                 with contextlib.suppress(FileNotFoundError, ValueError):  # not there yet, or half written
-                    tick(int((folder / "progress").read_text()))
+                    done = int((folder / "progress").read_text())
+                    for _ in range(done - shown):
+                        tick()
+                    shown = done
                 time.sleep(0.2)
             failed = [node for node, agent in enumerate(agents) if agent.poll()]
         finally:
@@ -429,11 +432,11 @@ def evaluate(measured: Measured) -> list[Figures]:
 
     rows = []
     for name, seconds in measured.seconds.items():
-        lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+        median, lower, upper = record.quartiles(seconds)
         rows.append(
             Figures(
                 name=name,
-                seconds=round(statistics.median(seconds), 3),
+                seconds=round(median, 3),
                 quartiles=(round(lower, 3), round(upper, 3)),
                 megabytes_sent=round(statistics.median(measured.bytes_sent[name]) / 1e6, 1),
                 speedup=ratio(EVERY, name),
@@ -462,16 +465,9 @@ def targets(rate: str, rows: Sequence[Figures]) -> dict[str, Any]:
     return found
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def versions() -> dict[str, str]:
-    packages = {name: version(name) for name in ("torch", "accelerate", "lightning")}
-    return {"python": platform.python_version(), "macrobatch": macrobatch.__version__, **packages}
+def stamp() -> dict[str, Any]:
+    what = "seconds a window between two network namespaces on a shaped link, all loops in one run"
+    return record.stamp(what, "torch", "accelerate", "lightning")
 
 
 def cells(row: Figures) -> list[str]:
@@ -493,7 +489,7 @@ def obstacle() -> str | None:
         return "It needs Linux with iproute2 (the commands ip and tc)."
     if os.geteuid() != 0:
         return "It needs root, to make network namespaces: sudo python benchmarks/network.py"
-    for package in ("accelerate", "lightning", "rich"):
+    for package in ("accelerate", "lightning"):
         try:
             version(package)
         except ImportError:
@@ -514,7 +510,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="windows of each loop on each link (default: 10)")
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="as tc writes them")
     parser.add_argument("--quick", action="store_true", help="two rounds at 1 Gbit/s; writes nothing")
-    parser.add_argument("--output", type=Path, default=Path("results/network.json"))
+    record.add_output(parser, "network")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -528,10 +524,8 @@ def main() -> int:
     links = measure_links(settings, rates)
     if not arguments.quick:
         result = {
-            "what": "seconds a window between two network namespaces on a shaped link, all loops in one run",
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "versions": versions(),
-            "processor": processor(),
+            **stamp(),
+            "processor": record.machine(),
             "ranks": 2,
             "threads_per_rank": 1,
             "model": f"{LAYERS} x Linear({WIDTH}, {WIDTH}), {LAYERS * WIDTH * (WIDTH + 1):,} parameters, float32, SGD",
@@ -539,57 +533,42 @@ def main() -> int:
             "settings": asdict(settings),
             "links": links,
         }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        record.save(result, arguments.output)
         print(f"Written to {arguments.output}")
     return 0 if all(row["exact"] for link in links.values() for row in link["rows"]) else 1
 
 
 def measure_links(settings: Settings, rates: Sequence[str]) -> dict[str, Any]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console()
     for stop in STOPS:
         signal.signal(stop, interrupted)
     links: dict[str, Any] = {}
     with two_hosts() as names:
         for rate in rates:
             shape(names, rate)
-            # Drawn rarely, and by this process: nothing is drawn by those that are timed.
-            with Progress(console=console, refresh_per_second=1, transient=True) as progress:
-                task = progress.add_task(rate, total=(settings.rounds + 1) * len(LOOPS))
-                measured = run_on(names, settings, lambda done: progress.update(task, completed=done))  # noqa: B023
+            with record.progress(rate, (settings.rounds + 1) * len(LOOPS)) as tick:
+                measured = run_on(names, settings, tick)
             rows = evaluate(measured)
             links[rate] = {
                 "all_reduce_of_the_gradients": round(measured.all_reduce, 3),
                 "rows": [{**asdict(row), "exact": row.exact} for row in rows],
                 "target": targets(rate, rows),
             }
-            show(console, settings, rate, links[rate], rows)
+            show(settings, rate, links[rate], rows)
     return links
 
 
-def show(console: Any, settings: Settings, rate: str, link: dict[str, Any], rows: Sequence[Figures]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
+def show(settings: Settings, rate: str, link: dict[str, Any], rows: Sequence[Figures]) -> None:
     title = f"{rate}: seconds a window of {settings.micro_batches} micro-batches, {settings.rounds} rounds"
     alone = f"An all-reduce of the gradients alone: {link['all_reduce_of_the_gradients']:.2f} s"
-    numbers = ", ".join(f"{name} {number}" for name, number in versions().items())
-    caption = f"MB: sent by a rank. ours: Macrobatch's time over this one's. {alone}. {processor()}; {numbers}"
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
-    table.add_column("loop", no_wrap=True)
-    for heading in ("median", "quartiles", "MB", "faster", "ours", "gradient"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table)
+    where = f"{record.machine()}; {record.in_words(stamp()['versions'])}"
+    caption = f"MB: sent by a rank. ours: Macrobatch's time over this one's. {alone}. {where}"
+    headings = ["loop", "median", "quartiles", "MB", "faster", "ours", "gradient"]
+    record.show(title, headings, list(map(cells, rows)), caption)
     target = link["target"]
     outcome = "reached" if target["reached"] else "missed"
     speed = f"at least {AT_LEAST:.0f}x over sync at every backward ({target['speedup']:.2f}x), " * (rate == "1gbit")
     peer = f"at most {AT_MOST:.2f} of the best peer's time ({target['to_best_peer']:.3f} of {target['best_peer']})"
-    console.print(f"Target, {speed}{peer}: {outcome}.")
+    print(f"Target, {speed}{peer}: {outcome}.")
 
 
 if __name__ == "__main__":

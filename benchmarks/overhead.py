@@ -12,25 +12,20 @@ of the machine hit both. The weights that every loop ends with are compared with
 # mypy: untyped-calls-exclude=torch
 import argparse
 import gc
-import json
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import macrobatch
 import macrobatch.accelerate
 from macrobatch import Accumulator
 
@@ -247,7 +242,7 @@ def evaluate(loops: Sequence[Loop], times: dict[str, list[float]], micro_batches
     to_beat = statistics.median(overheads(by_name[FABRIC]))
     rows = []
     for loop in loops:
-        lower, median, upper = statistics.quantiles(overheads(loop), n=4, method="inclusive")
+        median, lower, upper = record.quartiles(overheads(loop))
         is_reference = loop.against == loop.name
         rows.append(
             Figures(
@@ -267,31 +262,16 @@ def evaluate(loops: Sequence[Loop], times: dict[str, list[float]], micro_batches
 # Reporting.
 
 
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def report(settings: Settings, rows: Sequence[Figures]) -> dict[str, Any]:
     by_name = {row.name: row for row in rows}
     macrobatch_row = by_name["Macrobatch"]
     assert macrobatch_row.to_fabric is not None
     to_accelerate = round(by_name[FACADE].overhead / by_name[ACCELERATE].overhead, 3)
-    packages = ("torch", "accelerate", "lightning")
+    what = "microseconds a micro-step over the hand-written loop, all loops interleaved in one process"
     return {
-        "what": "microseconds a micro-step over the hand-written loop, all loops interleaved in one process",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "versions": {
-            "python": platform.python_version(),
-            "macrobatch": macrobatch.__version__,
-            **{name: version(name) for name in packages},
-        },
+        **record.stamp(what, "torch", "accelerate", "lightning"),
         "device": "cpu",
-        "processor": processor(),
+        "processor": record.machine(),
         "threads": torch.get_num_threads(),
         "model": f"Linear({WIDTH}, {WIDTH}), float32, SGD",
         "settings": asdict(settings),
@@ -325,7 +305,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=160, help="in one pass of one loop (default: 160)")
     parser.add_argument("--rounds", type=int, default=80, help="passes of each loop (default: 80)")
     parser.add_argument("--loader", choices=("dataloader", "list"), default="dataloader", help="default: dataloader")
-    parser.add_argument("--output", type=Path, default=Path("results/overhead.json"))
+    record.add_output(parser, "overhead")
     arguments = parser.parse_args()
     settings = Settings(
         steps=arguments.steps,
@@ -338,43 +318,26 @@ def main() -> int:
     torch.set_num_threads(1)
     start = weights(problem(settings)[0])
     try:
-        from rich.console import Console
-        from rich.progress import Progress
-        from rich.table import Table
-
         loops = all_loops(settings)
     except ImportError as missing:
         print(f"{missing}. The peers come with an extra: pip install 'macrobatch[bench]'", file=sys.stderr)
         return 2
 
-    console = Console()
-    # No refreshing thread: the bar is drawn between passes, never while one is timed.
-    with Progress(console=console, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=(settings.rounds + 1) * len(loops))
-
-        def tick() -> None:
-            progress.update(task, advance=1, refresh=True)
-
+    with record.progress("measuring", (settings.rounds + 1) * len(loops)) as tick:
         times = measure(loops, settings.rounds, tick)
     rows = evaluate(loops, times, settings.micro_batches, start)
     result = report(settings, rows)
 
     title = f"Microseconds a micro-step ({settings.steps} a window, {settings.rounds} rounds, {settings.loader})"
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    table = Table(title=title, caption=f"over: over the loop by hand, median. {result['processor']}; {versions}")
-    table.add_column("loop", no_wrap=True)
-    for heading in ("time", "over", "quartiles", "/ Fabric", "gradient"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table)
+    where = f"{result['processor']}; {record.in_words(result['versions'])}"
+    headings = ["loop", "time", "over", "quartiles", "/ Fabric", "gradient"]
+    record.show(title, headings, list(map(cells, rows)), f"over: over the loop by hand, median. {where}")
     for key, peer, most in (("target", FABRIC, TARGET), ("facade_target", ACCELERATE, FACADE_TARGET)):
         outcome = "reached" if result[key]["reached"] else "missed"
-        console.print(f"Target, at most {most:.2f} of {peer}'s overhead: {outcome} ({result[key]['found']:.2f}).")
+        print(f"Target, at most {most:.2f} of {peer}'s overhead: {outcome} ({result[key]['found']:.2f}).")
 
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {arguments.output}")
+    record.save(result, arguments.output)
+    print(f"Written to {arguments.output}")
     return 0 if all(row.exact for row in rows) else 1
 
 

@@ -22,9 +22,7 @@ the gradient of its samples one by one, without any padding.
 import argparse
 import ast
 import gc
-import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -34,18 +32,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import macrobatch
 from macrobatch import MacroStep, by_count, by_tokens
 from macrobatch.losses import causal_lm_loss
 
@@ -345,9 +341,9 @@ def evaluate(problem: Problem, measured: dict[str, Measured], errors: dict[str, 
     real = [sum(map(len, problem.windows[number % settings.windows])) for number in range(settings.rounds)]
     rows = []
     for name, own in measured.items():
-        speed, *speeds = quartiles([tokens / taken for tokens, taken in zip(real, own.seconds, strict=True)])
+        speed, *speeds = record.quartiles([tokens / taken for tokens, taken in zip(real, own.seconds, strict=True)])
         pairs = zip(measured[FIXED].seconds, own.seconds, strict=True)
-        ratio, *ratios = quartiles([fixed / taken for fixed, taken in pairs])
+        ratio, *ratios = record.quartiles([fixed / taken for fixed, taken in pairs])
         rows.append(
             Figures(
                 name=name,
@@ -364,43 +360,18 @@ def evaluate(problem: Problem, measured: dict[str, Measured], errors: dict[str, 
     return rows
 
 
-def quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
-    """The median, then the quartiles around it."""
-    lower, median, upper = statistics.quantiles(figures, n=4, method="inclusive")
-    return median, lower, upper
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Reporting.
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def machine(device: str) -> str:
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor()
 
 
 def report(problem: Problem, rows: Sequence[Figures], functions: int) -> dict[str, Any]:
     found = next(row.over_fixed for row in rows if row.name == BY_TOKENS)
     real = [sum(map(len, window)) for window in problem.windows]
-    packages = ("torch", "transformers", "tokenizers", "accelerate")
+    what = "real tokens a second on functions of the standard library, all loops interleaved in one process"
     return {
-        "what": "real tokens a second on functions of the standard library, all loops interleaved in one process",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "versions": {
-            "python": platform.python_version(),
-            "macrobatch": macrobatch.__version__,
-            **{name: version(name) for name in packages},
-        },
+        **record.stamp(what, "torch", "transformers", "tokenizers", "accelerate"),
         "device": problem.settings.device,
-        "processor": machine(problem.settings.device),
+        "processor": record.machine(problem.settings.device),
         "threads": torch.get_num_threads(),
         "model": f"Llama, {sum(p.numel() for p in problem.model().parameters()):,} parameters, float32, fused AdamW",
         "settings": asdict(problem.settings),
@@ -436,7 +407,7 @@ def parsed_settings() -> tuple[Settings, Path]:
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (default: 4)")
     parser.add_argument("--quick", action="store_true", help="two rounds of a smaller model")
-    parser.add_argument("--output", type=Path, default=Path("results/variable_length.json"))
+    record.add_output(parser, "variable_length")
     arguments = parser.parse_args()
     quick = arguments.quick
     settings = Settings(
@@ -457,10 +428,6 @@ def main() -> int:
     warnings.filterwarnings("ignore")  # the peers' advice
     torch.set_float32_matmul_precision("high")
     try:
-        from rich.console import Console
-        from rich.progress import Progress
-        from rich.table import Table
-
         windows, functions = make_windows(settings)
         budget = max(n * longest for w in windows for n, longest in fixed_shapes(w, settings.micro_batch))
         problem = Problem(settings=settings, windows=windows, budget=budget)
@@ -470,14 +437,7 @@ def main() -> int:
         print(f"{missing}. It comes with an extra: pip install 'macrobatch[bench,train]'", file=sys.stderr)
         return 2
 
-    console = Console()
-    # No refreshing thread: the bar is drawn between windows, never while one is timed.
-    with Progress(console=console, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=1 + (settings.rounds + 2) * len(loops))
-
-        def tick() -> None:
-            progress.update(task, advance=1, refresh=True)
-
+    with record.progress("measuring", 1 + (settings.rounds + 2) * len(loops)) as tick:
         expected = reference_gradients(exact_problem)
         tick()
         errors = {}
@@ -489,25 +449,16 @@ def main() -> int:
     result = report(problem, rows, functions)
 
     title = f"Real tokens a second (windows of {settings.samples} functions, {settings.rounds} rounds)"
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    where = f"{result['model']}; {result['processor']}; {versions}"
+    where = f"{result['model']}; {result['processor']}; {record.in_words(result['versions'])}"
     columns = "ratio: to by_count; micro: micro-batches a window; padding: tokens computed / real; gradient: its error"
     caption = f"{columns}. No micro-batch above {budget:,} tokens with its padding. {where}"
-    table = Table(title=title, caption=caption)
-    table.add_column("loop", no_wrap=True)
-    for heading in ("tokens/s", "quartiles", "ratio", "micro", "padding", "gradient"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table)
+    headings = ["loop", "tokens/s", "quartiles", "ratio", "micro", "padding", "gradient"]
+    record.show(title, headings, list(map(cells, rows)), caption)
     outcome = "reached" if result["target"]["reached"] else "missed"
-    console.print(
-        f"Target, at least {TARGET} times the fixed micro-batches: {outcome} ({result['target']['found']:.2f})."
-    )
+    print(f"Target, at least {TARGET} times the fixed micro-batches: {outcome} ({result['target']['found']:.2f}).")
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {output}")
+    record.save(result, output)
+    print(f"Written to {output}")
     return 0 if all(row.exact for row in rows) else 1
 
 

@@ -12,7 +12,7 @@ SOURCE = Path(macrobatch.__file__).parent
 # Each module may import those in the rows above its own, and torch; nothing else but the standard library.
 LAYERS = [
     {"errors", "snapshot", "collectives"},
-    {"window", "sync", "split"},
+    {"window", "sync", "split", "bench"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed"},
     {"update", "cuda_graph"},
     {"accumulator"},

@@ -6,13 +6,16 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from macrobatch import bench
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.verify import verify
 
@@ -52,7 +55,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.set_defaults(run=_verify)
+
+    measure = commands.add_parser(
+        "bench",
+        help="measure against the peers",
+        description="Runs the benchmarks one after the other, and shows what was found against what targets. Exit "
+        "status: 0 all ran and every gradient agreed with its reference, 1 not so, 2 could not be run.",
+    )
+    measure.add_argument("names", nargs="*", metavar="NAME", help="which; all, without a name")
+    measure.add_argument("--list", action="store_true", help="only say which there are")
+    measure.add_argument("--out", type=Path, default=Path("results"), help="a folder for the results")
+    measure.add_argument(
+        "--figures",
+        type=Path,
+        nargs="?",
+        const=Path("docs/figures"),
+        help="draw them, into docs/figures or this folder",
+    )
+    measure.add_argument("--options", default="", metavar="WORDS", help="handed on to each, e.g. --options='--tiny'")
+    measure.set_defaults(run=_bench)
     return parser
+
+
+# ----------------------------------------------------------------------------------------------- macrobatch bench
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    if parsed.list:
+        for benchmark in bench.benchmarks(bench.folder()).values():
+            print(f"{benchmark.name}: {benchmark.what}")
+        return RIGHT
+    return bench.bench(parsed.names, parsed.out, parsed.figures, shlex.split(parsed.options))
 
 
 # ---------------------------------------------------------------------------------------------- macrobatch verify

@@ -1,0 +1,115 @@
+"""What every benchmark says of itself and of the machine, and how its figures are shown and kept.
+
+A benchmark is a file of this folder whose docstring begins with one line of what it measures, and that has a `main`
+which returns 0, 1 where a gradient was wrong or a loop failed, or 2 where it cannot run here. It takes `--out FOLDER`
+and leaves FOLDER/NAME.json there. `macrobatch bench` runs them all, and finds in these files, however deep:
+
+- targets: mappings with `reached`, and `found` beside a bound `at_least...` or `at_most...`;
+- rows: mappings with `exact`, whether the gradient agreed with the reference.
+"""
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import macrobatch
+from macrobatch.bench import plain_table
+
+
+def stamp(what: str, *packages: str) -> dict[str, Any]:
+    """How a file of results begins: what was measured, when, and with which versions."""
+    numbers = {name: version(name) for name in packages}
+    return {
+        "what": what,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {"python": platform.python_version(), "macrobatch": macrobatch.__version__, **numbers},
+    }
+
+
+def in_words(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def machine(device: str = "cpu") -> str:
+    """The name of the GPU, or of the processor."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
+    """The median, then the quartiles around it.
+
+    >>> quartiles([1, 2, 3, 4, 5])
+    (3.0, 2.0, 4.0)
+    """
+    if len(figures) == 1:
+        return figures[0], figures[0], figures[0]
+    lower, median, upper = statistics.quantiles(figures, n=4, method="inclusive")
+    return median, lower, upper
+
+
+def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    """A table on the screen: the first column is a name, the others are figures. Plain where rich is not there."""
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"\n{title}\n\n{plain_table(headings, rows)}\n")
+        if caption:
+            print(f"{caption}\n")
+        return
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar, where rich is there: yields what to call after each of `total` pieces of work.
+
+    No thread refreshes it: it is drawn between the pieces, never while one is timed.
+    """
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda: None
+        return
+    with Progress(auto_refresh=False) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+    """The option that says where the results go."""
+    parser.add_argument(
+        "--out",
+        "--output",
+        dest="output",
+        metavar="PATH",
+        type=lambda path: Path(path) if path.endswith(".json") else Path(path) / f"{name}.json",
+        default=Path("results") / f"{name}.json",
+        help=f"a folder for {name}.json, or a file that ends in .json (default: results)",
+    )
+
+
+def save(result: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
