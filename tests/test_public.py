@@ -11,7 +11,7 @@ SOURCE = Path(macrobatch.__file__).parent
 
 # Each module may import those in the rows above its own, and torch; nothing else but the standard library.
 LAYERS = [
-    {"errors", "snapshot", "collectives"},
+    {"errors", "snapshot", "collectives", "capture"},
     {"window", "sync", "split", "bench"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed"},
     {"update", "cuda_graph"},

@@ -12,15 +12,15 @@ at once; any other when it comes for the second time. What cannot be recorded ru
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from macrobatch.capture import Claim, captured, milliseconds, uncached_autocast, without_collecting
 from macrobatch.errors import BatchError
 from macrobatch.fit import is_out_of_memory, release
 from macrobatch.gradients import Gradients, run_backward
@@ -34,7 +34,6 @@ FORGOTTEN = 1000  # shapes seen once are too many to remember
 WARM_UPS = 3
 FASTER = 0.98  # of the eager time: a recording must gain this much to be kept
 
-T = TypeVar("T")
 Micro = tuple[Any, int]  # a micro-batch on the device, with its number of samples
 Loss = Callable[[Any, int], tuple[Tensor, Items]]
 
@@ -143,13 +142,13 @@ class Graphs:
         self._situation: object = None
         self._refused: str | None = None  # why nothing is recorded any more
         self._warned: set[str] = set()
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drop all recordings, and the memory they hold."""
         self._recordings: dict[Hashable, Recording | None] = {}  # None: this shape stays eager
         self._seen: dict[Hashable, set[Hashable]] = {}  # shapes that wait, by what is known before they are taken
-        self._taken: set[Hashable] = set()  # for which of the latter that was not enough to record it at once
+        self._taken: set[Hashable] = set()  # what was known of those that were looked at already
         self._buffers: dict[int, Tensor] = {}  # the gradients, by the parameter's id
         self._versions: dict[int, int] = {}
         self._ledger: Ledger | None = None
@@ -233,7 +232,7 @@ class Graphs:
             (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         )
         if situation != self._situation:
-            self._forget()
+            self.forget()
             self._situation = situation
         if self._refused is None and (hooked := _hooked(modules, parameters)) is not None:
             self._refuse(f"{hooked} has a hook, which a replay would leave out")
@@ -277,7 +276,7 @@ class Graphs:
         """The recording of a shape, or None where there is none, or where it does not pay."""
         recording, why = None, None
         try:
-            with _undone(self._models), _uncached_autocast(), self._leaves_of(parameters) as leaves_of:
+            with _undone(self._models), uncached_autocast(), self._leaves_of(parameters) as leaves_of:
                 recording = self._record(leaves_of, micro_batch, samples)
         except Exception as error:
             if is_out_of_memory(error):
@@ -286,7 +285,7 @@ class Graphs:
                 reason = (
                     str(error) if isinstance(error, NotRecordableError) else f"recording failed: {_first_line(error)}"
                 )
-                self._forget()  # others, recorded before, may share what failed
+                self.forget()  # others, recorded before, may share what failed
                 self._refused, why = reason, _eagerly(reason)
         # Outside of the except block, whose traceback kept what was computed alive.
         for parameter in parameters:
@@ -308,7 +307,7 @@ class Graphs:
         def micro_step() -> Window:
             return self._micro_step(static, samples, ledger, leaves_of)
 
-        with _without_collecting(), _Claim(pool, device) as claim:
+        with without_collecting(), Claim(pool, device) as claim:
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream), claim.allocating():
                 micro_step()
@@ -323,13 +322,13 @@ class Graphs:
                 if id(parameter) not in self._buffers:
                     self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
                 leaves_of[parameter].grad = self._buffers[id(parameter)]
-            with torch.cuda.stream(stream), claim.allocating(), _without_reads():
-                eager = min(_milliseconds(micro_step) for _ in range(WARM_UPS - 1))
-            graph, window = _captured(micro_step, pool, stream, device)
+            with torch.cuda.stream(stream), claim.allocating():
+                eager = min(milliseconds(micro_step) for _ in range(WARM_UPS - 1))
+            graph, window = captured(micro_step, pool, stream, device)
         torch.cuda.current_stream(device).wait_stream(stream)
         inputs = [leaf for _, leaf in _tensors(static)]
         recording = Recording(graph, inputs, ledger, list(dtypes), window.host_items)
-        replayed = min(_milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
+        replayed = min(milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < FASTER * eager else None
 
     def _micro_step(
@@ -435,53 +434,7 @@ def _copied(micro_batch: Any) -> Any:
     return transformed(micro_batch, lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
 
 
-# ---------------------------------------------------------------------------------------------- of the device
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-class _Claim:
-    """Lets warming up use the memory of the recordings, which would else lie there beside it, and idle.
-
-    By the functions behind ``torch.cuda.use_mem_pool``, which itself serves the calling thread alone: backwards have
-    another. A pool that nobody claims any more is gone, so this lasts until the recording itself is there to claim it.
-    """
-
-    def __init__(self, pool: Any, device: torch.device) -> None:
-        self._pool = pool
-        self._index = _index(device)
-        self._claims = 0
-
-    def __enter__(self) -> _Claim:
-        return self
-
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """From that pool, whatever the thread."""
-        torch._C._cuda_beginAllocateToPool(self._index, self._pool)
-        self._claims += 1
-        try:
-            yield
-        finally:
-            torch._C._cuda_endAllocateToPool(self._index, self._pool)
-
-    def __exit__(self, *exception: object) -> None:
-        for _ in range(self._claims):
-            torch._C._cuda_releasePool(self._index, self._pool)
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """What Python's garbage collector frees in between may be something whose freeing a recording forbids."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+# ---------------------------------------------------------------------------------------------- of models
 
 
 @contextlib.contextmanager
@@ -492,71 +445,6 @@ def _undone(models: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-@contextlib.contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Weights that were cast before a recording began are no part of it."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextlib.contextmanager
-def _without_reads() -> Iterator[None]:
-    """A read by the host is an error here: no replay would do it. Found while recording, it would break that."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-
-def _captured(
-    run: Callable[[], T], pool: Any, stream: torch.cuda.Stream, device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, T]:
-    """What `run` does, as a graph, and what it returned."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(device)),  # is put back where the next one fails to
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            returned = run()
-    except BaseException:
-        _end_failed_capture(pool, device)
-        raise
-    return graph, returned
-
-
-def _end_failed_capture(pool: Any, device: torch.device) -> None:
-    """What torch leaves undone when a capture cannot be ended: allocator and generator would take it for underway."""
-    index = _index(device)
-    with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(index, pool)
-    generator = torch.cuda.default_generators[index]
-    generator.graphsafe_set_state(generator.clone_state())
-    torch.cuda.synchronize(device)
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    """What the device needs for it, waiting for the host included."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-# ---------------------------------------------------------------------------------------------- of models
 
 
 def _hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:

@@ -270,6 +270,8 @@ class MacroStep:
             before.restore()
         if asked is not None:
             self._learn(cut, asked)
+        if self._graphs is not None:
+            self._graphs.forget()  # they hold memory
         release(self._acc._device)
         if FAILED in statuses:
             raise BackendError(f"rank {statuses.index(FAILED)} failed in this window: its own error says why.")
