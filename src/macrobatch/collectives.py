@@ -15,15 +15,17 @@ from torch.distributed.tensor import DTensor
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
-def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, bucket_bytes: int = 32 * 2**20) -> None:
-    """Sum all gradients over the ranks, a bucket at a time. One that only other ranks have is made here, of zeros."""
+def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, host: Group, bucket_bytes: int = 32 * 2**20) -> None:
+    """Sum all gradients over the ranks, a bucket at a time. One that only other ranks have is made here, of zeros.
+
+    `host` is the `host_group` of `group`, on which they tell each other what they have.
+    """
     parameters = list(named.values())
-    used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0].device, non_blocking=True)
-    dist.all_reduce(used, group=group)
-    if any(p.grad is None for p in parameters):  # only then does the host have to know
-        for parameter, ranks in zip(parameters, used.tolist(), strict=True):
-            if parameter.grad is None and ranks:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+    used = torch.tensor([float(p.grad is not None) for p in parameters])
+    dist.all_reduce(used, group=host)
+    for parameter, ranks in zip(parameters, used.tolist(), strict=True):
+        if parameter.grad is None and ranks:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     bucket: list[Tensor] = []
     gradients = [p.grad for p in parameters if p.grad is not None]
     for gradient, following in zip(gradients, [*gradients[1:], None], strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch.collectives import Group, all_reduce_flat, local
+from macrobatch.collectives import Group, all_reduce_flat, host_group, local
 from macrobatch.errors import BackendError, UsageError
 
 When = Literal["window", "micro"]
@@ -100,6 +100,7 @@ class DDP(Local):
         self._synced = False  # whether the last backward went through the reducer
         self._held = False
         self._world = dist.get_world_size(group)
+        self._host: Group = None  # the same ranks on their hosts, where a window is closed flat
         self.group = group
         self.lockstep = self._micro
         self.recordable = not (self._micro or any(model.static_graph for model in models))
@@ -153,7 +154,9 @@ class DDP(Local):
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         self._held = False
         if not self._synced:
-            all_reduce_flat(named, self.group)
+            if self._host is None:
+                self._host = host_group(self.group)
+            all_reduce_flat(named, self.group, self._host)
             for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
                 model.require_forward_param_sync = True
 
