@@ -1,5 +1,6 @@
 """One call, one exact step: whatever the batch, however it is cut, the optimizer gets the whole batch's gradient."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -544,3 +545,22 @@ def test_a_sample_above_the_budget():
 
 def test_all_of_them_are_errors_of_ours():
     assert all(issubclass(kind, MacrobatchError) for kind in (UsageError, BatchError, BackendError, FitError))
+
+
+def test_cuda_graph_on_a_cpu_is_accepted_and_says_once_that_it_is_eager():
+    def trained(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), squares, micro=4, **options)
+        for _ in range(3):
+            train({"x": torch.arange(30.0).view(10, 3) / 30, "y": torch.ones(10, 1)})
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return F.mse_loss(model(batch["x"]), batch["y"]), len(batch["x"])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorded = trained(cuda_graph=True)
+    assert ["run eagerly, as without it: the model is on cpu" in str(one.message) for one in caught] == [True]
+    assert all(map(torch.equal, recorded, trained()))

@@ -20,7 +20,7 @@ from transformers import BatchEncoding
 
 from macrobatch import by_count, by_tokens, split
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.split import plan_by_count, plan_by_tokens, samples_of
+from macrobatch.split import plan_by_count, plan_by_tokens, plan_few_shapes, rounded_up, samples_of
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 at_length = settings(quickly, max_examples=300)
@@ -145,6 +145,72 @@ def test_samples_of_no_length_are_there_too(lengths, budget):
 def test_the_longest_come_first(lengths, budget):
     longest = [max(lengths[sample] for sample in part) for part in plan_by_tokens(lengths, budget)]
     assert all(a >= b for a, b in pairwise(longest))
+
+
+@at_length
+@given(st.lists(st.integers(0, 5000), max_size=200), st.integers(1, 9000))
+def test_few_shapes_keep_the_budget_and_every_sample(lengths, budget):
+    plan, widths = plan_few_shapes(lengths, budget)
+    assert sorted(sample for part in plan for sample in part) == list(range(len(lengths)))
+    for part, width in zip(plan, widths, strict=True):
+        assert width >= max(lengths[sample] for sample in part)
+        assert len(part) == 1 or len(part) * width <= budget
+        assert width <= max(16, 1.25 * max(lengths[sample] for sample in part))
+
+
+@at_length
+@given(st.integers(1, 10**6))
+def test_lengths_are_rounded_up_to_four_for_each_doubling(length):
+    rounded = rounded_up(length)
+    assert length <= rounded
+    assert rounded == rounded_up(rounded)
+    assert length <= 16 or rounded < 1.25 * length
+    assert len({rounded_up(each) for each in range(1025, 2049)}) == 4
+
+
+def test_few_shapes_are_few():
+    """Over many windows of random lengths: no more than a few for each width, where each cut has its own otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    few, many = set(), set()
+    for _ in range(50):
+        lengths = torch.empty(128).log_normal_(5.0, 0.8, generator=generator).clamp(8, 2048).long().tolist()
+        few |= {(len(part), width) for part, width in zip(*plan_few_shapes(lengths, 4096), strict=True)}
+        many |= {(len(part), max(lengths[s] for s in part)) for part in plan_by_tokens(lengths, 4096)}
+    assert len(few) < 64 < len(many)
+
+
+def parts_of_few_shapes(batch: Any, budget: int) -> list[Any]:
+    samples = samples_of(batch)
+    return [samples.take(part) for part in by_tokens(budget).parts(samples, few_shapes=True)]
+
+
+def test_few_shapes_pad_as_the_batch_does():
+    """Wider than the batch is: with what it has itself in its padding."""
+    ids = torch.tensor([[5] * 17, [6, 6, 6, *[9] * 14]])  # 9 is padding
+    mask = torch.tensor([[1] * 17, [1, 1, 1, *[0] * 14]])
+    hidden = torch.stack([torch.ones(17, 2), torch.cat([torch.ones(3, 2), torch.full((14, 2), 7.0)])])
+    (taken,) = parts_of_few_shapes({"input_ids": ids, "attention_mask": mask, "hidden": hidden, "id": mask[:, 0]}, 64)
+    assert taken["input_ids"].tolist() == [[5] * 17 + [9] * 3, [6] * 3 + [9] * 17]
+    assert taken["attention_mask"].sum(1).tolist() == [17, 3]
+    assert taken["hidden"].shape == (2, 20, 2)
+    assert taken["hidden"][0, 17:].unique().tolist() == [7.0]
+    assert taken["id"].shape == (2,)
+
+
+def test_few_shapes_of_a_batch_without_padding_stay_as_they_are():
+    ids = torch.ones(4, 17).long()
+    taken = parts_of_few_shapes({"input_ids": ids, "attention_mask": ids}, 34)
+    assert [tuple(part["input_ids"].shape) for part in taken] == [(1, 17)] * 4
+
+
+def test_few_shapes_of_listed_samples_are_as_collate_pads_them():
+    def collate(samples: list[list[int]]) -> Tensor:
+        width = split.rounded_up(max(map(len, samples)))
+        return torch.tensor([[*sample, *[0] * (width - len(sample))] for sample in samples])
+
+    samples = samples_of([[1] * n for n in (30, 9, 4, 2, 17, 8, 3)], collate)
+    parts = by_tokens(64).parts(samples, few_shapes=True)
+    assert [tuple(samples.take(part).shape) for part in parts] == [(2, 32), (4, 16), (1, 16)]
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of batches
