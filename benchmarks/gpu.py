@@ -455,12 +455,12 @@ class Reference:
 
 
 def distance(found: Iterable[Tensor], expected: Gradients) -> float:
-    difference, largest = 0.0, 0.0
+    differences, sizes = [], []
     for own, theirs in zip(found, expected, strict=True):
         there = theirs.to(own.device)
-        difference = max(difference, (own - there).abs().max().item())
-        largest = max(largest, there.abs().max().item())
-    return difference / largest
+        differences.append((own - there).abs().max())
+        sizes.append(there.abs().max())
+    return (torch.stack(differences).max() / torch.stack(sizes).max()).item()
 
 
 def reference_for(problem: Problem, windows: Iterable[int]) -> Reference:
@@ -583,7 +583,7 @@ class Bench:
     def _measured(self, rival: Rival) -> Row:
         order = (0, 1, 0) if rival.has_graphs else (0, 1)
         errors, judged = self._judged(rival, order)
-        worst = max(errors)
+        worst = torch.tensor(errors, dtype=torch.float64).max().item()  # unlike Python's max, it keeps a NaN
         warm = self.problem.case.windows if rival.has_graphs else 1
         windows = min(max(math.ceil(self.seconds / judged[-1]), self.problem.case.least), MOST_WINDOWS)
         taken, made, memory = self._timed(rival, warm + windows)
