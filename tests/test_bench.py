@@ -28,9 +28,9 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--loudly", action="store_true")
     parsed = parser.parse_args()
-    parsed.out.mkdir(exist_ok=True)
+    parsed.out.parent.mkdir(exist_ok=True)
     if {status} != 2:
-        (parsed.out / "{name}.json").write_text(json.dumps({result}))
+        parsed.out.write_text(json.dumps({result}))
     print("LOUD" if parsed.loudly else "quiet", flush=True)
     return {status}
 
@@ -39,7 +39,7 @@ sys.exit(main())
 RESULT = {
     "date": "2030-01-02",
     "processor": "an abacus",
-    "rows": [{"exact": True}, {"deeper": {"exact": False}}],
+    "rows": [{"exact": True}, {"deeper": {"exact": False}}, {"agrees": True}, {"agrees": None}],
     "targets": [
         {"name": "speed", "at_least": 4.5, "found": 5.0, "reached": False},  # its gradient was wrong
         {"name": "memory", "at_most": 1.15, "found": 1.1, "reached": True},
@@ -131,7 +131,7 @@ def test_what_was_found(tmp_path):
         "made_up, links, slow, time   at most 1.03    1.2   MISSED",
         "made_up, links, slow, speed    at least 3      4  reached",
         "",
-        f"{path}: 2030-01-02, an abacus; 1 of 2 rows agreed with the reference's gradient",
+        f"{path}: 2030-01-02, an abacus; 2 of 3 rows agreed with their reference",
     ]
 
 
@@ -324,6 +324,37 @@ def test_figures(imported, tmp_path):
     lines = {line.get_label(): list(line.get_ydata()) for line in speeds.lines}
     assert lines == {"Accelerate": [100, 200, 400], "Macrobatch": [300] * 3, "one big batch": [500, 500]}
     assert {tuple(line.get_ydata()) for line in memory.lines} == {(2, 2, 2), (2, 2)}
+
+
+def test_a_table_without_rich(imported, monkeypatch, capsys):
+    record = imported("record")
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    record.show("Speeds", ["loop", "tokens/s"], [["by hand", "9"]], "On an abacus.")
+    with record.progress("measuring", 3) as tick:
+        tick()
+    said = capsys.readouterr().out.split("\n")
+    assert said == [
+        "",
+        "Speeds",
+        "",
+        "loop     tokens/s",
+        "-------  --------",
+        "by hand         9",
+        "",
+        "On an abacus.",
+        "",
+        "",
+    ]
+
+
+def test_where_results_go(imported):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    imported("record").add_output(parser, "gpu")
+    places = [parser.parse_args(words).output.as_posix() for words in ([], ["--out", "a"], ["--output", "a/b.json"])]
+    assert places == ["results/gpu.json", "a/gpu.json", "a/b.json"]
 
 
 def test_nothing_to_draw(tmp_path):
