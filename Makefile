@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
 
-.PHONY: demo test check format venv bench bench-lengths clean
+.PHONY: demo test check format venv bench clean
 
 demo: venv  ## the same small model trained with one big batch and with micro-batches
 	$(BIN)/python examples/quickstart.py
@@ -25,11 +25,8 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: venv  ## microseconds a micro-step, beside the peers
-	$(BIN)/python benchmarks/overhead.py
-
-bench-lengths: venv  ## tokens a second on samples of very different lengths, beside the peers
-	$(BIN)/python benchmarks/variable_length.py
+bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
+	$(BIN)/macrobatch bench $(BENCHMARKS)
 
 venv: .venv/.complete  ## a .venv with all extras
 

@@ -1,11 +1,12 @@
 """What every benchmark says of itself and of the machine, and how its figures are shown and kept.
 
 A benchmark is a file of this folder whose docstring begins with one line of what it measures, and that has a `main`
-which returns 0, 1 where a gradient was wrong or a loop failed, or 2 where it cannot run here. It takes `--out FOLDER`
-and leaves FOLDER/NAME.json there. `macrobatch bench` runs them all, and finds in these files, however deep:
+which returns 0, 1 where a gradient was wrong or a loop failed, or 2 where it cannot run here. With `--out FILE` it
+leaves its results there. `macrobatch bench` runs them all, and finds in these files, however deep:
 
-- targets: mappings with `reached`, and `found` beside a bound `at_least...` or `at_most...`;
-- rows: mappings with `exact`, whether the gradient agreed with the reference.
+- targets: mappings with `reached`, and a bound: `at_least...` or `at_most...` of `found`, or `X_at_least` of `X`;
+- rows: mappings with `exact`, whether the gradient agreed with the reference, or `agrees`, where something else was
+  compared, None where nothing was.
 """
 
 import argparse

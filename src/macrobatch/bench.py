@@ -76,7 +76,7 @@ def bench(names: Sequence[str], out: Path, figures: Path | None = None, options:
     for number, benchmark in enumerate(running, start=1):
         print(f"\n[{number}/{len(running)}] {benchmark.name}: {benchmark.what}\n", flush=True)
         began = time.perf_counter()
-        statuses.append(_status([benchmark.path, "--out", out, *options]))
+        statuses.append(_status([benchmark.path, "--out", out / f"{benchmark.name}.json", *options]))
         rows.append([benchmark.name, f"{time.perf_counter() - began:.0f} s", _in_words(statuses[-1])])
     new = [path for path, changed in _written(out).items() if before.get(path) != changed]
     print(f"\n{plain_table(['benchmark', 'time', 'outcome'], rows)}\n\n{summary(new)}", flush=True)
@@ -118,9 +118,9 @@ def summary(files: Sequence[Path]) -> str:
     targets, lines = [], []
     for path in files:
         result = json.loads(path.read_text())
-        exact = [row["exact"] for _, row in _holders(result, "exact")]
+        said = [row[key] for key in ("exact", "agrees") for _, row in _holders(result, key) if row[key] is not None]
         where = f"{result.get('date', 'undated')}, {result.get('processor', 'on an unknown machine')}"
-        lines.append(f"{path}: {where}; {sum(exact)} of {len(exact)} rows agreed with the reference's gradient")
+        lines.append(f"{path}: {where}; {sum(said)} of {len(said)} rows agreed with their reference")
         for target in targets_in(result):
             reached = "reached" if target.is_reached else "MISSED"
             name = ", ".join(filter(None, (path.stem, target.name)))
@@ -139,7 +139,13 @@ def targets_in(result: Any) -> list[Target]:
     >>> targets_in({"target": {"at_most_of_fabric": 0.25, "found": 0.2, "reached": True}})
     [Target(name='', wanted='at most 0.25 of fabric', found=0.2, is_reached=True)]
     """
-    return [target for path, holder in _holders(result, "reached") for target in _bounds(path, holder)]
+    targets = []
+    for path, holder in _holders(result, "reached"):
+        bounds = list(_bounds(path, holder))
+        if len(bounds) == 1:  # the benchmark knows more: a speed with a wrong gradient does not count
+            bounds = [bounds[0]._replace(is_reached=holder["reached"])]
+        targets += bounds
+    return targets
 
 
 def _bounds(path: tuple[str, ...], holder: dict[str, Any]) -> Iterator[Target]:
