@@ -19,7 +19,7 @@ from macrobatch import arguments
 from macrobatch.collectives import all_reduce_later, gathered, largest
 from macrobatch.cuda_graph import Recording
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.gradients import Gradients, Parameters, run_backward
+from macrobatch.gradients import Gradients, Parameters, num_nodes, run_backward
 from macrobatch.loader import Remainder, Turn, agreed_turns, exchanged_lengths, planned_turns
 from macrobatch.order import Order
 from macrobatch.snapshot import Snapshot
@@ -124,8 +124,9 @@ class Accumulator:
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
-        self._inputs: Sequence[nn.Parameter] | None = None  # what backwards of the window are confined to ...
-        self._inputs_known = False  # ... which its first one tells
+        self._inputs: Sequence[nn.Parameter] | None = None  # what backwards are confined to ...
+        self._nodes = 0  # ... where the graph has as many nodes as the last one that was looked at
+        self._nodes_before = 0  # how many there were when this micro-batch began
         self._order = Order()
         self._turn = Turn()  # how the current micro-batch was begun
         self._is_last = False
@@ -160,8 +161,7 @@ class Accumulator:
         window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
         self._sync.check(loss, gradients.named)
-        if not self._inputs_known:
-            self._inputs, self._inputs_known = self._sync.backward_inputs(loss, gradients.parameters), True
+        self._look_at_graph(loss, gradients)
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
@@ -344,6 +344,7 @@ class Accumulator:
         self._is_repeat = turn.repeat
         self._before_repeat = Snapshot(self._models) if turn.repeat else None
         self._sync.begin(self._is_last)
+        self._nodes_before = num_nodes()
         self._order.expects = "backward"
 
     def _end_turn(self) -> None:
@@ -360,6 +361,12 @@ class Accumulator:
             self._order.expects = "batch"
             if self._window is not None:
                 self._window.slots -= self._turn.slots
+
+    def _look_at_graph(self, loss: Tensor, gradients: Gradients) -> None:
+        """What this backward is to be confined to; the same as before where the forward made as many nodes."""
+        nodes = num_nodes() - self._nodes_before
+        if nodes != self._nodes or nodes == 0:
+            self._inputs, self._nodes = self._sync.backward_inputs(loss, gradients.parameters), nodes
 
     def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool, is_first: bool) -> None:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
@@ -461,8 +468,8 @@ class Accumulator:
         self._windows += self._accumulated
         if self._gradients is not None:
             self._gradients.clear()
-        self._window = self._gradients = self._inputs = None
-        self._inputs_known = False
+        self._window = self._gradients = None
+        self._nodes = 0
         self._order.carries = self._order.broken = False
 
     # ------------------------------------------------------------------------------------------ for whole batches

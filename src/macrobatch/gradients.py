@@ -29,6 +29,7 @@ from macrobatch.window import wide
 HALF = (torch.float16, torch.bfloat16)
 GRADIENT_OF = operator.attrgetter("grad")
 VERSION_OF = operator.attrgetter("_version")
+_get_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | None) -> None:
@@ -42,6 +43,11 @@ def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | No
         _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed, inputs=inputs)
+
+
+def num_nodes() -> int:
+    """How many nodes this thread has added to graphs so far; always 0 where torch does not tell."""
+    return 0 if _get_sequence_nr is None else int(_get_sequence_nr())
 
 
 class Kind(NamedTuple):
