@@ -616,7 +616,7 @@ class Bench:
         )
 
     def _judged(self, rival: Rival, order: Sequence[int]) -> tuple[list[Difference], list[float]]:
-        """Each window's gradient beside the reference, and its seconds. Nothing is learned: the weights stay the same."""
+        """Each window's gradient beside the reference, and its seconds. Nothing is learned: weights stay the same."""
         job = self._job(rival, learning_rate=0.0, max_norm=math.inf)
         watch = Watch(job.optimizer, job.device)
         watch.judge(job.model, job.optimizer, self.reference, order)
