@@ -14,11 +14,11 @@ mask. Compiled loops share one compiled model.
 
 A loop runs twice, each time with a model of its own. First it is judged: what it hands to its optimizer, without
 clipping (which would hide a wrong scale), is compared with one big batch in float32 without TF32, for two different
-windows and, where graphs are replayed, for the first once more. The error is max |difference| / max |gradient| of the
-whole model; it may be three times that of one big batch under the same autocast. Then it is timed: windows from one
-optimizer step to the next, with an empty cache before; the memory is what torch has *reserved* at most, for
-`max_memory_allocated` does not see what lives in the pools of graphs. The time of `MacroStep` without graphs is
-compared with the loop by hand once more, in turns, window by window: slow spells of the machine hit both.
+windows (in the sweep, one) and, where graphs are replayed, for the first once more. The error is max |difference| /
+max |gradient| of the whole model; it may be three times that of one big batch under the same autocast. Then it is
+timed: windows from one optimizer step to the next, with an empty cache before; the memory is what torch has *reserved*
+at most, for `max_memory_allocated` does not see what lives in the pools of graphs. The time of `MacroStep` without
+graphs is compared with the loop by hand once more, in turns, window by window: slow spells of the machine hit both.
 
     python benchmarks/gpu.py                    # everything: prints rows as they come, writes results/gpu.json
     python benchmarks/gpu.py --only fixed       # one section
@@ -102,7 +102,7 @@ class Case:
     length: int  # tokens of a sample; where lengths vary, of the longest
     micro_batches: int
     windows: int = 2  # different ones
-    least: int = 5  # windows to time
+    least: int = 4  # windows to time
 
     @property
     def name(self) -> str:
@@ -136,7 +136,7 @@ CASES = [
     Case(section="fixed", model="110M", micro_batch=1, length=512, micro_batches=16),
     Case(section="fixed", model="41M", micro_batch=2, length=256, micro_batches=16),
     Case(section="fixed", model="110M", micro_batch=4, length=1024, micro_batches=8),
-    Case(section="variable", model="110M", micro_batch=2, length=2048, micro_batches=64, windows=4, least=4),
+    Case(section="variable", model="110M", micro_batch=2, length=2048, micro_batches=64, windows=4, least=3),
     *swept("110M", [1, 2, 4, 8, 16, 32], 512),
 ]
 TINY = [
@@ -433,6 +433,8 @@ def rivals_of(case: Case) -> list[Rival]:
     def takes_part(rival: Rival) -> bool:
         if rival.name == BIG_BATCH:  # padded to the longest, a window of variable lengths fits no GPU
             return not case.varies and (case.section != "sweep" or case.micro_batches == 1)
+        if rival.name == FABRIC and case.varies:  # the loop by hand, with another forward around the model
+            return False
         return not (rival.is_compiled and case.section == "sweep")  # half a minute for each size
 
     return list(filter(takes_part, RIVALS))
@@ -449,23 +451,31 @@ class Reference:
     gradients: dict[int, Gradients]
     allowed: float
 
-    def error(self, index: int, found: Iterable[Tensor]) -> float:
-        """Max |difference| / max |gradient| of the whole model."""
-        return distance(found, self.gradients[index])
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two gradients of a whole model."""
+
+    error: float  # max |difference| / max |gradient|
+    scale: float  # how long the one is along the other: rounding averages out here, so that a small wrong factor shows
 
 
-def distance(found: Iterable[Tensor], expected: Gradients) -> float:
-    differences, sizes = [], []
+def difference(found: Iterable[Tensor], expected: Gradients) -> Difference:
+    differences, sizes, along, length = [], [], [], []
     for own, theirs in zip(found, expected, strict=True):
         there = theirs.to(own.device)
         differences.append((own - there).abs().max())
         sizes.append(there.abs().max())
-    return (torch.stack(differences).max() / torch.stack(sizes).max()).item()
+        along.append((own * there).sum(dtype=torch.float64))
+        length.append(there.square().sum(dtype=torch.float64))
+    # Unlike Python's, torch's max keeps a NaN.
+    error = torch.stack(differences).max() / torch.stack(sizes).max()
+    return Difference(error.item(), (torch.stack(along).sum() / torch.stack(length).sum()).item())
 
 
 def reference_for(problem: Problem, windows: Iterable[int]) -> Reference:
     exact = {index: big_batch(problem, index, problem.precise) for index in windows}
-    own = max(distance(big_batch(problem, index, None), exact[index]) for index in exact)
+    own = max(difference(big_batch(problem, index, None), exact[index]).error for index in exact)
     return Reference(gradients=exact, allowed=max(ALLOWED * own, FLOOR))
 
 
@@ -513,6 +523,7 @@ class Row:
     micro_batches: float | None = None  # a window, on average
     first_window_seconds: float | None = None  # compiling and capturing included
     gradient_error: float | None = None
+    gradient_scale: float | None = None  # that of the window where it is farthest from 1; nothing is judged by it
     exact: bool = False
     note: str = ""
     error: str = ""
@@ -524,19 +535,19 @@ class Watch:
     def __init__(self, optimizer: Optimizer, device: str) -> None:
         self.device = device
         self.seconds: list[float] = []  # of each window, what is looked at left out
-        self.errors: list[float] = []
-        self._judge: Callable[[int], float] | None = None
+        self.differences: list[Difference] = []
+        self._judge: Callable[[int], Difference] | None = None
         self._since = 0.0
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def judge(self, model: nn.Module, optimizer: Optimizer, reference: Reference, order: Sequence[int]) -> None:
-        def error(number: int) -> float:
-            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
-            found = gradients_of(model)
-            return reference.error(order[number], (g / scale for g in found) if scale is not None else found)
+        def judged(number: int) -> Difference:
+            divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
+            found = (gradient if divisor is None else gradient / divisor for gradient in gradients_of(model))
+            return difference(found, reference.gradients[order[number]])
 
-        self._judge = error
+        self._judge = judged
 
     def begin(self) -> None:
         self._since = self._now()
@@ -544,7 +555,7 @@ class Watch:
     def _before(self, *_: object) -> None:
         if self._judge is not None:
             now = self._now()
-            self.errors.append(self._judge(len(self.errors)))
+            self.differences.append(self._judge(len(self.differences)))
             self._since += self._now() - now
 
     def _after(self, *_: object) -> None:
@@ -581,11 +592,13 @@ class Bench:
         return replace(row, reserved_before_gib=before, note=note)
 
     def _measured(self, rival: Rival) -> Row:
-        order = (0, 1, 0) if rival.has_graphs else (0, 1)
-        errors, judged = self._judged(rival, order)
-        worst = torch.tensor(errors, dtype=torch.float64).max().item()  # unlike Python's max, it keeps a NaN
-        warm = self.problem.case.windows if rival.has_graphs else 1
-        windows = min(max(math.ceil(self.seconds / judged[-1]), self.problem.case.least), MOST_WINDOWS)
+        case = self.problem.case
+        order = (0, 1, 0) if rival.has_graphs else (0,) if case.section == "sweep" else (0, 1)
+        differences, judged = self._judged(rival, order)
+        worst = torch.tensor([each.error for each in differences], dtype=torch.float64).max().item()
+        warm = case.windows if rival.has_graphs else 1
+        seconds = self.seconds / 2 if case.section == "sweep" else self.seconds
+        windows = min(max(math.ceil(seconds / judged[-1]), case.least), MOST_WINDOWS)
         taken, made, memory = self._timed(rival, warm + windows)
         speeds = [self.problem.tokens(index) / s for index, s in enumerate(taken)][warm:]
         speed, lower, upper = record.quartiles(speeds)
@@ -598,20 +611,21 @@ class Bench:
             micro_batches=round(made / len(taken), 2),
             first_window_seconds=round(judged[0], 3),
             gradient_error=worst,
+            gradient_scale=round(max(differences, key=lambda each: abs(each.scale - 1)).scale, 6),
             exact=worst <= self.reference.allowed,
         )
 
-    def _judged(self, rival: Rival, order: Sequence[int]) -> tuple[list[float], list[float]]:
-        """The error and the seconds of each window. Nothing is learned, so that all start from the same weights."""
+    def _judged(self, rival: Rival, order: Sequence[int]) -> tuple[list[Difference], list[float]]:
+        """Each window's gradient beside the reference, and its seconds. Nothing is learned: weights stay the same."""
         job = self._job(rival, learning_rate=0.0, max_norm=math.inf)
         watch = Watch(job.optimizer, job.device)
         watch.judge(job.model, job.optimizer, self.reference, order)
         run = rival.build(job)
         watch.begin()
         run(self.problem.data(order))
-        if len(watch.errors) != len(order):
-            raise RuntimeError(f"{len(order)} windows were handed over, and {len(watch.errors)} optimizer steps taken")
-        return watch.errors, watch.seconds
+        if (steps := len(watch.differences)) != len(order):
+            raise RuntimeError(f"{len(order)} windows were handed over, and {steps} optimizer steps taken")
+        return watch.differences, watch.seconds
 
     def _timed(self, rival: Rival, windows: int) -> tuple[list[float], int, float | None]:
         """Seconds of each window, micro-batches of all, and the most memory."""

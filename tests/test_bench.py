@@ -195,6 +195,7 @@ def test_right_loops_agree_with_the_reference(tiny):
         for name in ("hand-written", "Macrobatch"):
             assert rows[name]["exact"], rows[name]
             assert rows[name]["gradient_error"] > 0
+            assert rows[name]["gradient_scale"] == pytest.approx(1, abs=1e-5)
             assert rows[name]["tokens_per_second"] > 0
 
 
@@ -204,6 +205,7 @@ def test_wrong_gradients_are_seen(tiny, name):
         row = next(row for row in case["rows"] if row["name"] == name)
         assert not row["exact"], row
         assert not row["error"]
+        assert name != "scaled" or row["gradient_scale"] == pytest.approx(0.999, abs=1e-5)
     assert tiny["said"].count("WRONG") == 3 * len(tiny["cases"])
 
 
