@@ -127,7 +127,7 @@ class Case:
 def swept(model: str, sizes: Sequence[int], length: int) -> list[Case]:
     """The same window in micro-batches of these sizes, of which the last is all of it."""
     return [
-        Case(section="sweep", model=model, micro_batch=n, length=length, micro_batches=sizes[-1] // n, least=3)
+        Case(section="sweep", model=model, micro_batch=n, length=length, micro_batches=sizes[-1] // n, least=2)
         for n in sizes
     ]
 
@@ -393,7 +393,7 @@ def trainer(job: Job) -> Run:
 def macro_step(job: Job, cuda_graph: bool = False) -> Run:
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         with job.autocast():
-            return causal_lm_loss(model, job.moved(batch))
+            return causal_lm_loss(model, job.moved(batch), chunk=None)  # all logits at once, as the peers make them
 
     micro: Any = by_tokens(job.case.budget) if job.case.varies else job.micro_batch
     train = MacroStep(job.model, job.optimizer, loss_fn, micro=micro, max_norm=job.max_norm, cuda_graph=cuda_graph)
