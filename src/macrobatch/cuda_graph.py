@@ -90,7 +90,7 @@ class Recording:
         graph: torch.cuda.CUDAGraph,
         inputs: list[Tensor],
         ledger: Ledger,
-        reached: list[nn.Parameter],
+        reached: set[nn.Parameter],
         host_items: int | float,
     ) -> None:
         self.reached = reached
@@ -309,27 +309,32 @@ class Graphs:
 
         with without_collecting(), Claim(pool, device) as claim:
             stream.wait_stream(torch.cuda.current_stream(device))
+            for parameter, leaf in leaves_of.items():
+                leaf.grad = self._buffer_of(parameter)
             with torch.cuda.stream(stream), claim.allocating():
-                micro_step()
-                reached = {parameter: _strided(leaf.grad) for parameter, leaf in leaves_of.items()}
-                dtypes = {parameter: gradient.dtype for parameter, gradient in reached.items() if gradient is not None}
-                reached.clear()
-                for leaf in leaves_of.values():
-                    leaf.grad = None
+                reached = _reached(micro_step, leaves_of)
+                eager = min(milliseconds(micro_step) for _ in range(WARM_UPS - 1))
             if not all(map(_same, buffers_before, _buffers_of(self._models))):
                 raise NotRecordableError("a forward replaces a buffer of the model by another tensor")
-            for parameter, dtype in dtypes.items():
-                if id(parameter) not in self._buffers:
-                    self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
-                leaves_of[parameter].grad = self._buffers[id(parameter)]
-            with torch.cuda.stream(stream), claim.allocating():
-                eager = min(milliseconds(micro_step) for _ in range(WARM_UPS - 1))
+            for parameter in leaves_of.keys() - set(reached):  # a gradient of zero is not the same as none
+                leaves_of[parameter].grad = None
+                if not self._is_reached(parameter):
+                    del self._buffers[id(parameter)]
             graph, window = captured(micro_step, pool, stream, device)
         torch.cuda.current_stream(device).wait_stream(stream)
         inputs = [leaf for _, leaf in _tensors(static)]
-        recording = Recording(graph, inputs, ledger, list(dtypes), window.host_items)
+        recording = Recording(graph, inputs, ledger, reached, window.host_items)
         replayed = min(milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < FASTER * eager else None
+
+    def _buffer_of(self, parameter: nn.Parameter) -> Tensor:
+        if id(parameter) not in self._buffers:
+            dtype = parameter.grad_dtype or parameter.dtype
+            self._buffers[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
+        return self._buffers[id(parameter)]
+
+    def _is_reached(self, parameter: nn.Parameter) -> bool:
+        return any(parameter in recording.reached for recording in self._recordings.values() if recording is not None)
 
     def _micro_step(
         self, micro_batch: Any, samples: int, ledger: Ledger, leaves_of: dict[nn.Parameter, nn.Parameter]
@@ -467,10 +472,21 @@ def _same(one: object, other: object) -> bool:
     return one is other
 
 
-def _strided(gradient: Tensor | None) -> Tensor | None:
-    if gradient is not None and gradient.layout != torch.strided:
-        raise NotRecordableError(f"a gradient is of layout {gradient.layout}; make it dense")
-    return gradient
+def _reached(micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter]) -> set[nn.Parameter]:
+    """The parameters to whose gradients it adds."""
+    reached: set[nn.Parameter] = set()
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _, parameter=parameter: reached.add(parameter)
+        )
+        for parameter, leaf in leaves_of.items()
+    ]
+    try:
+        micro_step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return reached
 
 
 def _first_line(error: BaseException) -> str:
