@@ -308,15 +308,15 @@ class Graphs:
             return self._micro_step(static, samples, ledger, leaves_of)
 
         with without_collecting(), Claim(pool, device) as claim:
-            stream.wait_stream(torch.cuda.current_stream(device))
             for parameter, leaf in leaves_of.items():
                 leaf.grad = self._buffer_of(parameter)
+            stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream), claim.allocating():
                 reached = _reached(micro_step, leaves_of)
                 eager = min(milliseconds(micro_step) for _ in range(WARM_UPS - 1))
             if not all(map(_same, buffers_before, _buffers_of(self._models))):
                 raise NotRecordableError("a forward replaces a buffer of the model by another tensor")
-            for parameter in leaves_of.keys() - set(reached):  # a gradient of zero is not the same as none
+            for parameter in leaves_of.keys() - reached:  # a gradient of zero is not the same as none
                 leaves_of[parameter].grad = None
                 if not self._is_reached(parameter):
                     del self._buffers[id(parameter)]
