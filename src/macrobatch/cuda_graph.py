@@ -32,7 +32,7 @@ LIMIT = 64  # recordings kept: each holds the launch parameters of thousands of 
 AT_ONCE = 8  # of them are recorded when they are first seen
 FORGOTTEN = 1000  # shapes seen once are too many to remember
 WARM_UPS = 3
-FASTER = 0.98  # of the eager time: a recording must gain this much to be kept
+FASTER = 0.9  # of the eager time: what a recording may take to be kept. It costs memory, and a host ahead hides more
 
 Micro = tuple[Any, int]  # a micro-batch on the device, with its number of samples
 Loss = Callable[[Any, int], tuple[Tensor, Items]]
@@ -311,7 +311,9 @@ class Graphs:
             for parameter, leaf in leaves_of.items():
                 leaf.grad = self._buffer_of(parameter)
             stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream), claim.allocating():
+            # The first leaves nothing in the pool, for what is recorded need not have the same sizes: it may differ.
+            is_first = not any(self._recordings.values())
+            with torch.cuda.stream(stream), contextlib.nullcontext() if is_first else claim.allocating():
                 reached = _reached(micro_step, leaves_of)
                 eager = min(milliseconds(micro_step) for _ in range(WARM_UPS - 1))
             if not all(map(_same, buffers_before, _buffers_of(self._models))):
