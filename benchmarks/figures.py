@@ -61,7 +61,7 @@ def by_micro_batch_size(cases: list[Case], caption: str) -> Any:
         panel.set_xlabel("samples in a micro-batch")
         panel.set_title(label, fontsize=10, loc="left")
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)
-        panel.yaxis.set_major_formatter("{x:,.0f}")
+        panel.yaxis.set_major_formatter("{x:,g}")
     first = cases[0]
     title = (
         f"{first['model']} parameters, windows of {first['tokens_a_window']:,} tokens in samples of {first['length']}"
