@@ -102,6 +102,18 @@ def test_a_lap_may_end_inside_a_part():
     assert min(first.parts()["saving"], second.parts()["saving"]) >= NAP
 
 
+def test_what_is_done_aside_is_not_in_the_seconds_of_a_step():
+    clock = Clock(CPU)
+    with clock.aside("validation"):
+        time.sleep(NAP)
+    lap = clock.lap()
+    assert lap.parts()["validation"] >= NAP
+    assert lap.seconds < NAP
+    with clock.part("saving"):
+        time.sleep(NAP)
+    assert clock.lap().seconds >= NAP
+
+
 def test_an_inner_part_takes_its_time_from_the_outer():
     clock = Clock(CPU)
     with clock.part("data"), clock.part("communication"):

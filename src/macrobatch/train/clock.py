@@ -40,7 +40,7 @@ class Lap:
     """One round of the clock.
 
     Attributes:
-        seconds: by the host's clock.
+        seconds: by the host's clock, without what was done aside.
     """
 
     def __init__(self, seconds: float, marks: list[tuple[str, Moment]], end: Moment) -> None:
@@ -70,12 +70,24 @@ class Clock:
     >>> parts["data"] > 0, parts["forward"], abs(sum(parts.values()) - lap.seconds) < 1e-9
     (True, 0.0, True)
 
+    A training loop has a lap for each step::
+
+        clock.watch(train)                     # a MacroStep: its data, forward, backward, communication, update
+        while ...:
+            with clock.part("data"):
+                batch = ...
+            result = train(batch)
+            row = {..., "loss": result.loss.item(), "seconds": (lap := clock.lap()).seconds, "time": lap.parts()}
+            with clock.aside("validation"):    # in the parts of the next lap, but not in its seconds
+                ...
+
     Args:
         device: where the model is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._aside = 0.0  # seconds of this lap that belong to no step
         self._begun = [OTHER]  # the parts that are under way, the innermost last
         now = self._moment()
         self._start = now if isinstance(now, float) else time.perf_counter()
@@ -92,12 +104,20 @@ class Clock:
             del self._begun[depth:]  # also those that an error left behind
             self._mark()
 
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to no step: a part of its own, whose time is not in the seconds of the lap."""
+        begin = time.perf_counter()
+        with self.part(name):
+            yield
+        self._aside += time.perf_counter() - begin
+
     def lap(self) -> Lap:
         """End a lap, and begin the next."""
         end = self._moment()
         now = end if isinstance(end, float) else time.perf_counter()
-        lap = Lap(now - self._start, self._marks, end)
-        self._start, self._marks = now, [(self._begun[-1], end)]
+        lap = Lap(now - self._start - self._aside, self._marks, end)
+        self._start, self._aside, self._marks = now, 0.0, [(self._begun[-1], end)]
         return lap
 
     def watch(self, train: MacroStep) -> None:

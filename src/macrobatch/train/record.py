@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -51,7 +51,12 @@ class Silent:
         """Print a line, without disturbing the bar."""
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Record an optimizer step: its ``step``, ``loss`` and whatever else is known of it, as plain numbers."""
+        """Record an optimizer step, as plain numbers.
+
+        Always: step, loss. By name in the report: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
+        tokens (of samples, without padding), padded_tokens (that were computed), padded_in_order (`padded_in_order`),
+        memory_bytes (`peak_memory`), time (the parts of a `Lap`).
+        """
 
     def validation(self, step: int, loss: float) -> None:
         """Record the loss on samples that are not trained on, after that many steps."""
@@ -299,7 +304,20 @@ def _events(folder: Path, resume_step: int | None) -> Any:
     return SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
 
-# ---------------------------------------------------------------------------------------------- memory
+# ---------------------------------------------------------------------------------------------- padding, memory
+
+
+def padded_in_order(lengths: Sequence[int], micro_batches: int) -> int:
+    """The tokens, with padding, of samples cut into that many equal micro-batches in the order in which they come.
+
+    It is what most loops compute, and what a plan by tokens is measured against.
+
+    >>> padded_in_order([5, 1, 1, 5], 2)               # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
+    20
+    """
+    size = max(-(-len(lengths) // max(micro_batches, 1)), 1)
+    parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    return sum(len(part) * max(part) for part in parts)
 
 
 def peak_memory(device: torch.device) -> int:
