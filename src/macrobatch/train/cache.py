@@ -18,16 +18,19 @@ from pathlib import Path
 
 logger = logging.getLogger("macrobatch")
 
-_MAGIC = b"macrobatch cache 1\n"
+_MAGIC = b"macrobatch cache 1\n"  # another number wherever anything that is kept comes to be made otherwise
 _DIGEST = 64  # characters of a SHA-256
 _ABANDONED = 3600.0  # seconds after which nobody is still writing a file
 
 
-def cache_folder() -> Path:
-    """Where files are kept by default: ``$MACROBATCH_CACHE``, or ``~/.cache/macrobatch``."""
+def cache_folder() -> Path | None:
+    """Where files are kept by default: ``$MACROBATCH_CACHE``, or ``~/.cache/macrobatch``; None: there is no home."""
     if chosen := os.environ.get("MACROBATCH_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "macrobatch"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "macrobatch"
+    except RuntimeError:  # in a container, a user without a name
+        return None
 
 
 def kept(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:

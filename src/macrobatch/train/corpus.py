@@ -177,20 +177,23 @@ def _encoded(documents: Sequence[Document], vocabulary: Vocabulary, seq_len: int
     texts = (text for d in documents for text in ((d.text,) if d.completion is None else (d.text, d.completion)))
     encoded = vocabulary.encoded(texts)
     for parent, document in enumerate(documents):
-        ids = next(encoded)
         start = len(tokens)
+        ids = [*vocabulary.start, *next(encoded)]
         if document.completion is None:
-            if not ids:
+            if len(ids) == len(vocabulary.start):
                 continue  # nothing but characters that the tokenizer drops
-            tokens.extend([*vocabulary.start, *ids, vocabulary.end])
-            for first, size in _pieces(len(tokens) - start, seq_len):
-                rows.extend((start + first, size, 0, parent))
+            ids.append(vocabulary.end)
+            pieces, prompt = list(_pieces(len(ids), seq_len)), 0
         else:
             completion = [*next(encoded), vocabulary.end]
-            prompt = _fitted(vocabulary.start, ids, seq_len - len(completion))
-            truncated += len(vocabulary.start) + len(ids) + len(completion) > seq_len
-            tokens.extend((prompt + completion)[:seq_len])
-            rows.extend((start, len(tokens) - start, len(prompt), parent))
+            truncated += len(ids) + len(completion) > seq_len
+            ids = _fitted(ids, len(vocabulary.start), seq_len - len(completion))
+            prompt = len(ids)
+            ids = (ids + completion)[:seq_len]
+            pieces = [(0, len(ids))] if len(ids) > 1 else []  # nothing before an end, nothing to predict it from
+        tokens.extend(ids)
+        for first, size in pieces:
+            rows.extend((start + first, size, prompt, parent))
     table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
     starts, sizes, prompts, parents = (column.contiguous() for column in table.unbind(1))
     return Corpus(torch.tensor(tokens, dtype=torch.int32), starts, sizes, prompts, parents, truncated)
@@ -208,17 +211,18 @@ def _pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
         yield first, min(seq_len, length - first)
 
 
-def _fitted(start: list[int], prompt: list[int], room: int) -> list[int]:
-    """What fits of a prompt, with what begins every text; at least a token, to predict the completion's first from.
+def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
+    """The end of a prompt, and before it what begins every text; a token at least, to predict the completion from.
 
-    >>> _fitted([1], [5, 6, 7], room=3), _fitted([1], [5, 6, 7], room=0)
+    >>> _fitted([1, 5, 6, 7], 1, room=3), _fitted([1, 5, 6, 7], 1, room=0)
     ([1, 6, 7], [7])
     """
-    whole = [*start, *prompt]
     room = max(room, 1)
-    if len(whole) <= room:
-        return whole
-    return [*start, *prompt[len(prompt) - room + len(start) :]] if room > len(start) else whole[-room:]
+    if len(prompt) <= room:
+        return prompt
+    if room <= num_fixed:
+        return prompt[-room:]
+    return prompt[:num_fixed] + prompt[len(prompt) - room + num_fixed :]
 
 
 def collated(samples: Sequence[Sample]) -> Sample:

@@ -28,7 +28,7 @@ logger = logging.getLogger("macrobatch")
 
 _PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"}
 _TABLES = {".parquet", ".arrow", ".feather"}
-_SURROGATE = "a lone surrogate, which is no character"
+_TEXT = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class Document:
 
 
 def documents(
-    sources: Sequence[str | Path] = (), *, text_field: str = "text", cache: Path | None = None
+    sources: Sequence[str | Path] = (), *, text_field: str = _TEXT, cache: Path | None = None
 ) -> list[Document]:
     """All the texts of some sources, in order.
 
     Args:
         sources: files and folders. ``.jsonl`` holds a record a line, ``.json`` a list of records, a folder saved by the
-            library `datasets` its rows; a record has `text_field`, or "prompt" and "completion", or is a string. Any
-            other file is one text, in UTF-8. None of them: the functions of the standard library.
-        text_field: the name of that field.
+            library `datasets` its rows; a record has the field "text", or else "prompt" and "completion", or is a
+            string. Any other file is one text, in UTF-8. No source: the functions of the standard library.
+        text_field: another name for "text".
         cache: a folder in which to keep what was made of the standard library.
     """
     if isinstance(sources, (str, os.PathLike)):
@@ -170,15 +170,21 @@ def _json_lines(path: Path, content: bytes, text_field: str) -> Iterator[Documen
 
 
 def _json_list(path: Path, content: bytes, text_field: str) -> Iterator[Document]:
-    records = _parsed(_decoded(content, str(path)), str(path))
+    try:
+        records = _parsed(_decoded(content, str(path)), str(path))
+    except _SeveralValuesError:
+        yield from _json_lines(path, content, text_field)  # many call it .json all the same
+        return
     if not isinstance(records, list):
         raise BatchError(
-            f"{path}: a .json file must hold a list of records: found {_kind(records)}. For a record a line, call the "
-            "file .jsonl."
+            f"{path}: a .json file must hold a list of records, or a record a line: found {_kind(records)}."
         )
     for number, record in enumerate(records, start=1):
-        where = f"{path}, record {number}"
-        yield _document(record, text_field, where)
+        yield _document(record, text_field, f"{path}, record {number}")
+
+
+class _SeveralValuesError(BatchError):
+    """Where one JSON value was wanted, another one follows."""
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -186,7 +192,8 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise BatchError(f"{where}: not JSON: {error.msg} at {place}.") from None
+        kind = _SeveralValuesError if error.msg == "Extra data" and error.lineno > 1 else BatchError
+        raise kind(f"{where}: not JSON: {error.msg} at {place}.") from None
     except (ValueError, RecursionError) as error:
         raise BatchError(f"{where}: JSON that cannot be read: {error}.") from None
 
@@ -198,12 +205,14 @@ def _document(record: Any, text_field: str, where: str) -> Document:
         raise BatchError(f"{where}: a record must be an object with fields, or a string: found {_kind(record)}.")
     if text_field in record:
         return Document(_string(record, text_field, where), None, where)
-    if "prompt" in record and "completion" in record:
+    is_pair = text_field == _TEXT  # whoever names a field wants that one
+    if is_pair and "prompt" in record and "completion" in record:
         return Document(_string(record, "prompt", where), _string(record, "completion", where), where)
-    found = ", ".join(map(repr, record)) or "no field at all"
+    wanted = f"{text_field!r}, nor 'prompt' and 'completion'" if is_pair else repr(text_field)
+    found = ", ".join(map(repr, record)) or "none at all"
     raise BatchError(
-        f"{where}: no field {text_field!r}, nor 'prompt' and 'completion': found {found}. "
-        "Repair the line, or name the field that holds the text (--text-field)."
+        f"{where}: no field {wanted}; found {found}. Repair the record, or name the field that holds the text "
+        "(--text-field)."
     )
 
 
@@ -214,7 +223,9 @@ def _string(record: Mapping[str, Any], field: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BatchError(f"{where}: the field {field!r} holds {_SURROGATE}. Repair or drop it.") from None
+        raise BatchError(
+            f"{where}: the field {field!r} holds half of a character (a lone surrogate). Repair it."
+        ) from None
     return value
 
 
@@ -256,7 +267,7 @@ def _datasets(folder: Path, text_field: str) -> Iterator[Document]:
 
 def _standard_library(cache: Path | None) -> list[Document]:
     root = Path(sysconfig.get_path("stdlib"))
-    sources = {path.relative_to(root).as_posix(): path.read_bytes() for path in _modules(root)}
+    sources = {path.relative_to(root).as_posix(): _bytes(path) for path in _modules(root)}
     if not sources:
         raise UsageError(
             f"this Python came without the sources of its standard library (looked in {root}). Name texts to train on: "

@@ -7,9 +7,13 @@ the library tokenizers alone; transformers is asked only for what has no ``token
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -21,9 +25,11 @@ END = "<|endoftext|>"  # of the vocabularies trained here
 
 # What others call it, for a tokenizer.json that has no tokenizer_config.json beside it to say so.
 _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+_HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(?<!\.json)")
 _BYTES = 256
 _ENOUGH = 64_000_000  # characters that a vocabulary is trained on; more would take long, and change little
-_AT_ONCE = 1024  # texts that are encoded together: the library holds much more than ids for each of them
+_AT_ONCE = 4_000_000  # characters that are encoded together: the library takes some hundred bytes for each
+_BLOCK = 250_000  # characters of a text that are encoded together
 
 
 class Vocabulary:
@@ -49,8 +55,7 @@ class Vocabulary:
         self.size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.end = end
         self.pad = end if pad is None else pad
-        around: list[int] = tokenizer.encode("", add_special_tokens=True).ids
-        self.start: list[int] = around[: around.index(end)] if end in around else around
+        self.start = _before_a_text(tokenizer)
 
     def __len__(self) -> int:
         return self.size
@@ -60,18 +65,30 @@ class Vocabulary:
         return list(self.encoded(texts))
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """The same one after the other, for more texts than should be in memory at once."""
-        batch: list[str] = []
-        for text in texts:
-            batch.append(text)
-            if len(batch) == _AT_ONCE:
-                yield from self._encoded(batch)
-                batch = []
-        yield from self._encoded(batch)
+        """The same one after the other, for more texts than should be in memory at once.
 
-    def _encoded(self, texts: list[str]) -> Iterator[list[int]]:
-        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            yield encoding.ids
+        A text beyond 250,000 characters is encoded in parts that end where a line does.
+        """
+        waiting: list[list[str]] = []
+        size = 0
+        for text in texts:
+            waiting.append(_blocks(text))
+            size += len(text)
+            if size > _AT_ONCE:
+                yield from self._encoded(waiting)
+                waiting, size = [], 0
+        yield from self._encoded(waiting)
+
+    def _encoded(self, texts: list[list[str]]) -> Iterator[list[int]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                [block for blocks in texts for block in blocks], add_special_tokens=False
+            )
+        except TypeError:  # what the library raises for half of a character
+            raise UsageError("a text holds half of a character (a lone surrogate): it cannot be encoded.") from None
+        parts = iter(encodings)
+        for blocks in texts:
+            yield [token for _ in blocks for token in next(parts).ids]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, without start, end and whatever else is special."""
@@ -145,9 +162,30 @@ class Vocabulary:
         return cls(tokenizer, end=end)
 
 
+def _blocks(text: str) -> list[str]:
+    """A text in parts of a size that can be encoded at once, which end where a line does if there are lines."""
+    blocks = []
+    start = 0
+    while len(text) - start > _BLOCK:
+        end = text.rfind("\n", start, start + _BLOCK) + 1 or start + _BLOCK
+        blocks.append(text[start:end])
+        start = end
+    return [*blocks, text[start:]]
+
+
+def _before_a_text(tokenizer: Tokenizer) -> list[int]:
+    """The ids that a tokenizer puts before a text."""
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    dressed: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    places = range(len(dressed) - len(bare) + 1)
+    first = next((place for place in places if dressed[place : place + len(bare)] == bare), 0)
+    return dressed[:first]
+
+
 def _some(documents: Sequence[Document]) -> list[str]:
     """Their texts, as many as are enough, from all over."""
-    texts = [text for document in documents for text in (document.text, document.completion) if text]
+    whole = (text for document in documents for text in (document.text, document.completion) if text)
+    texts = [block for text in whole for block in _blocks(text)]
     stride = -(-sum(map(len, texts)) // _ENOUGH) or 1
     return texts[::stride]
 
@@ -203,17 +241,30 @@ def _special(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | N
 
 def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
     """A folder without a tokenizer.json, or a name on the hub."""
+    missing = f"there is no tokenizer {name!r}: neither a tokenizer.json, nor a folder with one"
+    is_folder = Path(name).is_dir()
+    if not is_folder and not _HUB_NAME.fullmatch(name):
+        raise UsageError(f"{missing}. Relative names start at {str(Path.cwd())!r}.")
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(name)
+        found = AutoTokenizer.from_pretrained(name, local_files_only=is_folder or hub_is_out_of_reach())
     except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
         reason = str(error).strip().split("\n")[0]
-        raise UsageError(
-            f"there is no tokenizer {name!r}: neither a tokenizer.json, nor a folder with one, nor a name that "
-            f"transformers can load ({reason})"
-        ) from error
+        raise UsageError(f"{missing}, nor anything that transformers can load ({reason})") from error
     if getattr(found, "backend_tokenizer", None) is None:
         raise UsageError(f"the tokenizer {name!r} has no fast version, which is needed here. Convert it first.")
     specials = {key: getattr(found, key) for key in ("eos_token", "pad_token") if getattr(found, key)}
-    return found.backend_tokenizer, {**specials, "tokenizer_class": "PreTrainedTokenizerFast"}
+    return found.backend_tokenizer, specials
+
+
+def hub_is_out_of_reach() -> bool:
+    """Whether asking the hub would only mean a minute of retrials."""
+    if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
+        return False  # it need not be known here by name
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return False
