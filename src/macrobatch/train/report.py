@@ -15,11 +15,12 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from macrobatch.errors import UsageError
+from macrobatch.train.clock import PARTS
 from macrobatch.train.record import METRICS, VALIDATION, clock_time, rows
 
 REPORT = "report.html"
@@ -153,11 +154,11 @@ def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
     tokens, padded, in_order = (_sum(steps, name) for name in ("tokens", "padded_tokens", "padded_in_order"))
     if not tokens or padded < tokens:
         return []
-    share = f"{1 - tokens / padded:.1%} of what was computed"
+    share = f"{1 - tokens / padded:.1%}"
     if in_order <= tokens:
-        return [("padding", f"{1 - tokens / padded:.1%}", "of the tokens computed")]
+        return [("padding", share, "of the tokens computed")]
     saved = (in_order - padded) / (in_order - tokens)
-    return [("padding saved", f"{saved:.1%}", f"{share}; {1 - tokens / in_order:.1%} in the usual order")]
+    return [("padding saved", f"{saved:.1%}", f"{share} left, {1 - tokens / in_order:.1%} in the usual order")]
 
 
 def _charts(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
@@ -169,7 +170,7 @@ def _charts(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
     if measured := values(validations, "loss"):
         lines.append(Line("validation", measured, "validation"))
     charts = [
-        Chart("Loss", "mean over the tokens of a batch", lines),
+        Chart("Loss", "nats a token", lines),
         Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
         Chart(
             "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
@@ -204,14 +205,14 @@ def _memory(points: Points) -> Chart:
 
 
 def smoothed(points: Points) -> Points:
-    """An average over the recent steps; nothing where there are too few to need one."""
+    """Each with the mean of those around it; nothing where there are too few to need that."""
     if len(points) < 60:
         return []
-    decay = 1 - 1 / max(len(points) / 40, 8)
-    found, total, weight = [], 0.0, 0.0
-    for step, value in points:
-        total, weight = total * decay + value, weight * decay + 1
-        found.append((step, total / weight))
+    sums = [0.0, *accumulate(value for _, value in points)]
+    found, reach = [], max(len(points) // 60, 3)
+    for index, (step, _) in enumerate(points):
+        side = min(reach, index, len(points) - 1 - index)  # as far to the left as to the right: no lag
+        found.append((step, (sums[index + side + 1] - sums[index - side]) / (2 * side + 1)))
     return found
 
 
@@ -267,8 +268,10 @@ class Chart:
         across, up = steps.ticks(whole=True), heights.ticks()
         grid = "".join(f"M0 {SIZE - SIZE * heights.share(tick):.1f}H{SIZE}" for tick in up)
         lines = "".join(f'<path class="line {line.style}" d="{_path(line, steps, heights)}"/>' for line in self.lines)
-        labels = "".join(f'<span style="bottom:{heights.share(tick):.2%}">{label(tick, up)}</span>' for tick in up)
-        feet = "".join(f'<span style="left:{steps.share(tick):.2%}">{label(tick, across)}</span>' for tick in across)
+        labels = "".join(f'<span style="bottom:{heights.share(tick):.2%}">{heights.label(tick)}</span>' for tick in up)
+        feet = "".join(
+            f'<span style="left:{steps.share(tick):.2%}">{steps.label(tick, whole=True)}</span>' for tick in across
+        )
         return (
             f'<figure class="chart" data-chart="{number}">\n'
             f"<figcaption><b>{html.escape(self.title)}</b> <small>{html.escape(self.unit)}</small>{self._legend()}"
@@ -278,7 +281,7 @@ class Chart:
             f'aria-label="{html.escape(self.title)} over optimizer steps">'
             f'<path class="grid" d="{grid}"/>{lines}</svg>'
             f'<div class="cursor" hidden></div><output class="readout" hidden></output></div>'
-            f'<div class="across">{feet}</div></div>\n</figure>\n'
+            f'<small class="step">step</small><div class="across">{feet}</div></div>\n</figure>\n'
         )
 
     def _legend(self) -> str:
@@ -328,13 +331,31 @@ class Scale:
             factors = (1,) if highest - lowest > 1 else (1, 2, 5)
             candidates = [f * 10.0**power for power in range(lowest - 1, highest + 1) for f in factors]
             return [tick for tick in candidates if self.low <= tick <= self.high]
-        rough = (self.high - self.low) / 5
-        power = 10.0 ** math.floor(math.log10(rough))
-        size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+        widest = (self.high - self.low) / (3 if whole else 4)
+        power = 10.0 ** math.floor(math.log10(widest))
+        size = next(factor * power for factor in (10, 5, 2, 1, 0.5) if factor * power <= widest * 1.000001)
         if whole:
             size = max(round(size), 1)
         first, last = math.ceil(self.low / size - 1e-9), math.floor(self.high / size + 1e-9)
         return [number * size for number in range(first, last + 1)]
+
+    def label(self, tick: float, *, whole: bool = False) -> str:
+        """A tick, with as many digits as tell it from the others.
+
+        >>> Scale(0, 0.001).label(0.0004), Scale(4, 5).label(4.6), Scale(0, 50_000).label(20_000), Scale(0, 1).label(0)
+        ('4e-4', '4.6', '20k', '0')
+        """
+        ticks = self.ticks(whole=whole)
+        largest = max(map(abs, ticks), default=0.0)
+        if tick == 0:
+            return "0"
+        if largest < 0.01:
+            digits, _, power = f"{tick:.1e}".partition("e")
+            return f"{digits.removesuffix('.0')}e{int(power)}"
+        if largest >= 10_000:
+            return short(tick)
+        gap = tick if self.log else min((b - a for a, b in pairwise(ticks)), default=abs(tick))
+        return f"{tick:,.{max(0, -math.floor(math.log10(gap) + 1e-9))}f}"
 
 
 def _path(line: Line, steps: Scale, heights: Scale) -> str:
@@ -378,12 +399,12 @@ def _where_time_went(steps: Sequence[Row]) -> str:
         return ""
     whole = sum(totals.values())
     bars, lines = "", ""
-    for number, (part, seconds) in enumerate(totals.items()):
+    extra = [part for part in totals if part not in PARTS]
+    for part, seconds in totals.items():
         name, share = html.escape(part), seconds / whole
-        bars += f'<i class="part{number % 8}" style="flex-grow:{share:.4f}" title="{name} {share:.1%}"></i>'
-        lines += (
-            f'<tr><th><i class="part{number % 8}"></i>{name}</th><td>{seconds:,.1f} s</td><td>{share:.1%}</td></tr>\n'
-        )
+        number = [*PARTS, *extra].index(part) % 8
+        bars += f'<i class="part{number}" style="flex-grow:{share:.4f}" title="{name} {share:.1%}"></i>'
+        lines += f'<tr><th><i class="part{number}"></i>{name}</th><td>{seconds:,.1f} s</td><td>{share:.1%}</td></tr>\n'
     return (
         f'<section class="time">\n<h2>Where the time went</h2>\n<div class="stack">{bars}</div>\n'
         f'<table>\n{lines}</table>\n<p class="note">On the first rank. Communication is what it waited for others; '
@@ -441,24 +462,6 @@ def _text(value: object) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- numbers
-
-
-def label(tick: float, ticks: Sequence[float]) -> str:
-    """A tick, with as many digits as tell it from the others.
-
-    >>> label(0.0005, [0, 0.0005, 0.001]), label(4.5, [4, 4.5, 5]), label(20_000, [0, 20_000]), label(0, [0, 1])
-    ('5e-4', '4.5', '20k', '0')
-    """
-    if tick == 0:
-        return "0"
-    largest = max(abs(tick) for tick in ticks)
-    gap = min((abs(b - a) for a, b in pairwise(ticks)), default=abs(tick))
-    if largest < 0.01:
-        digits, _, power = f"{tick:.1e}".partition("e")
-        return f"{digits.removesuffix('.0')}e{int(power)}"
-    if largest >= 10_000:
-        return short(tick)
-    return f"{tick:,.{max(0, -math.floor(math.log10(min(gap, abs(tick))) + 1e-9))}f}"
 
 
 def short(number: float) -> str:
