@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -159,19 +158,19 @@ class Checkpoints:
 
     def _finished(self, partial: Path, contents: Json) -> Path:
         """All files are on the disk: now the manifest, and then the name that makes it a checkpoint."""
-        for name, file in contents["files"].items():
-            if not (partial / name).is_file() or (partial / name).stat().st_size != file["bytes"]:
-                raise CheckpointError(f"{partial / name} is not what a rank wrote. All ranks must see the same folder.")
         with (partial / MANIFEST).open("wb") as opened:
             opened.write(json.dumps({"sha256": _digest(contents), "contents": contents}, indent=1).encode())
             flush(opened)
         _flush_folder(partial)
-        first = self.folder / partial.name.partition(".")[0]
-        names = itertools.chain([first], (first.with_name(f"{first.name}-{again}") for again in itertools.count(1)))
-        path = next(name for name in names if not name.exists())  # replacing one would leave none for a moment
+        path = self._unused(contents["step"])
         partial.rename(path)
         _flush_folder(self.folder)
         return path
+
+    def _unused(self, step: int) -> Path:
+        """A name for one that is newer than all of this step: replacing one would leave none for a moment."""
+        times = [time for number, time in map(_numbers, self._found()) if number == step]
+        return self.folder / (f"step-{step:08d}-{max(times) + 1}" if times else f"step-{step:08d}")
 
     def _prune(self, newest: Path) -> None:
         """Remove all but the newest ones. What cannot be removed is no reason to stop."""
@@ -186,9 +185,7 @@ class Checkpoints:
         """Everything that has the name of a checkpoint, the newest first."""
         if not self.folder.is_dir():
             return []
-        found = [(match, path) for path in self.folder.iterdir() if (match := FOLDER.fullmatch(path.name))]
-        order = sorted(found, key=lambda one: (int(one[0][1]), int(one[0][2] or 0)), reverse=True)
-        return [path for _, path in order]
+        return sorted(filter(_numbers, self.folder.iterdir()), key=_numbers, reverse=True)
 
     def _what_is_left(self) -> str:
         """For the message of a save that failed."""
@@ -207,6 +204,12 @@ class Checkpoints:
             agreed(" ".join(problems) or None)
             self._verified[path] = manifest
         return self._verified[path]
+
+
+def _numbers(path: Path) -> tuple[int, ...]:
+    """The step of a checkpoint, and which of that step it is, by its name; nothing where it is not one."""
+    match = FOLDER.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
 def _contents(step: int, facts: Json, held: Json, files: Json) -> Json:

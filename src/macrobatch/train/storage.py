@@ -173,6 +173,8 @@ class _Writer(StorageWriter):
             results = [WriteResult(item.index, 0, stored) for item in plan.items]
         except Exception as error:
             self.problem = f"{self.folder / name} on rank {rank()}: {error}."
+            if not self.folder.is_dir():
+                self.problem += " All ranks must see the same folder."
         return _done(results)
 
     def _written(self, name: str, plan: SavePlan, planner: SavePlanner) -> Json:
