@@ -25,9 +25,11 @@ for (const figure of document.querySelectorAll(".chart")) {
     const step = nearest(longest.points, first + share * (last - first))[0];
     const left = `${(100 * (step - first)) / (last - first)}%`;
     cursor.style.left = readout.style.left = left;
-    readout.textContent = [`step ${step.toLocaleString("en")}`,
-      ...lines.filter((line) => line.points.length).map((line) => `${line.name}  ${shown(nearest(line.points, step)[1])}`),
-    ].join("\n");
+    const numbers = lines.filter((line) => line.points.length).map((line) => {
+      const [at, value] = nearest(line.points, step);
+      return `${line.name}  ${shown(value)}${at === step ? "" : `  at step ${at.toLocaleString("en")}`}`;
+    });
+    readout.textContent = [`step ${step.toLocaleString("en")}`, ...numbers].join("\n");
     readout.classList.toggle("left", share > 0.5);
     cursor.hidden = readout.hidden = false;
   }

@@ -394,10 +394,9 @@ def _where_time_went(steps: Sequence[Row]) -> str:
         for part, seconds in (row.get("time") or {}).items():
             if _is_number(seconds):
                 totals[part] = totals.get(part, 0.0) + seconds
-    totals = {part: seconds for part, seconds in totals.items() if seconds > 0}
-    if not totals:
-        return ""
     whole = sum(totals.values())
+    if not whole:
+        return ""
     bars, lines = "", ""
     extra = [part for part in totals if part not in PARTS]
     for part, seconds in totals.items():
@@ -418,9 +417,9 @@ def _where_time_went(steps: Sequence[Row]) -> str:
 def _tables(run: Mapping[str, Any]) -> str:
     names = {
         "derived": "Derived",
-        "settings": "Settings",
         "versions": "Versions",
-        "identity": "What the run depends on",
+        "identity": "What the losses depend on",
+        "settings": "Settings",
     }
     shown = ""
     for key, title in names.items():
