@@ -259,6 +259,7 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, world: Worl
         vocabulary.save(aside)
         before = folder.with_name(f"{folder.name}.before")
         if folder.exists():
+            shutil.rmtree(before, ignore_errors=True)  # of a process that was killed just here
             folder.rename(before)
         aside.rename(folder)
         shutil.rmtree(before, ignore_errors=True)

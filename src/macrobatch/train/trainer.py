@@ -52,9 +52,8 @@ def train(settings: Settings) -> int:
             folder.described(run, settings=settings, derived=derived, identity=identity)
         with _recorder(run, plan.steps, first if found else None, world) as recorder:
             recorder.derived(derived)
-            if first == plan.steps and (run / "model").is_dir():
+            if first == plan.steps:  # what a killed process may not have finished is made again
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
-                return 0
             status = _loop(learner, data, first, checkpoints, recorder, signals)
         return _ended(learner, data, run, recorder, status)
 
@@ -224,6 +223,7 @@ class Learner:
 
     def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World, run: Path) -> None:
         self.settings, self.plan, self.world = settings, plan, world
+        torch.manual_seed(settings.seed * world.size + world.rank)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
         self.optimizer = _adamw(self.model, settings)
