@@ -223,7 +223,7 @@ class Learner:
 
     def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World, run: Path) -> None:
         self.settings, self.plan, self.world = settings, plan, world
-        torch.manual_seed(settings.seed * world.size + world.rank)  # for dropout: every rank draws numbers of its own
+        torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
         self.optimizer = _adamw(self.model, settings)
