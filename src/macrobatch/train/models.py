@@ -30,7 +30,7 @@ from macrobatch.train.world import World
 # Llamas: width, layers, heads. Keys and values have as many heads as queries; the embedding is tied to the head.
 SIZES: dict[str, tuple[int, int, int]] = {
     "tiny": (32, 2, 2),
-    "small": (160, 4, 5),
+    "small": (128, 4, 4),
     "medium": (384, 6, 6),
     "large": (768, 12, 12),
 }

@@ -25,8 +25,8 @@ Scaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16", "pure-bf16", "float64"]
 Parallel = Literal["ddp", "fsdp", "hsdp"]
 
-DEFAULT_BATCH = 64  # samples
-DEFAULT_STEPS = 300
+DEFAULT_BATCH = 32  # samples
+DEFAULT_STEPS = 200
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
 
 
@@ -60,7 +60,7 @@ class Settings:
     """Steps between validations; there is one in the end too. 0: only that."""
 
     batch_size: int | None = None
-    """Samples in a batch: of one optimizer step, over all ranks. 64 where nothing is said."""
+    """Samples in a batch: of one optimizer step, over all ranks. 32 where nothing is said."""
     batch_tokens: int | None = None
     """Tokens in a batch, instead of samples."""
     batch_ramp: int = 0
@@ -71,7 +71,7 @@ class Settings:
     """How a batch is cut to fit: a number of samples; "tokens:4096", sorted by length, at most so many with padding;
     "tokens", with a number that suits the machine; "auto", the largest number of samples that fits."""
     steps: int | None = None
-    """Optimizer steps. 300 where nothing is said."""
+    """Optimizer steps. 200 where nothing is said."""
     epochs: int | None = None
     """How often to go through the data, instead of steps."""
 
@@ -301,7 +301,7 @@ def of_run(file: Path) -> Settings:
     """The settings that a run was begun with."""
     try:
         return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(
             f"{file} does not tell the settings of a run. Give them all, or choose another --out."
         ) from None

@@ -30,7 +30,7 @@ from macrobatch.train.signals import Signals
 from macrobatch.train.stream import Stream, share
 from macrobatch.train.world import World, joined
 
-MICRO_TOKENS = {"cpu": 2048, "cuda": 16384}  # in a micro-batch, where nothing is said
+MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch, where nothing is said
 
 
 def train(settings: Settings) -> int:
