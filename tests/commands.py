@@ -1,7 +1,7 @@
 """What tests of `macrobatch train` share: small data, the command in this process or in many, and the losses of a run.
 
-As a program, ``commands.py FILE`` runs the commands in a JSON file one after the other, on every rank of a torchrun: what
-takes longest, starting Python and its packages, happens once.
+As a program, ``commands.py FILE`` runs the commands in a JSON file one after the other, on every rank of a torchrun:
+what takes longest, starting Python and its packages, happens once.
 """
 
 import json
@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box with liquor jugs and drink tea".split()
+TEXT = "the quick brown fox jumps over a lazy dog while seven wizards box with liquor jugs and drink tea"
 
 
 def sentences(count: int = 400, seed: int = 0) -> list[str]:
     """Texts of very different lengths."""
-    random_ = random.Random(seed)
+    random_, words = random.Random(seed), TEXT.split()
     lengths = [min(60, int(random_.lognormvariate(2.3, 0.8)) + 1) for _ in range(count)]
-    return [" ".join(random_.choice(WORDS) for _ in range(length)) for length in lengths]
+    return [" ".join(random_.choice(words) for _ in range(length)) for length in lengths]
 
 
 def json_lines(path: Path, records: Sequence[object]) -> Path:

@@ -19,6 +19,7 @@ STEPS = 20
 CLOSE = {"float32": 1e-5, "float64": 1e-10}
 CUTS = ("1", "64", "auto", "tokens:256")
 
+ONE = [("1", "float64"), ("auto", "float64"), ("tokens:128", "float64"), ("1", "float32"), ("tokens", "float32")]
 # How a run is cut: name -> flags.
 TWO = {
     **{f"{cut} {p}": ("--micro", cut, "--precision", p) for p in CLOSE for cut in CUTS},
@@ -83,8 +84,7 @@ def on_four(place) -> ranks.Launch:
     return launched(place, 4, {name: run(place, f"four {name}", *flags) for name, flags in FOUR.items()})
 
 
-@pytest.mark.parametrize("cut", ["1", "auto", "tokens", "tokens:128"])
-@pytest.mark.parametrize("precision", CLOSE)
+@pytest.mark.parametrize(("cut", "precision"), ONE)
 def test_one_rank_however_cut(place, alone, cut, precision):
     name = f"one {cut} {precision}"
     assert main(run(place, name, "--micro", cut, "--precision", precision)) == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -40,20 +41,42 @@ WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
 Config = dict[str, Any]
 
 
+def check(settings: Settings, world: World) -> None:
+    """Refuse what can be seen to be wrong before anything has been read."""
+    if settings.model not in SIZES and (file := _config_file(settings.model)) is not None:
+        _read_config(file)
+    if settings.parallel == "ddp":
+        return
+    if world.size == 1:
+        raise UsageError(
+            f"--parallel {settings.parallel} spreads the model over ranks, and there is one: start it with "
+            "torchrun --nproc-per-node, or leave it out."
+        )
+    if settings.parallel == "hsdp" and world.size % (settings.shard_ranks or world.local_size):
+        raise UsageError(
+            f"--shard-ranks {settings.shard_ranks or world.local_size} does not divide the {world.size} ranks."
+        )
+
+
 # -------------------------------------------------------------------------------------------------- made or loaded
 
 
 def config_of(settings: Settings, vocabulary_size: int, end: int) -> Config | None:
     """The configuration of a model that is to be made; None where there are weights to load."""
-    name = settings.model
-    if name in SIZES:
-        return _llama(*SIZES[name], vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len)
+    if settings.model in SIZES:
+        return _llama(*SIZES[settings.model], vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len)
+    file = _config_file(settings.model)
+    return None if file is None else _read_config(file)
+
+
+def _config_file(name: str) -> Path | None:
+    """Where the configuration of a model without weights is; None: there are weights, here or on the hub."""
     path = Path(name)
-    if path.is_dir() and _weights_in(path):
+    if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))):
         return None
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        return _read_config(file)
+        return file
     if path.exists() or name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise UsageError(
             f"--model {name}: there is no configuration of a model there. It must be one of {', '.join(SIZES)}, a "
@@ -77,10 +100,6 @@ def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: in
         "eos_token_id": end,
         "pad_token_id": None,
     }
-
-
-def _weights_in(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
 
 
 def _read_config(file: Path) -> Config:
@@ -121,7 +140,7 @@ def loaded(name: str) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         where = "folder" if Path(name).is_dir() else "name of a size, folder, or model on the hub that can be reached"
         raise UsageError(f"--model {name}: no model could be loaded from this {where}: {_first_line(error)}") from error
     finally:
@@ -212,11 +231,6 @@ def _spread(model: nn.Module, settings: Settings, world: World) -> nn.Module:
         return DistributedDataParallel(
             model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
         )
-    if world.size == 1:
-        raise UsageError(
-            f"--parallel {settings.parallel} spreads the model over ranks, and there is one: start it with "
-            "torchrun --nproc-per-node, or leave it out."
-        )
     mesh = _mesh(settings, world)
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
@@ -229,8 +243,6 @@ def _mesh(settings: Settings, world: World) -> Any:
     if settings.parallel == "fsdp":
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     shard = settings.shard_ranks or world.local_size
-    if world.size % shard:
-        raise UsageError(f"--shard-ranks {shard} does not divide the {world.size} ranks.")
     return init_device_mesh(kind, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
 
 

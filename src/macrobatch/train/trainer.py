@@ -36,6 +36,7 @@ MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch, where nothing i
 def train(settings: Settings) -> int:
     """Train as the settings say. Returns the exit status: 0, or 128 and the number of the signal that ended it."""
     with joined(settings) as world, Signals() as signals:
+        world.together(lambda: models.check(settings, world))
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
         data = world.together(lambda: Data.read(settings), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
