@@ -162,7 +162,7 @@ def scalars(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_tensorboard_can_read_the_run(tmp_path):
@@ -171,10 +171,10 @@ def test_tensorboard_can_read_the_run(tmp_path):
         recorder.step(row(2, loss=5.0, grad_norm=math.nan))
         recorder.validation(2, 4.0)
     found = scalars(tmp_path)
-    assert found["train/loss"] == {1: 6.0, 2: 5.0}
-    assert found["train/grad_norm"] == {1: 1.5}
-    assert found["time/forward"] == {1: 0.5}
-    assert found["validation/loss"] == {2: 4.0}
+    assert found["train/loss"] == [(1, 6.0), (2, 5.0)]
+    assert found["train/grad_norm"] == [(1, 1.5)]
+    assert found["time/forward"] == [(1, 0.5)]
+    assert found["validation/loss"] == [(2, 4.0)]
 
 
 def test_events_of_steps_that_are_taken_anew_are_purged(tmp_path):
@@ -182,7 +182,7 @@ def test_events_of_steps_that_are_taken_anew_are_purged(tmp_path):
     time.sleep(1.1)  # event files are read in the order of their names, which are seconds
     with Recorder(tmp_path, total_steps=3, resume_step=1, console=Console(quiet=True)) as recorder:
         recorder.step(row(2, loss=7.0))
-    assert scalars(tmp_path)["train/loss"] == {1: 5.0, 2: 7.0}
+    assert scalars(tmp_path)["train/loss"] == [(1, 5.0), (2, 7.0)]
 
 
 def test_without_tensorboard_there_are_lines(tmp_path, monkeypatch, caplog):
