@@ -89,7 +89,9 @@ def test_how_a_batch_is_cut(micro, cut):
 
 
 def test_the_file_that_is_printed_says_the_same(tmp_path):
-    chosen = parsed(["--lr", "0.25", "--data", 'with "quotes" and \\', "ümlaut\x7f\n", "--max-norm", "inf", "--compile"])
+    chosen = parsed(
+        ["--lr", "0.25", "--data", 'with "quotes" and \\', "ümlaut\x7f\n", "--max-norm", "inf", "--compile"]
+    )
     (tmp_path / "config.toml").write_text(chosen.toml(), encoding="utf-8")
     assert loaded(tmp_path / "config.toml") == chosen
     again = parsed(["--config", str(tmp_path / "config.toml")])

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch import MacroStep, by_tokens, causal_lm_loss
 from macrobatch.errors import NonFiniteError, UsageError
-from macrobatch.split import plan_by_count, plan_by_tokens
+from macrobatch.losses import causal_lm_loss
+from macrobatch.macrostep import MacroStep
+from macrobatch.split import by_tokens, plan_by_count, plan_by_tokens
 from macrobatch.train import checkpoint, folder, generate, models, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
