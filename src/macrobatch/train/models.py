@@ -50,7 +50,7 @@ def check(settings: Settings, world: World) -> None:
     if world.size == 1:
         raise UsageError(
             f"--parallel {settings.parallel} spreads the model over ranks, and there is one: start it with "
-            "torchrun --nproc-per-node, or leave it out."
+            "torchrun --nproc-per-node, or say --parallel ddp."
         )
     if settings.parallel == "hsdp" and world.size % (settings.shard_ranks or world.local_size):
         raise UsageError(
