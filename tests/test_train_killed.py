@@ -326,15 +326,20 @@ def workers_of(launcher: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------- other ranks
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 4), (1, 2)])
-def test_on_other_ranks(command, settings, undisturbed, first, then):
+@pytest.mark.parametrize(
+    ("first", "then", "parallel"),
+    [(2, 1, "ddp"), (2, 4, "ddp"), (1, 2, "ddp"), (2, 1, "fsdp"), (2, 4, "fsdp"), (4, 2, "hsdp")],
+)
+def test_on_other_ranks(command, settings, undisturbed, first, then, parallel):
     """Saved on some, resumed on others: the same losses to rounding, and every step once."""
-    run = command.folder / f"from-{first}-to-{then}"
-    started = command.start(*settings, "--out", run, ranks=first)
+    run = command.folder / f"{parallel}-from-{first}-to-{then}"
+    shards = ["--shard-ranks", 2] if parallel == "hsdp" else []
+    started = command.start(*settings, "--parallel", parallel, *shards, "--out", run, ranks=first)
     assert until(started, lambda: "step-00000012" in checkpoints(run))
     started.kill()
     assert set(started.wait()) == {-signal.SIGKILL}
-    command.run(*settings, "--out", run, "--resume", ranks=then)
+    alone = ["--parallel", "ddp"] if then == 1 else []
+    command.run(*settings, *alone, "--out", run, "--resume", ranks=then)
     expected, got = lines(undisturbed(1)), lines(run)
     assert [row["step"] for row in got] == list(range(1, STEPS + 1))
     for row, other in zip(got, expected, strict=True):
