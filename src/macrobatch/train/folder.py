@@ -6,11 +6,14 @@ holds anything else than a run to go on with is never written to.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ Json = dict[str, Any]
 DESCRIPTION = "run.json"
 PARTIAL = "run.json.partial"
 RUNS = "runs"
+PATIENCE = 5.0  # seconds for a process that was killed to be gone
 
 
 def chosen(settings: Settings) -> Path | None:
@@ -65,6 +69,34 @@ def made(settings: Settings) -> Path:
                 number += 1
     except OSError as error:
         raise UsageError(f"the run folder cannot be made: {error}.") from None
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no other process may train here. The kernel lets go where this one ends, however it does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    with contextlib.suppress(OSError):  # a file system without locks: nobody can know
+        while not _is_mine(descriptor):
+            if time.monotonic() > deadline:
+                raise UsageError(f"{folder} is being trained by another process: wait for it, or end it.")
+            time.sleep(0.1)
+
+
+def _is_mine(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------- run.json
