@@ -65,7 +65,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 def _page(name: str, steps: Sequence[Row], validations: Sequence[Row], run: Mapping[str, Any]) -> str:
     charts = _charts(steps, validations)
-    data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
+    data = json.dumps([chart.data() for chart in charts])
     own = Path(__file__)
     return f"""<!doctype html>
 <html lang="en">
