@@ -119,7 +119,7 @@ def problem(sizes: Sizes) -> Problem:
     model = models.prepared(models.made(config, settings.seed), settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
     optimizer = _adamw(model, settings)
-    stream, rate, peak = plan.stream(), plan.rate, settings.lr
+    stream, rate, peak = plan.stream(), plan.rate, plan.rate.peak
     return Problem(
         model=model,
         optimizer=optimizer,

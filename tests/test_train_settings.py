@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
+from macrobatch.train.models import learning_rate
 from macrobatch.train.schedule import Ramp, Rate, rate_of, scale_of
 from macrobatch.train.settings import ONCE, RANGES, Settings, loaded, parsed
 
@@ -189,12 +190,19 @@ def test_the_rate_in_numbers():
         (Settings(batch_size=256, lr_scale="linear", reference_batch=64), 4.0),
         (Settings(batch_size=256, lr_scale="sqrt", reference_batch=64), 2.0),
         (Settings(batch_tokens=1000, lr_scale="linear", reference_batch=4000), 0.25),
-        (Settings(lr_scale="linear", reference_batch=16), 2.0),
+        (Settings(lr_scale="linear", reference_batch=8), 2.0),
     ],
 )
 def test_the_rate_follows_the_batch(settings, scale):
     assert scale_of(settings) == scale
-    assert rate_of(settings, 100).peak == pytest.approx(settings.lr * scale)
+    assert rate_of(settings, 100, 0.5).peak == pytest.approx(0.5 * scale)
+
+
+def test_the_rate_follows_the_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rates = [learning_rate(Settings(model=str(model))) for model in ("small", "large", tmp_path, "some/weights")]
+    assert rates == [5e-3, 6e-4, 1e-3, 5e-5]
+    assert learning_rate(Settings(model="large", lr=0.25)) == 0.25
 
 
 def test_the_ramp():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import math
 import os
 import signal
@@ -103,6 +104,8 @@ def _train(arguments: Sequence[str]) -> int:
     if chosen.print_config:
         print(chosen.toml(), end="")
         return RIGHT
+    if not _is_first():
+        logging.getLogger("macrobatch").setLevel(logging.ERROR)  # the first rank says it
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -122,8 +125,12 @@ def _train(arguments: Sequence[str]) -> int:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a user of a command wants it: without the line of source that gave it."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_first():
         print(f"macrobatch: {message}", file=sys.stderr)
+
+
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _generate(parsed: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "medium": (384, 6, 6),
     "large": (768, 12, 12),
 }
+RATES = {"tiny": 5e-3, "small": 5e-3, "medium": 1.5e-3, "large": 6e-4}  # learning rates that suit them
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
 
@@ -83,6 +84,15 @@ def _config_file(name: str) -> Path | None:
             "config.json of transformers, or a folder with one."
         )
     return None
+
+
+def learning_rate(settings: Settings) -> float:
+    """The one that was asked for, or one that suits the model."""
+    if settings.lr is not None:
+        return settings.lr
+    if settings.model in RATES:
+        return RATES[settings.model]
+    return 5e-5 if _config_file(settings.model) is None else 1e-3
 
 
 def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: int, seq_len: int) -> Config:

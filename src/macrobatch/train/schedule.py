@@ -48,10 +48,10 @@ class Ramp:
         return 1.0 if step >= self.steps else self.start + (1 - self.start) * step / self.steps
 
 
-def rate_of(settings: Settings, steps: int) -> Rate:
-    """The learning rate of a run of so many steps."""
+def rate_of(settings: Settings, steps: int, lr: float) -> Rate:
+    """The learning rate of a run of so many steps, which is `lr` at the reference batch."""
     return Rate(
-        peak=settings.lr * scale_of(settings),
+        peak=lr * scale_of(settings),
         steps=steps,
         warmup=steps // 10 if settings.warmup is None else settings.warmup,
         schedule=settings.schedule,

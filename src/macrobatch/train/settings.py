@@ -25,8 +25,8 @@ Scaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16", "pure-bf16", "float64"]
 Parallel = Literal["ddp", "fsdp", "hsdp"]
 
-DEFAULT_BATCH = 32  # samples
-DEFAULT_STEPS = 200
+DEFAULT_BATCH = 16  # samples
+DEFAULT_STEPS = 320
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
 
 
@@ -60,7 +60,7 @@ class Settings:
     """Steps between validations; there is one in the end too. 0: only that."""
 
     batch_size: int | None = None
-    """Samples in a batch: of one optimizer step, over all ranks. 32 where nothing is said."""
+    """Samples in a batch: of one optimizer step, over all ranks. 16 where nothing is said."""
     batch_tokens: int | None = None
     """Tokens in a batch, instead of samples."""
     batch_ramp: int = 0
@@ -71,12 +71,13 @@ class Settings:
     """How a batch is cut to fit: a number of samples; "tokens:4096", sorted by length, at most so many with padding;
     "tokens", with a number that suits the machine; "auto", the largest number of samples that fits."""
     steps: int | None = None
-    """Optimizer steps. 200 where nothing is said."""
+    """Optimizer steps. 320 where nothing is said."""
     epochs: int | None = None
     """How often to go through the data, instead of steps."""
 
-    lr: float = 3e-3
-    """The highest learning rate."""
+    lr: float | None = None
+    """The highest learning rate. Where nothing is said, what suits the size of the model, or 5e-5 from weights that are
+    there."""
     lr_scale: Scaling = "none"
     """Multiply it by batch / reference_batch, or the square root of that."""
     reference_batch: int | None = None

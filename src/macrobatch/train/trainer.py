@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,28 +37,29 @@ MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch, where nothing i
 
 def train(settings: Settings) -> int:
     """Train as the settings say. Returns the exit status: 0, or 128 and the number of the signal that ended it."""
-    with joined(settings) as world, Signals() as signals:
+    with joined(settings) as world, ExitStack() as stack:
         world.together(lambda: models.check(settings, world))
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
         data = world.together(lambda: Data.read(settings), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model)
-        run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
+        learner = world.together(lambda: Learner(model, plan, settings, world))
         if found:
-            world.together(lambda: folder.same_run(run, identity))
-        learner = world.together(lambda: Learner(model, plan, settings, world, run))
+            world.together(lambda: folder.same_run(Path(found), identity))
+        run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
+        world.together(lambda: stack.enter_context(folder.held(run)) if world.is_first else None)
         checkpoints = Checkpoints(run / "checkpoints", keep=settings.keep)
         first = learner.resumed(checkpoints) if found else 0
         derived = _derived(settings, plan, data, learner, run)
         if world.is_first and not found:
             folder.described(run, settings=settings, derived=derived, identity=identity)
-        with _recorder(run, plan.steps, first if found else None, world) as recorder:
+        with _recorder(run, plan.steps, first if found else None, world) as recorder, Signals() as signals:
             recorder.derived(derived)
             if first == plan.steps:  # what a killed process may not have finished is made again
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
             status = _loop(learner, data, first, checkpoints, recorder, signals)
-        return _ended(learner, data, run, recorder, status)
+            return _ended(learner, data, run, recorder, status)
 
 
 def _loop(
@@ -138,7 +140,7 @@ class Plan:
             ramp=ramp,
             steps=steps,
             epochs=settings.epochs,
-            rate=rate_of(settings, steps),
+            rate=rate_of(settings, steps, models.learning_rate(settings)),
         )
 
     def stream(self) -> Stream:
@@ -223,7 +225,7 @@ def _bytes(number: float) -> str:
 class Learner:
     """Model, optimizer and position in the data: what a step changes, and a checkpoint holds."""
 
-    def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World, run: Path) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World) -> None:
         self.settings, self.plan, self.world = settings, plan, world
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
@@ -247,7 +249,7 @@ class Learner:
             scaler=self.scaler,
             accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
             cuda_graph=settings.cuda_graph,
-            fit_file=run / "fit.json" if kind == "auto" else None,
+            fit_file=Path(settings.out, "fit.json") if kind == "auto" and settings.out else None,
         )
         self.clock.watch(self._train)
 
@@ -260,10 +262,13 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate(step)
         self._padded = 0
-        result = self._train(samples)
-        loss = result.loss.item()
+        try:
+            result = self._train(samples)
+            loss = result.loss.item()
+        except NonFiniteError as error:
+            raise _blown_up(step) from error
         if not math.isfinite(loss):
-            raise NonFiniteError(f"the loss of step {step + 1} is {loss}. Lower --lr, or look at the data.")
+            raise _blown_up(step)
         with self.clock.part("communication"):
             numbers = [signals.received, self._padded, result.micro_batches, peak_memory(self.world.device)]
             received, padded, parts, memory = zip(*self.world.gathered(numbers), strict=True)
@@ -344,6 +349,13 @@ class Learner:
         return int(facts["step"])
 
 
+def _blown_up(step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"the loss or its gradient is infinite or NaN after {step} steps, and the run has ended. Its last checkpoint, "
+        "if it has one, is as it was. Look at the data, or begin again with a lower --lr or a longer --warmup."
+    )
+
+
 def _adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """Decay is for matrices. The fused kernel cannot divide gradients in float64, so it is not used there."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -353,7 +365,7 @@ def _adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=settings.lr,
+        lr=models.learning_rate(settings),
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         fused=settings.precision != "float64",
