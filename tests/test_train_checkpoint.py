@@ -115,26 +115,28 @@ class Noisy(nn.Module):
         return self.head(F.dropout(self.norm(self.embedding(x)), 0.3))
 
 
-def made(seed, optimizer, **options):
+def made(seed, optimizer, device="cpu", **options):
     torch.manual_seed(seed)
-    model = Noisy()
+    model = Noisy().to(device)
     return model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **options)
 
 
 def trained(model, optimizer, steps):
     for step in range(steps):
-        x = torch.arange(step, step + 8) % 11
+        x = torch.arange(step, step + 8, device=model.head.weight.device) % 11
         F.cross_entropy(model(x), x).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
         ("AdamW", {}),
         ("AdamW", {"fused": True}),
+        ("AdamW", {"capturable": True}),
         ("AdamW", {"amsgrad": True}),
         ("SGD", {"momentum": 0.9}),
         ("SGD", {}),
@@ -142,14 +144,16 @@ def trained(model, optimizer, steps):
         ("Adafactor", {}),
     ],
 )
-def test_a_run_goes_on_bitwise(checkpoints, optimizer, options, before):
+def test_a_run_goes_on_bitwise(checkpoints, optimizer, options, before, device):
     """Also where nothing had been stepped yet, and where the optimizer that is restored had stepped otherwise."""
-    model, its_optimizer = made(0, optimizer, **options)
+    if options.get("capturable") and device == "cpu":
+        pytest.skip("capturable is for CUDA")
+    model, its_optimizer = made(0, optimizer, device, **options)
     trained(model, its_optimizer, before)
     path = checkpoints.save(before, state(model, its_optimizer), {"steps": before})
     trained(model, its_optimizer, 4)
 
-    other, other_optimizer = made(1, optimizer, **options)
+    other, other_optimizer = made(1, optimizer, device, **options)
     trained(other, other_optimizer, 2)
     torch.manual_seed(99)
     assert restore(anew(checkpoints), path, other, other_optimizer) == {"steps": before}
