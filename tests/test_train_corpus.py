@@ -561,11 +561,12 @@ def test_a_kept_corpus_is_the_made_one(vocabulary, tmp_path, caplog):
 
 
 def test_a_corpus_is_kept_for_what_it_was_made_of(vocabulary, tmp_path):
-    other = Vocabulary.trained([Document(POEM * 2 + "zz zz")], size=262)
+    only_bytes = Vocabulary.trained([Document(POEM)], size=257)
     Corpus.made([Document("the rose")], vocabulary, seq_len=9, cache=tmp_path)
     for texts_in, words_in, seq_len in (
         ([Document("the rose")], vocabulary, 3),
-        ([Document("the rose")], other, 9),
+        ([Document("the rose")], only_bytes, 9),
+        ([Document("the rose", "text")], vocabulary, 9),
         ([Document("the", " rose")], vocabulary, 9),
         ([Document("the rose", "")], vocabulary, 9),
         ([Document("the"), Document(" rose")], vocabulary, 9),
