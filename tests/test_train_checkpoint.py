@@ -215,6 +215,15 @@ def test_the_same_step_again_replaces_nothing(checkpoints):
     assert back == 11
 
 
+def test_the_same_name_again(checkpoints):
+    """What was found out about one that is gone says nothing about the one that has its name now."""
+    for value in (1, 2):
+        path = checkpoints.save(5, {"a": torch.tensor(value)}, {"value": value})
+        assert checkpoints.newest() == path
+        assert checkpoints.facts(path) == {"value": value}
+        shutil.rmtree(path)
+
+
 def test_what_a_killed_process_left_behind_is_removed(checkpoints):
     left = checkpoints.folder / "step-00000003.partial-0a1b2c3d"
     left.mkdir(parents=True)

@@ -482,9 +482,10 @@ def test_a_checkpoint_of_another_model(command, settings, copied):
     ), said
 
 
-def test_a_full_disk(command, settings, copied, undisturbed):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk(command, settings, copied, undisturbed, ranks):
     """The run ends with one line, keeps what it had, and goes on when there is room again."""
-    disk = command.folder / "disk"
+    disk = command.folder / f"disk-{ranks}"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk]
     if subprocess.run(mount, capture_output=True, timeout=20).returncode:
@@ -493,14 +494,16 @@ def test_a_full_disk(command, settings, copied, undisturbed):
         run = disk / "run"
         shutil.copytree(copied, run)
         before = checkpoints(run)
-        said = refused(command, *settings, "--out", run, "--resume", "--keep", 9)
+        said = refused(command, *settings, "--out", run, "--resume", "--keep", 9, ranks=ranks)
         assert "No space left on device" in said
         left = checkpoints(run)
         assert left[:2] == before
         assert not [name for name in left if "partial" in name]
         subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True, timeout=20)
-        command.run(*settings, "--out", run, "--resume", "--keep", 2)
-        same(run, undisturbed(1))
+        command.run(*settings, "--out", run, "--resume", "--keep", 2, ranks=ranks)
+        assert taken(run) == STEPS
+        if ranks == 1:
+            same(run, undisturbed(1))
     finally:
         subprocess.run(["umount", disk], check=True, timeout=20)
 

@@ -17,6 +17,7 @@ Every method is called by all ranks together, with a folder that all of them see
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -96,6 +97,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"The checkpoint of step {step} was not written. {error} {self._what_is_left()}"
             ) from None
+        self._verified.pop(path, None)  # of one that had the name before
         if rank() == 0:
             self._prune(path)
         return path
@@ -284,10 +286,13 @@ def _digest(contents: Any) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Names are on the disk only when their folder is."""
+    """Names are on the disk only when their folder is. Some file systems see to that themselves, and refuse."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

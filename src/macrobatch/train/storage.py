@@ -17,6 +17,7 @@ import json
 import os
 import struct
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -271,24 +272,27 @@ class _Reader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         from safetensors import safe_open
 
-        places = {
+        for file, items in self._by_file(plan).items():
+            with safe_open(self.folder / file, framework="pt") as opened:
+                for item in items:
+                    piece = opened.get_tensor(item.storage_index.fqn)
+                    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        piece = piece.narrow(dimension, start, length)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(piece)
+                    planner.commit_tensor(item, target)
+
+    def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
+        """What to read from which file: one is open at a time, however many ranks wrote one."""
+        files = {
             (name, tuple(chunk["offsets"])): chunk["file"]
             for name, tensor in self.held.items()
             for chunk in tensor["chunks"]
         }
-        opened: dict[str, Any] = {}
-        with contextlib.ExitStack() as stack:
-            for item in plan.items:
-                name = item.storage_index.fqn
-                file = places[name, tuple(item.storage_index.offset or ())]
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(self.folder / file, framework="pt"))
-                piece = opened[file].get_tensor(name)
-                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    piece = piece.narrow(dimension, start, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(piece)
-                planner.commit_tensor(item, target)
+        sorted_out: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            sorted_out[files[item.storage_index.fqn, tuple(item.storage_index.offset or ())]].append(item)
+        return sorted_out
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
