@@ -119,11 +119,11 @@ def problem(sizes: Sizes) -> Problem:
     model = models.prepared(models.made(config, settings.seed), settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
     optimizer = _adamw(model, settings)
-    stream, rate, peak = plan.stream(), plan.rate, plan.rate.peak
+    stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]
     return Problem(
         model=model,
         optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, lambda step: rate(step) / peak),
+        scheduler=LambdaLR(optimizer, lambda step: rate(step) / base),
         max_norm=settings.max_norm,
         samples=[data.train[index] for step in range(sizes.steps) for index in stream.next(step)],
     )
@@ -439,7 +439,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help="a built-in size (default: small)")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run (default: 40)")
-    parser.add_argument("--batch", type=int, default=64, help="samples in one (default: 64)")
+    parser.add_argument("--batch", type=int, help="samples in one (default: that of macrobatch train)")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples that the peers take at a time (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--quick", action="store_true", help="one round of a few steps of a tiny model")
@@ -454,22 +454,23 @@ def main() -> int:
     if arguments.peer is not None:
         be_a_peer(arguments.peer, Sizes(**json.loads(arguments.sizes)))
         return 0
-    quick = arguments.quick
-    sizes = Sizes(
-        model="tiny" if quick else arguments.model,
-        steps=4 if quick else arguments.steps,
-        batch=arguments.batch,
-        micro_batch=arguments.micro_batch,
-        rounds=1 if quick else arguments.rounds,
-    )
     try:
         import accelerate  # noqa: F401
         import transformers  # noqa: F401
         from rich.progress import track
+
+        from macrobatch.train.settings import DEFAULT_BATCH
     except ImportError as missing:
         print(f"{missing}. It comes with an extra: pip install 'macrobatch[bench,train]'", file=sys.stderr)
         return 2
-
+    quick = arguments.quick
+    sizes = Sizes(
+        model="tiny" if quick else arguments.model,
+        steps=4 if quick else arguments.steps,
+        batch=arguments.batch or DEFAULT_BATCH,
+        micro_batch=arguments.micro_batch,
+        rounds=1 if quick else arguments.rounds,
+    )
     measured: dict[str, list[Measured]] = {name: [] for name in RUNS}
     order = [RUNS[(turn + number) % len(RUNS)] for number in range(sizes.rounds) for turn in range(len(RUNS))]
     for name in track(order, description="measuring", auto_refresh=False):

@@ -146,6 +146,31 @@ def test_a_watched_step_computes_the_same():
     assert torch.equal(trained(True), trained(False))
 
 
+# ------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nobody_waits_for_the_clock():
+    device = torch.device("cuda")
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    train = MacroStep(model, optimizer, loss_fn, micro=64)
+    clock, batch = Clock(device), torch.randn(256, 512, device=device)
+    clock.watch(train)
+    for _ in range(3):
+        train(batch)
+    clock.lap()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(batch)
+        lap = clock.lap()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    parts = lap.parts()
+    assert min(parts[name] for name in ("forward", "backward", "update")) > 0
+    assert parts["communication"] == 0
+
+
 # ------------------------------------------------------------------------------------------------------ on two ranks
 
 
