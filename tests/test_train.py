@@ -328,6 +328,7 @@ def test_no_such_data(tmp_path, capsys):
     [
         (("--model", "gigantic.json"), "there is no configuration of a model there"),
         (("--model", "./nowhere"), "there is no configuration of a model there"),
+        (("--model", "nobody/nothing"), "--model nobody/nothing: "),
         (("--tokenizer", "./nowhere.json"), "nowhere.json"),
         (("--out", "data.jsonl"), "is a file"),
         (("--parallel", "fsdp"), "there is one"),
@@ -411,6 +412,11 @@ def test_a_run_that_blows_up_keeps_its_last_checkpoint(data, tmp_path, capsys):
     rows = metrics(tmp_path / "run")
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert saved[-1].name == f"step-{rows[-1]['step']:08d}"
+
+
+def test_what_is_not_installed_is_named(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)  # as if it were not there
+    refused(arguments(data, tmp_path / "run"), capsys, "tyro, which is not installed: pip install 'macrobatch[train]'")
 
 
 def test_debug_shows_where(data, tmp_path, capsys):

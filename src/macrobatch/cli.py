@@ -22,6 +22,7 @@ from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.verify import verify
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
+EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,13 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = parsed.run
         return run(parsed)
     except MacrobatchError as error:
-        if "--debug" in given:
-            traceback.print_exc()
-        print(f"macrobatch: {error}", file=sys.stderr)
-        return UNUSABLE
+        return _unusable(error, "--debug" in given)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        return _unusable(f"this needs {error.name}, which is not installed: pip install 'macrobatch[train]'.", False)
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _unusable(why: object, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"macrobatch: {why}", file=sys.stderr)
+    return UNUSABLE
 
 
 def _parser() -> argparse.ArgumentParser:

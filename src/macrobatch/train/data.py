@@ -30,7 +30,7 @@ class Data:
         if name is None:
             vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache)
         else:
-            vocabulary = Vocabulary.load(name)
+            vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
         corpus = Corpus.made(texts, vocabulary, seq_len=settings.seq_len, cache=cache)
         train, validation = corpus.split(settings.validation, settings.seed)
         return cls(train=train, validation=validation, vocabulary=vocabulary)
@@ -53,6 +53,13 @@ class Data:
         """How a sample of the data begins: something to let the model go on from."""
         held_out = self.validation if len(self.validation) else self.train
         return self.vocabulary.decode(held_out[0]["input_ids"][:8].tolist())
+
+
+def _loaded(name: str, flag: str) -> Vocabulary:
+    try:
+        return Vocabulary.load(name)
+    except UsageError as error:
+        raise UsageError(f"{flag} {name}: {error}") from None
 
 
 def _tokenizer(settings: Settings) -> str | None:
