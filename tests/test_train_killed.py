@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ranks import end
+from ranks import end, start_time
 
 STEPS, SAVE_EVERY = 30, 3
 SECONDS = 90  # how long one start of the command may take
@@ -259,13 +259,15 @@ def test_killed_twenty_times(command, settings, undisturbed):
     run, draw = command.folder / "killed", random.Random(1)
     killed, moments = 0, []
     for kill in range(20):
+        before, now = taken(run), time.monotonic()
         started = command.start(*settings, "--out", run, "--resume")
         if kill % 4:  # somewhere within a step, a little further each time; the last ones when all steps are taken
             wanted = min(round(STEPS * kill / 17), STEPS)
             until(started, lambda wanted=wanted: taken(run) >= wanted)
             time.sleep(draw.uniform(0, 1.5) * lines(run)[-1]["seconds"])
-        else:
-            time.sleep(draw.uniform(0, 0.6))
+        else:  # while it starts
+            moment = now + draw.uniform(0, 0.6)
+            until(started, lambda moment=moment, before=before: time.monotonic() > moment or taken(run) > before)
         started.kill()
         status = started.wait()
         assert status in ([-signal.SIGKILL], [0]), started.output
@@ -301,7 +303,12 @@ def test_killed_ranks_come_back_by_themselves(command, settings, undisturbed):
         launched.terminate()
         launched.wait(SECONDS)
     finally:
+        left = {pid: start_time(pid) for pid in workers_of(launched.pid)}
         end(launched, command.folder)
+        for pid, started in left.items():
+            with contextlib.suppress(OSError):
+                if start_time(pid) == started:
+                    os.kill(pid, signal.SIGKILL)
     output = screen.read_text()
     assert len(seen) == 4, output
     assert "ended by signal 15 after step" in output, output
