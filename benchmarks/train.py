@@ -404,7 +404,6 @@ def cells(row: Figures) -> list[str]:
         f"{row.peak_mib:,.0f}",
         f"{row.micro_batches:.1f}",
         f"{row.padded_to_real:.2f}",
-        f"{row.last_loss:.4f}",
         f"{'DIFFERS ' if row.agrees is False else ''}{agreement}",
     ]
 
@@ -423,7 +422,7 @@ def print_table(result: dict[str, Any], rows: Sequence[Figures]) -> None:
     title = f"macrobatch train beside its peers ({sizes['steps']} steps of {sizes['batch']} functions)"
     table = Table(title=title, caption=f"{columns}. {result['processor']}, {result['threads']} threads; {versions}")
     table.add_column("run", no_wrap=True)
-    for heading in ("tokens/s", "ratio", "MiB", "micro", "padding", "last loss", "off by"):
+    for heading in ("tokens/s", "ratio", "MiB", "micro", "padding", "off by"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row))
