@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
 
-.PHONY: demo test check format venv bench clean
+.PHONY: train test check format venv bench clean
 
-demo: venv  ## the same small model trained with one big batch and with micro-batches
-	$(BIN)/python examples/quickstart.py
+train: venv  ## a small language model, in two minutes, on the Python standard library
+	$(BIN)/macrobatch train
 
 test: venv  ## every test, doctests and the README's own code included
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

@@ -1,12 +1,13 @@
 """Every mistake that the contract names: raised by the call that is wrong, with a message that says what to do."""
 
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from macrobatch import Accumulator
+from macrobatch import Accumulator, errors
 from macrobatch.errors import BackendError, BatchError, MacrobatchError, UsageError
 
 
@@ -28,6 +29,11 @@ def make(model, optimizer):
 @pytest.fixture
 def loss(model):
     return lambda: model(torch.ones(2, 3)).mean()
+
+
+def test_the_tree_is_drawn_as_it_is():
+    drawn = re.findall(r"^    [├└]── (\w+)", errors.__doc__, re.M)
+    assert drawn == [kind.__name__ for kind in MacrobatchError.__subclasses__() if kind.__module__ == errors.__name__]
 
 
 # ---------------------------------------------------------------------------------------------- losses and items

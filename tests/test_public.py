@@ -1,6 +1,8 @@
 """Two guards: what users can import, and which module may import which."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ import pytest
 import macrobatch
 
 SOURCE = Path(macrobatch.__file__).parent
+PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 
-# Each module may import those in the rows above its own, and torch; nothing else but the standard library.
+# Each module may import those in the rows above its own, and torch; nothing else but the standard library. The trainer
+# may import what its extra installs.
+TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture"},
     {"window", "sync", "split", "bench"},
@@ -31,6 +36,13 @@ LAYERS = [
     {"verify.causes"},
     {"verify.verify"},
     {"verify"},
+    {f"train.{name}" for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record")},
+    {f"train.{name}" for name in ("documents", "checkpoint", "schedule", "folder", "world", "report")},
+    {"train.vocabulary"},
+    {"train.corpus", "train.models"},
+    {"train.data", "train.generate"},
+    {"train.trainer"},
+    {"train"},
     {"__init__", "cli"},
     {"__main__"},
 ]
@@ -57,7 +69,7 @@ def test_every_module_has_its_layer():
 @pytest.mark.parametrize("module", sorted(set().union(*LAYERS)))
 def test_imports_point_down(module):
     path = next(path for path in SOURCE.glob("**/*.py") if module_of(path) == module)
-    assert wrong_imports(path.read_text(), allowed_in(module)) == []
+    assert wrong_imports(path.read_text(), allowed_in(module), TRAIN if module.startswith("train.") else set()) == []
 
 
 def test_the_guard_sees_an_import_that_points_up():
@@ -65,6 +77,14 @@ def test_the_guard_sees_an_import_that_points_up():
     assert wrong_imports("import numpy", allowed_in("window")) == ["numpy"]
     assert wrong_imports("from macrobatch import update", allowed_in("gradients")) == ["update"]
     assert wrong_imports("from macrobatch.accelerate import loaders", allowed_in("macrostep")) == ["accelerate.loaders"]
+    assert wrong_imports("from macrobatch.train import trainer", allowed_in("train.models")) == ["train.trainer"]
+
+
+def test_the_core_starts_without_what_the_trainer_needs():
+    """Importing it, and asking the command for help, loads none of it."""
+    program = f"import sys, macrobatch.cli; print([n for n in {sorted(TRAIN)} if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def module_of(path):
@@ -77,17 +97,17 @@ def allowed_in(module):
     return set().union(*LAYERS[:layer])
 
 
-def wrong_imports(source, allowed):
-    import sys
-
+def wrong_imports(source, allowed, others_allowed=frozenset()):
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module in ("macrobatch", "macrobatch.accelerate"):
+        elif isinstance(node, ast.ImportFrom) and node.module in PACKAGES:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found.append(node.module)
     own = [name.removeprefix("macrobatch.") for name in found if name.startswith("macrobatch.")]
     others = {name.split(".")[0] for name in found if not name.startswith("macrobatch")}
-    return [name for name in own if name not in allowed] + sorted(others - {"torch"} - sys.stdlib_module_names)
+    return [name for name in own if name not in allowed] + sorted(
+        others - {"torch"} - others_allowed - sys.stdlib_module_names
+    )

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
+import math
 import os
 import shlex
+import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,25 +24,55 @@ from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.verify import verify
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
+EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand."""
-    parsed = _parser().parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = parsed.run
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if given[:1] == ["train"]:
+            return _train(given[1:])
+        parsed = _parser().parse_args(given)
+        run: Callable[[argparse.Namespace], int] = parsed.run
         return run(parsed)
     except MacrobatchError as error:
-        print(f"macrobatch: {error}", file=sys.stderr)
-        return UNUSABLE
+        return _unusable(error, "--debug" in given)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        return _unusable(f"this needs {error.name}, which is not installed: pip install 'macrobatch[train]'.", False)
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
 
+def _unusable(why: object, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"macrobatch: {why}", file=sys.stderr)
+    return UNUSABLE
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="macrobatch", description="Exact gradient accumulation for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a causal language model", add_help=False)  # `_train` parses its arguments
+
+    text = commands.add_parser("generate", help="text from a model that was trained")
+    text.add_argument(
+        "folder", metavar="RUN", type=Path, help="a run folder, or any folder with a model and its tokenizer"
+    )
+    text.add_argument("--prompt", default="", help="what the text begins with")
+    text.add_argument("--tokens", type=_count, default=200, help="how many to add at most")
+    text.add_argument("--temperature", type=_not_negative, default=0.8, help="0: always the likeliest token")
+    text.add_argument("--top-k", type=_count, default=50, help="draw among so many of the likeliest")
+    text.add_argument("--seed", type=int, default=0)
+    text.set_defaults(run=_generate)
+
+    page = commands.add_parser("report", help="write report.html of a run again")
+    page.add_argument("folder", metavar="RUN", type=Path)
+    page.set_defaults(run=_report)
 
     check = commands.add_parser(
         "verify",
@@ -75,6 +109,73 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--options", default="", metavar="WORDS", help="handed on to each, e.g. --options='--tiny'")
     measure.set_defaults(run=_bench)
     return parser
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1: got {text}")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0: got {text}")
+    return number
+
+
+# ----------------------------------------------------------------------------------- macrobatch train, generate, report
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from macrobatch.train import settings
+    from macrobatch.train.world import OtherRankError
+
+    chosen = settings.parsed(arguments)
+    if chosen.print_config:
+        print(chosen.toml(), end="")
+        return RIGHT
+    if not _is_first():
+        logging.getLogger("macrobatch").setLevel(logging.ERROR)  # the first rank says it
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            from macrobatch.train.trainer import train
+
+            return train(chosen)
+        except OtherRankError:
+            return UNUSABLE  # that rank says why
+        except KeyboardInterrupt:
+            print("macrobatch: interrupted.", file=sys.stderr)
+            return 128 + signal.SIGINT
+        except OSError as error:
+            if chosen.debug:
+                raise
+            raise UsageError(f"{error.strerror or error}: {error.filename or 'the run could not go on'}.") from error
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as a user of a command wants it: without the line of source that gave it."""
+    if _is_first():
+        print(f"macrobatch: {message}", file=sys.stderr)
+
+
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    from macrobatch.train import generate
+
+    options = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    print(generate.from_run(parsed.folder, parsed.prompt, **options))
+    return RIGHT
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from macrobatch.train import report
+
+    print(report.written(parsed.folder))
+    return RIGHT
 
 
 # ----------------------------------------------------------------------------------------------- macrobatch bench

@@ -7,7 +7,8 @@
     ├── BatchError       a loader, a loss or a count of items that cannot be right
     ├── BackendError     a model, an optimizer or a torch that cannot do what was asked
     ├── NonFiniteError   an infinite or NaN gradient
-    └── FitError         a batch that does not fit into memory, however it is cut
+    ├── FitError         a batch that does not fit into memory, however it is cut
+    └── CheckpointError  a checkpoint that cannot be written, or is damaged, or belongs to another model
 
 Every message says what was wrong, what was found, and what to do.
 
@@ -41,3 +42,7 @@ class NonFiniteError(MacrobatchError):
 
 class FitError(MacrobatchError):
     """A batch that does not fit into memory, however it is cut."""
+
+
+class CheckpointError(MacrobatchError):
+    """A checkpoint that cannot be written, or is damaged, or belongs to another model."""

@@ -1,0 +1,411 @@
+"""Checkpoints of a run: sharded, without pickle, there whole or not at all.
+
+A checkpoint is a folder::
+
+    step-00000100/
+        manifest.json             which tensor lies where, size and SHA-256 of every file, the caller's facts
+        rank-00000.safetensors
+        rank-00001.safetensors
+
+It is written aside, under a name with `.partial-`. Only when every byte of it is on the disk does it get its name; only
+after that are older ones removed. So a process may be killed at any moment, and the disk may be full. Reading compares
+every byte with the manifest, and executes nothing.
+
+Every method is called by all ranks together, with a folder that all of them see; what fails on one raises on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from macrobatch.errors import BackendError, CheckpointError, UsageError
+from macrobatch.train.storage import (
+    DTYPES,
+    NAMED,
+    Json,
+    agreed,
+    by_the_first,
+    flat,
+    flush,
+    rank,
+    read,
+    world_size,
+    write,
+)
+
+MANIFEST = "manifest.json"
+KIND, VERSION = "macrobatch checkpoint", 1
+FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: written again, beside one that was there
+PARTIAL = re.compile(r"step-\d{8,}(?:-\d+)?\.partial-[0-9a-f]+")
+FILE = re.compile(r"rank-\d{5,}\.safetensors")
+RANDOM = "random."  # names of tensors that every rank has its own of
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder, of which the newest `keep` stay.
+
+    >>> import tempfile
+    >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+    >>> checkpoints.save(100, {"weight": torch.ones(2)}, {"seen": 6400}).name
+    'step-00000100'
+    >>> weight = torch.zeros(2)
+    >>> checkpoints.load(checkpoints.newest(), {"weight": weight})
+    {'seen': 6400}
+    >>> weight
+    tensor([1., 1.])
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise UsageError(f"keep must be at least 1, or nothing would be left to resume from: got {keep}.")
+        self.folder, self.keep = Path(folder), keep
+        self._verified: dict[Path, Json] = {}  # those whose every byte was compared, with their manifests
+        self._damaged: set[Path] = set()
+
+    def save(self, step: int, tensors: Mapping[str, Any], facts: Json) -> Path:
+        """Write a checkpoint; when this returns, it is on the disk, whole.
+
+        `tensors` is a dict of tensors and DTensors, or of such dicts; `facts`, of which the first rank's count, what
+        JSON can hold.
+        """
+        named = flat(tensors)
+        partial: Path | None = None
+        try:
+            partial = begun = by_the_first(lambda: self._begun(step))
+            held, files = write(partial, named)
+            path = by_the_first(lambda: self._finished(begun, _contents(step, facts, held, files)))
+        except CheckpointError as error:
+            if partial is not None and rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"The checkpoint of step {step} was not written. {error} {self._what_is_left()}"
+            ) from None
+        self._verified.pop(path, None)  # of one that had the name before
+        if rank() == 0:
+            self._prune(path)
+        return path
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole; None where there has never been one.
+
+        Damaged ones are passed over with a warning. Where all are, that is an error: starting again from nothing is not
+        what somebody who resumes wants.
+        """
+        candidates = by_the_first(self._found)
+        for path in candidates:
+            try:
+                self._verify(path)
+            except CheckpointError as error:
+                self._damaged.add(path)
+                if rank() == 0:
+                    warnings.warn(f"A checkpoint is passed over. {error}", RuntimeWarning, stacklevel=2)
+            else:
+                return path
+        if candidates:
+            raise CheckpointError(
+                f"None of the {len(candidates)} checkpoints in {self.folder} is whole. "
+                "Bring one back from a copy, or begin another run in a new folder."
+            )
+        return None
+
+    def load(self, path: Path, tensors: Mapping[str, Any]) -> Json:
+        """Fill the tensors in place, on as many ranks as there are now, and return the facts.
+
+        The checkpoint must have all of them, of the same shape and dtype, and no other.
+        """
+        named = flat(tensors)
+        manifest = self._verify(path)
+        agreed(_misfit(path, manifest["tensors"], named))
+        read(path, manifest["tensors"], named)
+        return self.facts(path)
+
+    def facts(self, path: Path) -> Json:
+        """What was saved beside the tensors; nothing is loaded."""
+        facts: Json = self._verify(path)["facts"]
+        return facts
+
+    def held(self, path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """The tensors in a checkpoint: dtype and whole shape by name."""
+        tensors = self._verify(path)["tensors"]
+        return {name: (NAMED[one["dtype"]], torch.Size(one["shape"])) for name, one in tensors.items()}
+
+    # ------------------------------------------------------------------------------------------ folders, on one rank
+
+    def _begun(self, step: int) -> Path:
+        """A new folder to write into. What a killed process left behind goes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.iterdir():
+            if PARTIAL.fullmatch(stale.name):
+                shutil.rmtree(stale, ignore_errors=True)
+        partial = self.folder / f"step-{step:08d}.partial-{secrets.token_hex(4)}"
+        partial.mkdir()
+        return partial
+
+    def _finished(self, partial: Path, contents: Json) -> Path:
+        """All files are on the disk: now the manifest, and then the name that makes it a checkpoint."""
+        with (partial / MANIFEST).open("wb") as opened:
+            opened.write(json.dumps({"sha256": _digest(contents), "contents": contents}, indent=1).encode())
+            flush(opened)
+        _flush_folder(partial)
+        path = self._unused(contents["step"])
+        partial.rename(path)
+        _flush_folder(self.folder)
+        return path
+
+    def _unused(self, step: int) -> Path:
+        """A name for one that is newer than all of this step: replacing one would leave none for a moment."""
+        times = [time for number, time in map(_numbers, self._found()) if number == step]
+        return self.folder / (f"step-{step:08d}-{max(times) + 1}" if times else f"step-{step:08d}")
+
+    def _prune(self, newest: Path) -> None:
+        """Remove all but the newest ones. What cannot be removed is no reason to stop."""
+        others = [path for path in self._found() if path not in self._damaged and path != newest]
+        with contextlib.suppress(OSError):
+            for path in others[self.keep - 1 :]:
+                going = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+                path.rename(going)  # so that a half removed one is never taken for a damaged one
+                shutil.rmtree(going)
+
+    def _found(self) -> list[Path]:
+        """Everything that has the name of a checkpoint, the newest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(filter(_numbers, self.folder.iterdir()), key=_numbers, reverse=True)
+
+    def _what_is_left(self) -> str:
+        """For the message of a save that failed."""
+        found = self._found()
+        return f"The last one is {found[0]}: it is as it was." if found else "There is none before it."
+
+    # ---------------------------------------------------------------------------------------------- comparing bytes
+
+    def _verify(self, path: Path) -> Json:
+        """The manifest of a checkpoint that is whole. Ranks share the reading."""
+        path = Path(path)
+        if path not in self._verified:
+            manifest = by_the_first(lambda: _manifest(path))
+            own = sorted(manifest["files"])[rank() :: world_size()]
+            problems = [problem for name in own if (problem := _damage(path / name, manifest["files"][name]))]
+            agreed(" ".join(problems) or None)
+            self._verified[path] = manifest
+        return self._verified[path]
+
+
+def _numbers(path: Path) -> tuple[int, ...]:
+    """The step of a checkpoint, and which of that step it is, by its name; nothing where it is not one."""
+    match = FOLDER.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else ()
+
+
+def _contents(step: int, facts: Json, held: Json, files: Json) -> Json:
+    """What the manifest says, as it will be read."""
+    about = {"kind": KIND, "version": VERSION, "step": step, "ranks": world_size()}
+    try:
+        contents: Json = json.loads(json.dumps({**about, "facts": facts, "files": files, "tensors": held}))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"facts must be what JSON can hold: {error}.") from None
+    return contents
+
+
+def _manifest(path: Path) -> Json:
+    """What a checkpoint says of itself, if it is one and says so undamaged."""
+    try:
+        content = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"has no {MANIFEST}" if path.is_dir() else "is no folder"
+        raise CheckpointError(f"{path} is not a checkpoint: it {what}.") from None
+    try:
+        outer = json.loads(content)
+        contents: Json = outer["contents"]
+        intact = outer["sha256"] == _digest(contents) and isinstance(contents, dict)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path / MANIFEST} is damaged, or was not written by macrobatch.")
+    kind, version = contents.get("kind"), contents.get("version")
+    if (kind, version) != (KIND, VERSION):
+        raise CheckpointError(
+            f"{path} is a {kind!r} of version {version!r}; this macrobatch reads a {KIND!r} of version {VERSION}. "
+            "Use the macrobatch that wrote it."
+        )
+    if not all(FILE.fullmatch(name) for name in contents["files"]):
+        raise CheckpointError(f"{path / MANIFEST} names files that no checkpoint has.")
+    return contents
+
+
+def _damage(file: Path, expected: Json) -> str | None:
+    """What is wrong with a file, if anything is."""
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"{file} is damaged: it has {size:,} bytes where {expected['bytes']:,} were written."
+        with file.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
+                return f"{file} is damaged: its content is not what was written."
+    except FileNotFoundError:
+        return f"{file} is missing."
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}."
+    return None
+
+
+def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
+    """Why these tensors cannot be filled from that checkpoint, if they cannot: the first few differences by name."""
+    differences = [f"{name} is not there" for name in wanted if name not in held]
+    differences += [f"{name} is only there" for name in held if name not in wanted and not name.startswith(RANDOM)]
+    for name, tensor in wanted.items():
+        here = [DTYPES[tensor.dtype], list(tensor.shape)]
+        there = [held[name]["dtype"], held[name]["shape"]] if name in held else here
+        if here != there:
+            differences.append(f"{name} is {there[0]} {there[1]} there, {here[0]} {here[1]} here")
+    if not differences:
+        return None
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    return f"{path} was saved from another model or optimizer: {'; '.join(differences[:5])}{more}."
+
+
+def _digest(contents: Any) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Names are on the disk only when their folder is. Some file systems see to that themselves, and refuse."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------ a model and its optimizer
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors that a run goes on from: weights, buffers, the optimizer's state, this rank's random numbers.
+
+    The model may be plain, DDP, FSDP2 or HSDP, compiled or not: names and whole shapes are those of the plain one. An
+    optimizer that has not stepped yet has no state. What its groups hold (learning rate, betas) is for the facts.
+    """
+    tensors = _of_model(model)
+    for name, _, parameter in _optimized(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+            elif value is not None:
+                raise BackendError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}, which is not "
+                    "saved: only tensors are. Use another optimizer."
+                )
+    return tensors | _random()
+
+
+def restore(checkpoints: Checkpoints, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Json:
+    """Put back what `state` gave, on as many ranks as there are now; return the facts.
+
+    On the same number of ranks the run goes on bitwise. A rank that was not there before draws random numbers of its
+    own.
+    """
+    held = checkpoints.held(path)
+    of_parameter: dict[str, dict[str, tuple[torch.dtype, torch.Size]]] = defaultdict(dict)
+    for name, like in held.items():
+        of_parameter[name.rpartition(".")[0]][name.rpartition(".")[2]] = like
+    tensors = _of_model(model)
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for name, group, parameter in _optimized(model, optimizer):
+        prefix = f"optimizer.{name}"
+        room = {key: _room(key, *like, parameter, group) for key, like in of_parameter[prefix].items()}
+        tensors |= {f"{prefix}.{key}": value for key, value in room.items()}
+        if room:
+            states[parameter] = room
+    own = [name for name in _random() if name in held] or [name for name in held if name == f"{RANDOM}0.cpu"]
+    random = {name: torch.empty(held[name][1], dtype=held[name][0]) for name in own}
+    facts = checkpoints.load(path, tensors | random)
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    _set_random(random)
+    return facts
+
+
+def _of_model(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by the names of the plain model. Tied weights are one."""
+    plain = _plain(model)
+    everything = plain.state_dict()  # first: FSDP takes back here what a forward left gathered
+    names = {name for name, _ in plain.named_parameters()}
+    twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - names
+    return {f"model.{_bare(name)}": value for name, value in everything.items() if name not in twice}
+
+
+def _optimized(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, dict[str, Any], nn.Parameter]]:
+    """Name, group and parameter of everything that the optimizer steps."""
+    names = {parameter: _bare(name) for name, parameter in _plain(model).named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UsageError("The optimizer holds a parameter that the model has not: make it after wrapping.")
+            yield names[parameter], group, parameter
+
+
+def _room(key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    """A tensor to be filled with a piece of the optimizer's state, where the optimizer wants it to be."""
+    if key == "step":  # on the host, but for optimizers that read it on the device
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        raise BackendError(
+            f"The optimizer's {key!r} has shape {tuple(shape)}, its parameter {tuple(parameter.shape)}: "
+            "how the former is sharded is not known here. Use AdamW or SGD."
+        )
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    wrapped = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return _plain(wrapped) if isinstance(wrapped, nn.Module) else model
+
+
+def _bare(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _random() -> dict[str, Tensor]:
+    """The states of this rank's generators. Names differ from rank to rank, as the states do."""
+    states = {f"{RANDOM}{rank()}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{RANDOM}{rank()}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random(states: dict[str, Tensor]) -> None:
+    for name, value in states.items():
+        _, owner, device = name.split(".")
+        if int(owner) != rank():  # this rank is new: numbers of its own, the same at every resume from here
+            digest = hashlib.sha256(bytes(value.tolist()) + str(rank()).encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        elif device == "cuda":
+            torch.cuda.set_rng_state(value)
+        else:
+            torch.set_rng_state(value)

@@ -1,0 +1,74 @@
+"""What a run trains on: the samples, those kept for validation, and the vocabulary they are written in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from macrobatch.errors import BatchError, UsageError
+from macrobatch.train import models
+from macrobatch.train.cache import cache_folder
+from macrobatch.train.corpus import Corpus, documents
+from macrobatch.train.settings import Settings
+from macrobatch.train.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The samples of a run."""
+
+    train: Corpus
+    validation: Corpus
+    vocabulary: Vocabulary
+
+    @classmethod
+    def read(cls, settings: Settings) -> Data:
+        """Read, encoded and split as the settings say."""
+        cache = cache_folder()
+        texts = documents(settings.data, text_field=settings.text_field, cache=cache)
+        name = _tokenizer(settings)
+        if name is None:
+            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache)
+        else:
+            vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
+        corpus = Corpus.made(texts, vocabulary, seq_len=settings.seq_len, cache=cache)
+        train, validation = corpus.split(settings.validation, settings.seed)
+        return cls(train=train, validation=validation, vocabulary=vocabulary)
+
+    def fits(self, vocabulary_size: int, positions: int | None) -> None:
+        """Refuse samples that the model cannot take."""
+        if self.train.largest_id >= vocabulary_size:
+            raise BatchError(
+                f"the data has the token {self.train.largest_id}, and the model's vocabulary ends at "
+                f"{vocabulary_size - 1}: model and tokenizer do not belong together. Say which --tokenizer does."
+            )
+        longest = max(self.train.lengths)
+        if positions is not None and longest > positions:
+            raise UsageError(
+                f"the longest sample has {longest} tokens, and the model takes {positions}: say --seq-len {positions}."
+            )
+
+    @property
+    def opening(self) -> str:
+        """How a sample of the data begins: something to let the model go on from."""
+        held_out = self.validation if len(self.validation) else self.train
+        return self.vocabulary.decode(held_out[0]["input_ids"][:8].tolist())
+
+
+def _loaded(name: str, flag: str) -> Vocabulary:
+    try:
+        return Vocabulary.load(name)
+    except UsageError as error:
+        raise UsageError(f"{flag} {name}: {error}") from None
+
+
+def _tokenizer(settings: Settings) -> str | None:
+    """Where the tokenizer is; None: one is to be trained."""
+    if settings.tokenizer is not None:
+        return settings.tokenizer
+    folder = Path(settings.model)
+    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        return settings.model
+    if settings.model in models.SIZES or folder.exists():
+        return None
+    return settings.model  # on the hub

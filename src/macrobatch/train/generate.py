@@ -1,0 +1,63 @@
+"""`macrobatch generate`: text from a model that was trained."""
+
+# mypy: untyped-calls-exclude="torch,transformers"
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from macrobatch.errors import UsageError
+from macrobatch.train import models
+from macrobatch.train.vocabulary import Vocabulary
+
+
+def from_run(
+    run: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> str:
+    """The prompt, and how the model of a run goes on from it."""
+    exported = run / "model" if (run / "model").is_dir() else run
+    if not (exported / "config.json").is_file():
+        raise UsageError(
+            f"{run} holds no model. A run writes its folder 'model' when it ends: go on with it, "
+            f"macrobatch train --resume --out {run}."
+        )
+    return from_folder(exported, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+
+def from_folder(
+    folder: Path, prompt: str, *, tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> str:
+    """The same, of a folder with weights and a tokenizer."""
+    model, vocabulary = models.loaded(str(folder)), Vocabulary.load(folder)
+    (ids,) = vocabulary.encode([prompt])
+    ids = [*vocabulary.start, *ids] or [vocabulary.end]
+    generator = torch.Generator().manual_seed(seed)
+    return vocabulary.decode(_continued(model, ids, tokens, vocabulary.end, temperature, top_k, generator))
+
+
+@torch.inference_mode()
+def _continued(
+    model: nn.Module, ids: list[int], tokens: int, end: int, temperature: float, top_k: int, generator: torch.Generator
+) -> list[int]:
+    """The ids, and new ones until `end`, until there are enough, or until the model can take no more."""
+    model.eval()
+    longest = getattr(model.config, "max_position_embeddings", None) or len(ids) + tokens
+    if len(ids) > longest:
+        raise UsageError(f"the prompt has {len(ids)} tokens, and the model takes {longest}: shorten it.")
+    taken, cache = torch.tensor([ids]), None
+    for _ in range(min(tokens, longest - len(ids))):
+        output = model(input_ids=taken, past_key_values=cache, use_cache=True)
+        cache, logits = output.past_key_values, output.logits[0, -1].double()
+        if temperature == 0:
+            choice = int(logits.argmax())
+        else:
+            best = logits.topk(min(top_k, len(logits)))
+            odds = (best.values / temperature).softmax(0)
+            choice = int(best.indices[torch.multinomial(odds, 1, generator=generator)])
+        if choice == end:
+            break
+        ids = [*ids, choice]
+        taken = torch.tensor([[choice]])
+    return ids

@@ -1,0 +1,288 @@
+"""The model: made or loaded, in its precision, on its device, spread over the ranks.
+
+Weights that are made depend on the seed alone: they are drawn in float32 on the CPU of every rank, and widened or moved
+afterwards.
+"""
+
+# mypy: untyped-calls-exclude="torch,transformers"
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from macrobatch.errors import BackendError, UsageError
+from macrobatch.train.settings import Settings
+from macrobatch.train.vocabulary import Vocabulary
+from macrobatch.train.world import World
+
+# Llamas: width, layers, heads. Keys and values have as many heads as queries; the embedding is tied to the head.
+SIZES: dict[str, tuple[int, int, int]] = {
+    "tiny": (32, 2, 2),
+    "small": (128, 4, 4),
+    "medium": (384, 6, 6),
+    "large": (768, 12, 12),
+}
+RATES = {"tiny": 5e-3, "small": 5e-3, "medium": 1.5e-3, "large": 6e-4}  # learning rates that suit them
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
+
+Config = dict[str, Any]
+
+
+def check(settings: Settings, world: World) -> None:
+    """Refuse what can be seen to be wrong before anything has been read."""
+    if settings.model not in SIZES and (file := _config_file(settings.model)) is not None:
+        _read_config(file)
+    if settings.parallel == "ddp":
+        return
+    if world.size == 1:
+        raise UsageError(
+            f"--parallel {settings.parallel} spreads the model over ranks, and there is one: start it with "
+            "torchrun --nproc-per-node, or say --parallel ddp."
+        )
+    if settings.parallel == "hsdp" and world.size % (settings.shard_ranks or world.local_size):
+        raise UsageError(
+            f"--shard-ranks {settings.shard_ranks or world.local_size} does not divide the {world.size} ranks."
+        )
+
+
+# -------------------------------------------------------------------------------------------------- made or loaded
+
+
+def config_of(settings: Settings, vocabulary_size: int, end: int) -> Config | None:
+    """The configuration of a model that is to be made; None where there are weights to load."""
+    if settings.model in SIZES:
+        return _llama(*SIZES[settings.model], vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len)
+    file = _config_file(settings.model)
+    return None if file is None else _read_config(file)
+
+
+def _config_file(name: str) -> Path | None:
+    """Where the configuration of a model without weights is; None: there are weights, here or on the hub."""
+    path = Path(name)
+    if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))):
+        return None
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.exists() or name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise UsageError(
+            f"--model {name}: there is no configuration of a model there. It must be one of {', '.join(SIZES)}, a "
+            "config.json of transformers, or a folder with one."
+        )
+    return None
+
+
+def learning_rate(settings: Settings) -> float:
+    """The one that was asked for, or one that suits the model."""
+    if settings.lr is not None:
+        return settings.lr
+    if settings.model in RATES:
+        return RATES[settings.model]
+    return 5e-5 if _config_file(settings.model) is None else 1e-3
+
+
+def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: int, seq_len: int) -> Config:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocabulary_size,
+        "hidden_size": width,
+        "intermediate_size": -(-width * 8 // 3 // 32) * 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": seq_len,
+        "tie_word_embeddings": True,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": None,
+    }
+
+
+def _read_config(file: Path) -> Config:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(config, dict) and isinstance(config.get("model_type"), str):
+            return config
+        found = "no model_type in it"
+    except (OSError, ValueError) as error:
+        found = str(error)
+    raise UsageError(f"{file} is not a configuration of transformers: {found}.")
+
+
+def made(config: Config, seed: int) -> nn.Module:
+    """A model of this configuration with weights that depend on the seed only, in float32 on the CPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, rest = config["model_type"], {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        full = AutoConfig.for_model(kind, **rest)
+        full.dtype = torch.float32
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: nn.Module = AutoModelForCausalLM.from_config(full)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise UsageError(f"a model of the type {kind!r} cannot be made of this configuration: {error}") from error
+    return model.float()
+
+
+def loaded(name: str) -> nn.Module:
+    """The model in a folder with weights, or of that name on the hub. Only safetensors are read: they hold no code."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        where = "folder" if Path(name).is_dir() else "name of a size, folder, or model on the hub that can be reached"
+        raise UsageError(f"--model {name}: no model could be loaded from this {where}: {_first_line(error)}") from error
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def summary(model: nn.Module) -> Config:
+    """The configuration as JSON: what makes this model another one than one of another configuration."""
+    config: Config = model.config.to_diff_dict()  # type: ignore[operator, union-attr]
+    return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
+
+
+def vocabulary_size_of(model: nn.Module) -> int:
+    """How many words the model's embedding has."""
+    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+
+# ----------------------------------------------------------------------------------------- in its precision and place
+
+
+def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
+    """The model as it is trained."""
+    _warn_of_dropout(model)
+    model.train()
+    model.to(device=world.device, dtype=WEIGHTS.get(settings.precision, torch.float32))
+    _widen_norms(model)
+    if settings.checkpoint_activations:
+        _checkpoint_activations(model)
+    if settings.compile:
+        for layer in _layers(model):
+            layer.compile(dynamic=True)
+    return _spread(model, settings, world)
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    config = getattr(model, "config", None)
+    rates += [getattr(config, name, 0.0) or 0.0 for name in ("attention_dropout", "attn_pdrop", "dropout")]
+    if any(isinstance(rate, float) and rate > 0 for rate in rates):
+        warnings.warn(
+            "this model has dropout, whose masks depend on how a batch is cut: losses will depend a little on --micro "
+            "and on the number of ranks.",
+            stacklevel=2,
+        )
+
+
+def _widen_norms(model: nn.Module) -> None:
+    """Let Llama's norms compute as torch's do: in one kernel, and in float64 where everything else is.
+
+    The class of transformers goes through float32 whatever it is given, which would make float64 as coarse as that.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)  # type: ignore[arg-type, index]
+                norm.weight = child.weight  # type: ignore[assignment]
+                setattr(parent, name, norm)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a decoder is a stack of."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
+    if largest is None:
+        raise BackendError(
+            f"{type(model).__name__} is no stack of layers: leave out --compile, --parallel and the like."
+        )
+    return list(largest)
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise BackendError(f"{type(model).__name__} does not support --checkpoint-activations.")
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+
+def _spread(model: nn.Module, settings: Settings, world: World) -> nn.Module:
+    if settings.parallel == "ddp":
+        if world.size == 1:
+            return model
+        device_ids = [world.device] if world.device.type == "cuda" else None
+        return DistributedDataParallel(
+            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    mesh = _mesh(settings, world)
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _mesh(settings: Settings, world: World) -> Any:
+    kind = world.device.type
+    if settings.parallel == "fsdp":
+        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    shard = settings.shard_ranks or world.local_size
+    return init_device_mesh(kind, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+
+
+# --------------------------------------------------------------------------------------------------------- for others
+
+
+def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, world: World) -> Path:
+    """Write the model as transformers does, with its tokenizer: ``AutoModelForCausalLM.from_pretrained`` reads it.
+
+    All ranks take part, as each may hold a shard only. An earlier export is there until the new one is whole.
+    """
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if world.is_first:
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        aside = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in plain.named_parameters()}
+        own = {n: v.contiguous() for n, v in weights.items() if n not in tied and isinstance(v, torch.Tensor)}
+        save_file(own, aside / "model.safetensors", metadata={"format": "pt"})
+        config: Any = copy.deepcopy(plain.config)
+        config.architectures = [type(plain).__name__.removeprefix("FSDP")]
+        config.dtype = next(plain.parameters()).dtype
+        config.save_pretrained(aside)
+        vocabulary.save(aside)
+        before = folder.with_name(f"{folder.name}.before")
+        if folder.exists():
+            shutil.rmtree(before, ignore_errors=True)  # of a process that was killed just here
+            folder.rename(before)
+        aside.rename(folder)
+        shutil.rmtree(before, ignore_errors=True)
+    return folder

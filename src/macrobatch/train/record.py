@@ -1,0 +1,328 @@
+"""`Recorder`: what a run leaves behind and shows while it goes on.
+
+In the run folder: ``metrics.jsonl`` with a line for each optimizer step, ``validation.jsonl`` with one for each
+validation, and TensorBoard's events. On the screen: what was derived, then a bar; in a log file a line now and then.
+
+A line is appended whole or not at all. A run that is resumed from a checkpoint drops the lines of later steps, which it
+takes anew: written aside, then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from macrobatch.errors import UsageError
+
+METRICS = "metrics.jsonl"
+VALIDATION = "validation.jsonl"
+EVENTS = "tensorboard"
+
+LINES = 20  # that a whole run leaves in a log file, or one in
+SECONDS = 30.0  # where that is sooner
+RECENT = 50  # steps whose speed tells the time that is left
+
+logger = logging.getLogger("macrobatch")
+
+
+class Silent:
+    """A recorder that records nothing: what all ranks but the first have."""
+
+    def derived(self, facts: Mapping[str, str]) -> None:
+        """Print what a run has derived from its settings, before it begins."""
+
+    def say(self, text: str) -> None:
+        """Print a line, without disturbing the bar."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Record an optimizer step, as plain numbers.
+
+        Always: step, loss. By name in the report: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
+        tokens (of samples, without padding), padded_tokens (that were computed), padded_in_order (`padded_in_order`),
+        memory_bytes (`peak_memory`), time (the parts of a `Lap`).
+        """
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record the loss on samples that are not trained on, after that many steps."""
+
+    def flush(self) -> None:
+        """See to it that all lines are on the disk: before a checkpoint is, which counts on them."""
+
+    def close(self) -> None:
+        """The run has ended, or is interrupted."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+class Recorder(Silent):
+    """Records a run in its folder, and shows how it goes on.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with Recorder(folder, total_steps=2, resume_step=None, console=Console(quiet=True)) as recorder:
+    ...     recorder.step({"step": 1, "loss": 8.25, "seconds": 0.5, "tokens_per_second": 1000.0})
+    >>> rows(folder / METRICS)
+    [{'step': 1, 'loss': 8.25, 'seconds': 0.5, 'tokens_per_second': 1000.0}]
+
+    Args:
+        folder: of the run; it exists.
+        total_steps: of the whole run.
+        resume_step: the step of the checkpoint that the run goes on from, 0 where it had none; None for a new run.
+        console: where to print.
+    """
+
+    def __init__(
+        self, folder: Path, *, total_steps: int, resume_step: int | None, console: Console | None = None
+    ) -> None:
+        self.console = Console(soft_wrap=True) if console is None else console
+        self._total = total_steps
+        self._metrics = Lines(folder / METRICS, resume_step)
+        self._validation = Lines(folder / VALIDATION, resume_step)
+        self._events = _events(folder / EVENTS, resume_step)
+        self._pace = Pace(total_steps)
+        self._bar: Progress | None = None
+        self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
+        self._last_validation = ""
+
+    def derived(self, facts: Mapping[str, str]) -> None:
+        table = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
+        self.console.print(table)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        self._metrics.append(row)
+        step = int(row["step"])
+        if self._events is not None:
+            for name, value in _numbers(row):
+                self._events.add_scalar(name, value, step)
+        self._show(step, row)
+
+    def validation(self, step: int, loss: float) -> None:
+        self._validation.append({"step": step, "loss": loss})
+        if self._events is not None and math.isfinite(loss):
+            self._events.add_scalar("validation/loss", loss, step)
+        self._last_validation = f"validation {loss:.3f}  "
+        if self._bar is None:
+            self.say(f"step {step}  validation loss {loss:.4f}")
+
+    def flush(self) -> None:
+        self._metrics.sync()
+        self._validation.sync()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._metrics.close()
+        self._validation.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    # ------------------------------------------------------------------------------------------ on the screen
+
+    def _show(self, step: int, row: Mapping[str, Any]) -> None:
+        left = clock_time(self._pace.left(step))
+        facts = f"loss {row['loss']:.4f}  {self._last_validation}{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
+        if self.console.is_terminal:
+            self._draw(step, f"{facts}  {left} left")
+        elif self._is_due(step):
+            self.say(f"step {step}/{self._total}  {facts}  {left} left")
+
+    def _draw(self, step: int, text: str) -> None:
+        if self._bar is None:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, console=self.console, expand=True)
+            self._bar.add_task("", total=self._total, text="")
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=step, text=text)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a log file should get another line."""
+        now, share = time.monotonic(), step * LINES // max(self._total, 1)
+        before, last_share = self._logged
+        if share <= last_share and now - before < SECONDS and step < self._total:
+            return False
+        self._logged = now, share
+        return True
+
+
+class Pace:
+    """How long the steps that are left will take, by the last ones: larger batches come later where they grow."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._moments: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
+
+    def left(self, step: int, now: float | None = None) -> float:
+        """Seconds, after that step has ended; NaN while nothing is known.
+
+        >>> pace = Pace(10)
+        >>> pace.left(1, now=100.0), pace.left(2, now=103.0), pace.left(4, now=105.0)
+        (nan, 24.0, 10.0)
+        """
+        self._moments.append((step, time.monotonic() if now is None else now))
+        (first, begin), (last, end) = self._moments[0], self._moments[-1]
+        return (end - begin) / (last - first) * (self._total - last) if last > first else math.nan
+
+
+def clock_time(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> clock_time(75), clock_time(3675.2), clock_time(math.nan)
+    ('1:15', '1:01:15', '-:--')
+    """
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+# ---------------------------------------------------------------------------------------------- lines on the disk
+
+
+class Lines:
+    """A file of JSON objects, one a line, each with its ``step``.
+
+    Args:
+        path: of the file.
+        resume_step: lines of later steps are dropped; None: there must be none.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        self.path = path
+        if resume_step is not None:
+            kept = [row for row in rows(path) if row["step"] <= resume_step]
+            aside = path.with_name(f"{path.name}.partial")
+            with aside.open("w", encoding="utf-8") as file:
+                file.writelines(_line(row) for row in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        elif path.exists() and path.stat().st_size:
+            raise UsageError(f"{path} holds the steps of another run. Name another folder, or resume that run.")
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a line, or none where the disk is full."""
+        line = _line(row).encode()
+        size = os.fstat(self._handle).st_size
+        try:
+            while line:
+                line = line[os.write(self._handle, line) :]
+        except OSError:
+            os.ftruncate(self._handle, size)
+            raise
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """No line is added any more."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of such a file that are whole; a run that was killed may have left a torn one."""
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            found.append(row)
+        else:
+            logger.warning("%s, line %d, is not a whole line: passed over", path, number)
+    return found
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can have it: no NaN, no infinity."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def _numbers(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str, float]]:
+    """What TensorBoard can draw."""
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found += _numbers(value, f"{name}/")
+        elif isinstance(value, int | float) and name != "step" and math.isfinite(value):
+            found.append((prefix + name, value))
+    return found
+
+
+def _events(folder: Path, resume_step: int | None) -> Any:
+    """TensorBoard's writer; None where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("tensorboard is not installed: no events are written. pip install 'macrobatch[train]'")
+        return None
+    purge = None if resume_step is None else resume_step + 1
+    return SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
+
+
+# ---------------------------------------------------------------------------------------------- padding, memory
+
+
+def padded_in_order(lengths: Sequence[int], micro_batches: int) -> int:
+    """The tokens, with padding, of samples cut into that many equal micro-batches in the order in which they come.
+
+    It is what most loops compute, and what a plan by tokens is measured against.
+
+    >>> padded_in_order([5, 1, 1, 5], 2)               # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
+    20
+    """
+    size = max(-(-len(lengths) // max(micro_batches, 1)), 1)
+    parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    return sum(len(part) * max(part) for part in parts)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held so far: reserved on a CUDA device, resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,328 @@
+"""`Settings`: one frozen dataclass is the command line, and the TOML file.
+
+What is said last counts: defaults, then the run that is resumed or a configuration file, then flags. tyro, which makes
+the command line of the dataclass, is imported when there is one to parse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from macrobatch.errors import UsageError
+
+Schedule = Literal["cosine", "linear", "constant"]
+Scaling = Literal["none", "linear", "sqrt"]
+Precision = Literal["float32", "bf16", "fp16", "pure-bf16", "float64"]
+Parallel = Literal["ddp", "fsdp", "hsdp"]
+
+DEFAULT_BATCH = 16  # samples
+DEFAULT_STEPS = 320
+ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Train a causal language model: from scratch, or from weights that are there.
+
+    Without any argument: a small decoder on the functions of the Python standard library. Under torchrun the same flags
+    use all ranks. The losses depend on the data, the seed and the batch, not on how many ranks and micro-batches it is
+    cut into.
+    """
+
+    model: str = "small"
+    """What to train: tiny, small, medium or large; a configuration of transformers (config.json, or its folder); a
+    folder with weights; or a name on the hub."""
+    data: tuple[str, ...] = ()
+    """Text files, folders of them, JSONL files (a text, or prompt and completion), folders saved by `datasets`. Without
+    any: the functions of the Python standard library."""
+    text_field: str = "text"
+    """The field of a JSONL line, or of a dataset, that holds the text."""
+    tokenizer: str | None = None
+    """A tokenizer.json, its folder, or a name on the hub. By default that of the model's folder, else one is trained on
+    the data."""
+    vocabulary_size: int = 4096
+    """Words of a tokenizer that is trained."""
+    seq_len: int = 256
+    """The longest sample, in tokens. Longer texts are cut into pieces."""
+    validation: float = 0.01
+    """The part of the samples that is kept for validation; 0: none."""
+    validate_every: int = 100
+    """Steps between validations; there is one in the end too. 0: only that."""
+
+    batch_size: int | None = None
+    """Samples in a batch: of one optimizer step, over all ranks. 16 where nothing is said."""
+    batch_tokens: int | None = None
+    """Tokens in a batch, instead of samples."""
+    batch_ramp: int = 0
+    """Steps in which the batch grows to its size."""
+    batch_ramp_start: float = 0.25
+    """What part of the batch a ramp begins with."""
+    micro: str = "tokens"
+    """How a batch is cut to fit: a number of samples; "tokens:4096", sorted by length, at most so many with padding;
+    "tokens", with a number that suits the machine; "auto", the largest number of samples that fits."""
+    steps: int | None = None
+    """Optimizer steps. 320 where nothing is said."""
+    epochs: int | None = None
+    """How often to go through the data, instead of steps."""
+
+    lr: float | None = None
+    """The highest learning rate. Where nothing is said, what suits the size of the model, or 5e-5 from weights that are
+    there."""
+    lr_scale: Scaling = "none"
+    """Multiply it by batch / reference_batch, or the square root of that."""
+    reference_batch: int | None = None
+    """The batch that lr was found with, in samples, or in tokens where the batch is in tokens."""
+    schedule: Schedule = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup: int | None = None
+    """Steps in which it rises. A tenth of all where nothing is said."""
+    final_lr: float = 0.1
+    """What part of the learning rate is left in the end."""
+    weight_decay: float = 0.1
+    """Of AdamW, on matrices only."""
+    beta1: float = 0.9
+    """Of AdamW."""
+    beta2: float = 0.95
+    """Of AdamW."""
+    eps: float = 1e-8
+    """Of AdamW."""
+    max_norm: float = 1.0
+    """Gradients are clipped to this norm; "inf" for not at all."""
+
+    precision: Precision = "float32"
+    """bf16 and fp16: weights in float32, products in the lower precision. pure-bf16: weights in it too, gradients
+    summed in float32."""
+    compile: bool = False
+    """Compile the model."""
+    cuda_graph: bool = False
+    """Capture forward and backward, and replay them."""
+    checkpoint_activations: bool = False
+    """Compute each layer again in the backward, instead of keeping what it computed."""
+    parallel: Parallel = "ddp"
+    """Between ranks: replicas, shards, or replicas of shards."""
+    shard_ranks: int | None = None
+    """hsdp: how many ranks share one copy of the model. Those of a host where nothing is said."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    seed: int = 0
+    """Of the weights, of the order of samples, of the validation split."""
+
+    out: str | None = None
+    """The run folder. Where nothing is said: runs/MODEL-1, or the next number that is free."""
+    resume: bool = False
+    """Go on with the run in --out from its last checkpoint, with its settings; where there is none yet, begin."""
+    save_every: int = 100
+    """Steps between checkpoints; there is one in the end too. 0: only that."""
+    keep: int = 2
+    """How many checkpoints are kept."""
+    prompt: str | None = None
+    """What the text that is printed in the end begins with."""
+    sample_tokens: int = 96
+    """How long it is; 0: none."""
+
+    config: str | None = None
+    """A TOML file with any of these settings."""
+    print_config: bool = False
+    """Print all settings as such a file, and end."""
+    debug: bool = False
+    """Show where an error was raised."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_ranges(self)
+        _check_together(self)
+        self.cut  # noqa: B018  # raises where it cannot be read
+
+    @property
+    def cut(self) -> tuple[Literal["count", "tokens", "auto"], int | None]:
+        """How batches are cut: by what, and how large."""
+        kind, colon, number = self.micro.partition(":")
+        if self.micro.isdecimal() and int(self.micro) > 0:
+            return "count", int(self.micro)
+        if self.micro == "auto":
+            return "auto", None
+        if kind == "tokens" and (not colon or (number.isdecimal() and int(number) > 0)):
+            return "tokens", int(number) if colon else None
+        raise UsageError(
+            f"--micro must be a number of samples, tokens, tokens:NUMBER or auto: got {self.micro!r}. E.g. --micro 16, "
+            "or --micro tokens:4096."
+        )
+
+    @property
+    def lasting(self) -> dict[str, Any]:
+        """What belongs to the run, and not to this call only; as JSON has it."""
+        fields = dataclasses.asdict(self)
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items() if name not in ONCE}
+
+    def toml(self) -> str:
+        """As a file for `config`. What has no value is a comment."""
+        lines = []
+        for name, value in self.lasting.items():
+            lines.append(f"# {name} =" if value is None else f"{name} = {_toml(value)}")
+        return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def _check_types(settings: Settings) -> None:
+    hints = typing.get_type_hints(Settings)
+    for field in dataclasses.fields(settings):
+        value, wanted = getattr(settings, field.name), hints[field.name]
+        if not _is_of(value, wanted):
+            raise UsageError(f"{_flag(field.name)} must be {_words(wanted)}: got {value!r}.")
+
+
+def _is_of(value: object, wanted: Any) -> bool:
+    if typing.get_origin(wanted) is Literal:
+        return value in typing.get_args(wanted)
+    if typing.get_origin(wanted) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if isinstance(wanted, types.UnionType):
+        return any(_is_of(value, choice) for choice in typing.get_args(wanted))
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _words(wanted: Any) -> str:
+    if typing.get_origin(wanted) is Literal:
+        return "one of " + ", ".join(typing.get_args(wanted))
+    if isinstance(wanted, types.UnionType):
+        return " or ".join(_words(choice) for choice in typing.get_args(wanted) if choice is not types.NoneType)
+    if typing.get_origin(wanted) is tuple:
+        return "a list of texts"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[wanted]
+
+
+# The smallest and the largest value of each number, both included.
+RANGES: dict[str, tuple[float, float]] = {
+    "vocabulary_size": (258, 2**31),  # all bytes, and two special ones
+    "seq_len": (2, 2**31),
+    "validation": (0, 0.9),
+    "validate_every": (0, math.inf),
+    "batch_size": (1, math.inf),
+    "batch_tokens": (1, math.inf),
+    "batch_ramp": (0, math.inf),
+    "batch_ramp_start": (1e-6, 1),
+    "steps": (1, math.inf),
+    "epochs": (1, math.inf),
+    "lr": (0, 1e6),
+    "reference_batch": (1, math.inf),
+    "warmup": (0, math.inf),
+    "final_lr": (0, 1),
+    "weight_decay": (0, 1e6),
+    "beta1": (0, 1 - 1e-9),
+    "beta2": (0, 1 - 1e-9),
+    "eps": (0, 1),
+    "max_norm": (1e-30, math.inf),
+    "shard_ranks": (1, math.inf),
+    "seed": (0, 2**63 - 1),
+    "save_every": (0, math.inf),
+    "keep": (1, math.inf),
+    "sample_tokens": (0, math.inf),
+}
+
+
+def _check_ranges(settings: Settings) -> None:
+    for name, (low, high) in RANGES.items():
+        value = getattr(settings, name)
+        if value is None or low <= value <= high:
+            continue
+        between = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise UsageError(f"{_flag(name)} must be {between}: got {value!r}.")
+
+
+def _check_together(settings: Settings) -> None:
+    for one, other in (("batch_size", "batch_tokens"), ("steps", "epochs")):
+        if getattr(settings, one) is not None and getattr(settings, other) is not None:
+            raise UsageError(f"{_flag(one)} and {_flag(other)} say the same thing in two ways: give one of them.")
+    if (settings.lr_scale != "none") != (settings.reference_batch is not None):
+        raise UsageError("--lr-scale linear or sqrt and --reference-batch belong together: give both, or none.")
+    if settings.shard_ranks is not None and settings.parallel != "hsdp":
+        raise UsageError(f"--shard-ranks is for --parallel hsdp: got --parallel {settings.parallel}.")
+    if not settings.model:
+        raise UsageError("--model must not be empty.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# ------------------------------------------------------------------------------------------ the command line and files
+
+
+def parsed(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line."""
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--out")
+    first.add_argument("--resume", action="store_true")
+    known, _ = first.parse_known_args(arguments)
+    return tyro.cli(Settings, args=list(arguments), default=_basis(known), prog="macrobatch train")
+
+
+def _basis(known: argparse.Namespace) -> Settings:
+    """What flags are said on top of."""
+    if known.config is not None:
+        return loaded(Path(known.config))
+    if known.resume and known.out is None:
+        raise UsageError("--resume goes on with a run: say which, with --out RUN.")
+    if known.resume and (saved := Path(known.out, "run.json")).is_file():
+        return of_run(saved)
+    return Settings()
+
+
+def loaded(file: Path) -> Settings:
+    """The settings in a TOML file, over the defaults."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {file} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} is not TOML: {error}.") from None
+    return _from(values, str(file))
+
+
+def of_run(file: Path) -> Settings:
+    """The settings that a run was begun with."""
+    try:
+        return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError(
+            f"{file} does not tell the settings of a run. Give them all, or choose another --out."
+        ) from None
+
+
+def _from(values: Mapping[str, Any], where: str) -> Settings:
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    names = [field.name for field in dataclasses.fields(Settings)]
+    if unknown := [name for name in values if name not in names or name in ONCE]:
+        possible = ", ".join(name for name in names if name not in ONCE)
+        raise UsageError(f"{where} has no setting {unknown[0]!r}. There are {possible}.")
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    try:
+        return Settings(**given)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it: JSON's strings, lists and booleans are TOML's too."""
+    if isinstance(value, float) and not isinstance(value, bool):
+        return repr(value)  # 1e-08 and inf are TOML
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

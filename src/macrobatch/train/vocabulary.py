@@ -1,0 +1,270 @@
+"""Text to ids and back: a byte-pair encoding trained on the documents, or a tokenizer that somebody else has trained.
+
+The files are those that everybody has: ``tokenizer.json`` with ``tokenizer_config.json`` beside it. They are read by
+the library tokenizers alone; transformers is asked only for what has no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from macrobatch.errors import UsageError
+from macrobatch.train.cache import digest, kept
+from macrobatch.train.documents import Document
+
+END = "<|endoftext|>"  # of the vocabularies trained here
+
+# What others call it, for a tokenizer.json that has no tokenizer_config.json beside it to say so.
+_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+_HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(?<!\.json)")
+_BYTES = 256
+_ENOUGH = 64_000_000  # characters that a vocabulary is trained on; more would take long, and change little
+_AT_ONCE = 4_000_000  # characters that are encoded together: the library takes some hundred bytes for each
+_BLOCK = 250_000  # characters of a text that are encoded together
+
+
+class Vocabulary:
+    """Which id stands for which piece of text.
+
+    >>> vocabulary = Vocabulary.trained([Document("def f(x): return x")] * 2, size=300)
+    >>> ids, = vocabulary.encode(["return x"])
+    >>> vocabulary.decode(ids), vocabulary.decode([*ids, vocabulary.end])
+    ('return x', 'return x')
+
+    Attributes:
+        size: one more than the largest id.
+        end: the id that ends a text.
+        pad: the id to fill up with. Nothing depends on it: see `collated`.
+        start: the ids that begin every text: empty, or what this tokenizer wants there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, end: int, pad: int | None = None, config: dict[str, Any] | None = None):
+        tokenizer.no_truncation()  # files can say so, and text would be lost without a word
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._config = dict(config or {})
+        self.size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.end = end
+        self.pad = end if pad is None else pad
+        self.start = _before_a_text(tokenizer)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without start and end."""
+        return list(self.encoded(texts))
+
+    def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """The same one after the other, for more texts than should be in memory at once.
+
+        A text beyond 250,000 characters is encoded in parts that end where a line does.
+        """
+        waiting: list[list[str]] = []
+        size = 0
+        for text in texts:
+            waiting.append(_blocks(text))
+            size += len(text)
+            if size > _AT_ONCE:
+                yield from self._encoded(waiting)
+                waiting, size = [], 0
+        yield from self._encoded(waiting)
+
+    def _encoded(self, texts: list[list[str]]) -> Iterator[list[int]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                [block for blocks in texts for block in blocks], add_special_tokens=False
+            )
+        except TypeError:  # what the library raises for half of a character
+            raise UsageError("a text holds half of a character (a lone surrogate): it cannot be encoded.") from None
+        parts = iter(encodings)
+        for blocks in texts:
+            yield [token for _ in blocks for token in next(parts).ids]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, without start, end and whatever else is special."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for vocabularies that make the same ids of every text."""
+        return digest([self._tokenizer.to_str(), str(self.end), str(self.start)])
+
+    # -------------------------------------------------------------------------------------------- from and to files
+
+    def save(self, folder: str | Path) -> None:
+        """Write it so that `load`, and ``AutoTokenizer`` of transformers, can read it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = self._tokenizer.id_to_token
+        defaults = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": name(self.end),
+            "pad_token": name(self.pad),
+        }
+        config = {**defaults, **self._config}
+        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Vocabulary:
+        """From a ``tokenizer.json``, a folder with one, or whatever ``AutoTokenizer`` makes something of."""
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if file.is_file():
+            tokenizer, config = _tokenizer_in(file), _config_beside(file)
+        else:
+            tokenizer, config = _by_transformers(str(path))
+        told = _special(tokenizer, config, "eos_token")
+        ends = [told, *map(tokenizer.token_to_id, _ENDS)]
+        end = next((found for found in ends if found is not None), None)
+        if end is None:
+            raise UsageError(
+                f'the tokenizer {path} does not say which token ends a text. Put {{"eos_token": "..."}} into a file '
+                "tokenizer_config.json beside its tokenizer.json."
+            )
+        return cls(tokenizer, end=end, pad=_special(tokenizer, config, "pad_token"), config=config)
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    @classmethod
+    def trained(cls, documents: Sequence[Document], size: int, cache: Path | None = None) -> Vocabulary:
+        """A byte-pair encoding of at most `size` ids, made of these documents: the same ones make the same one.
+
+        It can write any text, for every byte is an id. Little text makes fewer ids than were asked for.
+
+        Args:
+            documents: what to train on; of very many, some from all over.
+            size: at least 257.
+            cache: a folder in which to keep it.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size <= _BYTES:
+            raise UsageError(
+                f"a vocabulary has at least {_BYTES + 1} ids, one for each byte and the end: got {size!r}."
+            )
+        texts = _some(documents)
+        name = f"vocabulary-{size}-{digest([END, *texts])}"
+        content = kept(cache, name, lambda: _byte_pairs(texts, size).to_str().encode())
+        tokenizer = Tokenizer.from_str(content.decode())
+        end = tokenizer.token_to_id(END)
+        assert end is not None, "it was trained with it"
+        return cls(tokenizer, end=end)
+
+
+def _blocks(text: str) -> list[str]:
+    """A text in parts of a size that can be encoded at once, which end where a line does if there are lines."""
+    blocks = []
+    start = 0
+    while len(text) - start > _BLOCK:
+        end = text.rfind("\n", start, start + _BLOCK) + 1 or start + _BLOCK
+        blocks.append(text[start:end])
+        start = end
+    return [*blocks, text[start:]]
+
+
+def _before_a_text(tokenizer: Tokenizer) -> list[int]:
+    """The ids that a tokenizer puts before a text."""
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    dressed: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    places = range(len(dressed) - len(bare) + 1)
+    first = next((place for place in places if dressed[place : place + len(bare)] == bare), 0)
+    return dressed[:first]
+
+
+def _some(documents: Sequence[Document]) -> list[str]:
+    """Their texts, as many as are enough, from all over."""
+    whole = (text for document in documents for text in (document.text, document.completion) if text)
+    texts = [block for text in whole for block in _blocks(text)]
+    stride = -(-sum(map(len, texts)) // _ENOUGH) or 1
+    return texts[::stride]
+
+
+def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _tokenizer_in(file: Path) -> Tokenizer:
+    try:
+        content = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not a tokenizer.json: not UTF-8.") from None
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as error:  # the library raises just that
+        raise UsageError(f"{file} is not a tokenizer.json that the library tokenizers can read: {error}.") from None
+
+
+def _config_beside(file: Path) -> dict[str, Any]:
+    config = file.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return {}
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{config} cannot be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{config} must hold a JSON object: found {type(found).__name__}.")
+    return found
+
+
+def _special(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
+    """The id of what a configuration calls by this name: a string, or an object that holds it."""
+    token = config.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    found: int | None = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    return found
+
+
+def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
+    """A folder without a tokenizer.json, or a name on the hub."""
+    missing = f"there is no tokenizer {name!r}: neither a tokenizer.json, nor a folder with one"
+    is_folder = Path(name).is_dir()
+    if not is_folder and not _HUB_NAME.fullmatch(name):
+        raise UsageError(f"{missing}. Relative names start at {str(Path.cwd())!r}.")
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(name, local_files_only=is_folder or hub_is_out_of_reach())
+    except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
+        reason = str(error).strip().split("\n")[0]
+        raise UsageError(f"{missing}, nor anything that transformers can load ({reason})") from error
+    if getattr(found, "backend_tokenizer", None) is None:
+        raise UsageError(f"the tokenizer {name!r} has no fast version, which is needed here. Convert it first.")
+    specials = {key: getattr(found, key) for key in ("eos_token", "pad_token") if getattr(found, key)}
+    return found.backend_tokenizer, specials
+
+
+def hub_is_out_of_reach() -> bool:
+    """Whether asking the hub would only mean a minute of retrials."""
+    if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
+        return False  # it need not be known here by name
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,539 @@
+"""`macrobatch train` killed, interrupted, restarted, on other ranks, with damaged checkpoints: as if nothing had been.
+
+Starting the command takes seconds, nearly all for imports. So one process imports, and forks a process for every start
+of the command, which is then a process like any other: it has its own arguments, output, ranks, and it can be killed.
+Where torchrun starts the ranks, they are started as users do.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from ranks import end, start_time
+
+STEPS, SAVE_EVERY = 30, 3
+SECONDS = 90  # how long one start of the command may take
+WORDS = "the cat sat on a mat and saw one more dog run over hills far away"
+
+
+# ------------------------------------------------------------------------------------------- starting the command
+
+
+@dataclass
+class Started:
+    """Processes of one start of the command, one for each rank."""
+
+    command: "Command"
+    pids: list[int]
+    screen: Path
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)  # not waited for yet, so nobody else has the number
+
+    def wait(self) -> list[int]:
+        """The exit status of each; minus the signal where one ended it."""
+        statuses = [self.command.asked({"wait": pid, "seconds": SECONDS}) for pid in self.pids]
+        self.command.running.remove(self)
+        assert None not in statuses, f"still running after {SECONDS} s:\n{self.output}"
+        return statuses
+
+    @property
+    def output(self) -> str:
+        return self.screen.read_text(errors="replace")
+
+
+class Command:
+    """The process that has imported everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.running, self._starts = folder, [], 0
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+            env=environment(folder),
+        )  # fmt: skip
+
+    def start(self, *arguments: object, ranks: int = 1) -> Started:
+        self._starts += 1
+        screen = self.folder / f"screen-{self._starts}"
+        pids = self.asked({"start": ["train", *map(str, arguments)], "ranks": ranks, "screen": str(screen)})
+        self.running.append(Started(self, pids, screen))
+        return self.running[-1]
+
+    def run(self, *arguments: object, ranks: int = 1) -> str:
+        """To its good end."""
+        started = self.start(*arguments, ranks=ranks)
+        assert started.wait() == [0] * ranks, started.output
+        return started.output
+
+    def asked(self, question: dict) -> object:
+        self._server.stdin.write(json.dumps(question) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def close(self) -> None:
+        for started in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                started.kill()
+            started.wait()
+        self._server.communicate(timeout=SECONDS)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MACROBATCH_CACHE": str(folder / "cache"),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def serve() -> None:
+    """Answer questions, one a line: start processes, wait for one."""
+    import torch
+    import torch.utils.tensorboard
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    import tyro  # noqa: F401
+
+    import macrobatch.cli
+    import macrobatch.train.trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "start" in question:
+            port = free_port() if question["ranks"] > 1 else None
+            answer = [forked(question, rank, port) for rank in range(question["ranks"])]
+        else:
+            answer = waited(question["wait"], question["seconds"])
+        print(json.dumps(answer), flush=True)
+
+
+def forked(question: dict, rank: int, port: int | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    import macrobatch.cli
+
+    screen = os.open(question["screen"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (screen, 1), (screen, 2)):
+        os.dup2(source, target)
+    if port is not None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(question["ranks"]), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(question["ranks"])}
+    status = 99
+    try:
+        status = macrobatch.cli.main(question["start"])
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def waited(pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------------------- what a test says
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> Iterator[Command]:
+    command = Command(tmp_path_factory.mktemp("killed"))
+    yield command
+    command.close()
+
+
+@pytest.fixture(scope="module")
+def settings(command) -> list[object]:
+    """A small model, data of different lengths, a checkpoint every few steps."""
+    draw, words, file = random.Random(0), WORDS.split(), command.folder / "data.txt"
+    texts = (" ".join(draw.choice(words) for _ in range(draw.randrange(3, 60))) for _ in range(200))
+    file.write_text("\n\n".join(texts))
+    return [
+        *("--model", "tiny", "--data", file, "--vocabulary-size", 300, "--seq-len", 48, "--batch-size", 8),
+        *("--micro", "tokens:192", "--steps", STEPS, "--save-every", SAVE_EVERY, "--validate-every", 10),
+        *("--sample-tokens", 0),
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(command, settings) -> Callable[[int], Path]:
+    """The run that nothing happened to, on so many ranks."""
+    made: dict[int, Path] = {}
+
+    def run(ranks: int) -> Path:
+        if ranks not in made:
+            made[ranks] = command.folder / f"undisturbed-{ranks}"
+            command.run(*settings, "--out", made[ranks], ranks=ranks)
+        return made[ranks]
+
+    return run
+
+
+def lines(run: Path) -> list[dict]:
+    """The whole lines of its metrics."""
+    file = run / "metrics.jsonl"
+    content = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in content.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def taken(run: Path) -> int:
+    """The last step in its metrics."""
+    return max((row["step"] for row in lines(run)), default=0)
+
+
+def checkpoints(run: Path) -> list[str]:
+    folder = run / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def until(started: Started, condition: Callable[[], bool]) -> bool:
+    """Wait until it holds. False where the process ended before."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        if not all(is_running(pid) for pid in started.pids):
+            return False
+        time.sleep(0.002)
+    raise AssertionError(f"nothing for {SECONDS} s:\n{started.output}")
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def same(run: Path, other: Path) -> None:
+    """Bitwise the same end: the exported model, and all of the last checkpoint; every step is told of, once."""
+    assert (run / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
+    last = f"step-{STEPS:08d}"
+    assert last in checkpoints(run)
+    assert not [name for name in checkpoints(run) if "partial" in name]
+    tensors = sorted(path.name for path in (other / "checkpoints" / last).glob("*.safetensors"))
+    assert tensors
+    for name in tensors:
+        ours, theirs = (one / "checkpoints" / last / name for one in (run, other))
+        assert ours.read_bytes() == theirs.read_bytes(), name
+    told = [(row["step"], row["loss"], row["grad_norm"]) for row in lines(run)]
+    assert told == [(row["step"], row["loss"], row["grad_norm"]) for row in lines(other)]
+    assert [step for step, _, _ in told] == list(range(1, STEPS + 1))
+
+
+# ------------------------------------------------------------------------------------------------------- kill -9
+
+
+def test_killed_twenty_times(command, settings, undisturbed):
+    """At random moments: while it starts, in the middle of a step, of a save, of the export in the end."""
+    run, draw = command.folder / "killed", random.Random(1)
+    killed, moments = 0, []
+    for kill in range(20):
+        before, now = taken(run), time.monotonic()
+        started = command.start(*settings, "--out", run, "--resume")
+        if kill % 4:  # somewhere within a step, a little further each time; the last ones when all steps are taken
+            wanted = min(round(STEPS * kill / 17), STEPS)
+            until(started, lambda wanted=wanted: taken(run) >= wanted)
+            time.sleep(draw.uniform(0, 1.5) * lines(run)[-1]["seconds"])
+        else:  # while it starts
+            moment = now + draw.uniform(0, 0.6)
+            until(started, lambda moment=moment, before=before: time.monotonic() > moment or taken(run) > before)
+        started.kill()
+        status = started.wait()
+        assert status in ([-signal.SIGKILL], [0]), started.output
+        killed += status != [0]
+        moments.append(taken(run))
+    assert killed >= 15, f"most were killed too late: {moments}"
+    assert len(set(moments)) >= 10, f"not many moments: {moments}"
+    command.run(*settings, "--out", run, "--resume")
+    same(run, undisturbed(1))
+
+
+def test_killed_ranks_come_back_by_themselves(command, settings, undisturbed):
+    """By torchrun --max-restarts, without --resume: first one rank is killed, then the other. In the end it is torchrun
+    that gets a signal, and passes it on.
+    """
+    run = command.folder / "restarted"
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    program = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "macrobatch", "train"]
+    screen = command.folder / "torchrun"
+    with screen.open("wb") as file:
+        launched = subprocess.Popen(
+            [*program, *map(str, settings), "--out", str(run)],
+            stdout=file, stderr=subprocess.STDOUT, env=environment(command.folder), cwd=command.folder,
+        )  # fmt: skip
+    seen: set[int] = set()
+    try:
+        for rank, step in ((1, 4), (0, 8)):
+            wait_for(lambda wanted=step: taken(run) >= wanted, launched, screen)
+            workers = workers_of(launched.pid)
+            seen |= set(workers)
+            os.kill(workers[rank], signal.SIGKILL)
+        wait_for(lambda: taken(run) >= 12, launched, screen)
+        launched.terminate()
+        launched.wait(SECONDS)
+    finally:
+        left = {pid: start_time(pid) for pid in workers_of(launched.pid)}
+        end(launched, command.folder)
+        for pid, started in left.items():
+            with contextlib.suppress(OSError):
+                if start_time(pid) == started:
+                    os.kill(pid, signal.SIGKILL)
+    output = screen.read_text()
+    assert len(seen) == 4, output
+    assert "ended by signal 15 after step" in output, output
+    assert f"step-{taken(run):08d}" in checkpoints(run)
+    command.run(*settings, "--out", run, "--resume", ranks=2)
+    same(run, undisturbed(2))
+
+
+def wait_for(condition: Callable[[], bool], launched: subprocess.Popen, screen: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert launched.poll() is None, screen.read_text()[-4000:]
+        assert time.monotonic() < deadline, screen.read_text()[-4000:]
+        time.sleep(0.01)
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Its processes, the first rank first."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + (entry / "environ").read_bytes())
+            if parent == launcher and rank:
+                found[int(rank[1])] = int(entry.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+# ------------------------------------------------------------------------------------------------- other ranks
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "parallel"),
+    [(2, 1, "ddp"), (2, 4, "ddp"), (1, 2, "ddp"), (2, 1, "fsdp"), (2, 4, "fsdp"), (4, 2, "hsdp")],
+)
+def test_on_other_ranks(command, settings, undisturbed, first, then, parallel):
+    """Saved on some, resumed on others: the same losses to rounding, and every step once."""
+    run = command.folder / f"{parallel}-from-{first}-to-{then}"
+    shards = ["--shard-ranks", 2] if parallel == "hsdp" else []
+    started = command.start(*settings, "--parallel", parallel, *shards, "--out", run, ranks=first)
+    assert until(started, lambda: "step-00000012" in checkpoints(run)), started.output
+    started.kill()
+    assert set(started.wait()) == {-signal.SIGKILL}
+    alone = ["--parallel", "ddp"] if then == 1 else []
+    command.run(*settings, *alone, "--out", run, "--resume", ranks=then)
+    expected, got = lines(undisturbed(1)), lines(run)
+    assert [row["step"] for row in got] == list(range(1, STEPS + 1))
+    for row, other in zip(got, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["items"] == other["items"]
+
+
+# --------------------------------------------------------------------------------------------- Ctrl-C and SIGTERM
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_the_window_and_saves(command, settings, undisturbed, number, ranks):
+    """Though the step is none of those that are saved. All ranks end together, where only one got the signal too."""
+    run = command.folder / f"{number.name}-{ranks}"
+    endless = [*settings, "--save-every", 0, "--out", run]
+    started = command.start(*endless, ranks=ranks)
+    assert until(started, lambda: taken(run) >= 4), started.output
+    os.kill(started.pids[-1], number)
+    assert started.wait() == [128 + number] * ranks, started.output
+    assert "Traceback" not in started.output
+    step = taken(run)
+    assert checkpoints(run) == [f"step-{step:08d}"]
+    command.run(*settings, "--out", run, "--resume", ranks=ranks)
+    same(run, undisturbed(ranks))
+
+
+# ------------------------------------------------------------------------------------------------ two at a time
+
+
+def test_two_processes_in_one_folder(command, settings, undisturbed):
+    """The second is refused, and the first does not notice."""
+    run = command.folder / "twice"
+    started = command.start(*settings, "--out", run)
+    assert until(started, lambda: taken(run) >= 2), started.output
+    for pid in started.pids:
+        os.kill(pid, signal.SIGSTOP)  # it lives, and will not be done before the other has looked
+    try:
+        said = refused(command, *settings, "--out", run, "--resume")
+    finally:
+        for pid in started.pids:
+            os.kill(pid, signal.SIGCONT)
+    assert f"{run} is being trained by another process" in said
+    assert started.wait() == [0], started.output
+    same(run, undisturbed(1))
+
+
+# ---------------------------------------------------------------------------------- what is damaged, full, foreign
+
+
+@pytest.fixture(scope="module")
+def half(command, settings) -> Path:
+    """A run that was killed in the middle, with two checkpoints."""
+    run = command.folder / "half"
+    started = command.start(*settings, "--keep", STEPS, "--out", run)
+    assert until(started, lambda: "step-00000009" in checkpoints(run)), started.output
+    started.kill()
+    started.wait()
+    for name in {*checkpoints(run)} - {"step-00000006", "step-00000009"}:
+        shutil.rmtree(run / "checkpoints" / name)
+    assert len(checkpoints(run)) == 2
+    return run
+
+
+@pytest.fixture
+def copied(half, command, request) -> Path:
+    copy = command.folder / re.sub(r"\W+", "-", request.node.name)
+    shutil.copytree(half, copy)
+    return copy
+
+
+def spoiled(run: Path, step: int) -> Path:
+    file = run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def test_a_damaged_checkpoint_is_passed_over(command, settings, copied, undisturbed):
+    file = spoiled(copied, 9)
+    output = command.run(*settings, "--out", copied, "--resume")
+    assert f"passed over. {file} is damaged" in output
+    same(copied, undisturbed(1))
+
+
+def refused(command, *arguments: object, ranks: int = 1) -> str:
+    """One clear line, exit status 2."""
+    started = command.start(*arguments, ranks=ranks)
+    assert started.wait() == [2] * ranks, started.output
+    assert "Traceback" not in started.output
+    said = [line for line in started.output.splitlines() if line.startswith("macrobatch: ")]
+    assert said, started.output
+    return said[-1]
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_all_checkpoints_are_damaged(command, settings, copied):
+    """It does not begin again from nothing."""
+    for step in (6, 9):
+        spoiled(copied, step)
+    before = everything_in(copied)
+    assert "None of the 2 checkpoints" in refused(command, *settings, "--out", copied, "--resume")
+    assert everything_in(copied) == before
+
+
+def test_a_foreign_checkpoint(command, settings, copied, undisturbed):
+    """A folder of that name with something else in it."""
+    foreign = copied / "checkpoints" / "step-00000012"
+    foreign.mkdir()
+    (foreign / "pytorch_model.bin").write_bytes(b"\x80\x04not to be unpickled.")
+    output = command.run(*settings, "--out", copied, "--resume")
+    assert f"passed over. {foreign} is not a checkpoint" in output
+    same_but_names(copied, undisturbed(1))
+
+
+def same_but_names(run: Path, other: Path) -> None:
+    assert (run / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_of_another_model(command, settings, copied):
+    """Its own manifest is in order; but it is of a model with other shapes, put there by hand."""
+    other = command.folder / "other-model"
+    words = [320 if word == 300 else word for word in settings]
+    command.run(*words, "--steps", 1, "--out", other)
+    shutil.rmtree(copied / "checkpoints")
+    shutil.copytree(other / "checkpoints", copied / "checkpoints")
+    said = refused(command, *settings, "--out", copied, "--resume")
+    assert re.search(
+        r"was saved from another model.*model\.\S+ is F32 \[\d+, 32\] there, F32 \[300, 32\] here", said
+    ), said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk(command, settings, copied, undisturbed, ranks):
+    """The run ends with one line, keeps what it had, and goes on when there is room again."""
+    disk = command.folder / f"disk-{ranks}"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, timeout=20).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        run = disk / "run"
+        shutil.copytree(copied, run)
+        before = checkpoints(run)
+        said = refused(command, *settings, "--out", run, "--resume", "--keep", 9, ranks=ranks)
+        assert "No space left on device" in said
+        left = checkpoints(run)
+        assert left[:2] == before
+        assert not [name for name in left if "partial" in name]
+        subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True, timeout=20)
+        command.run(*settings, "--out", run, "--resume", "--keep", 2, ranks=ranks)
+        assert taken(run) == STEPS
+        if ranks == 1:
+            same(run, undisturbed(1))
+    finally:
+        subprocess.run(["umount", disk], check=True, timeout=20)
+
+
+def test_killed_between_the_last_checkpoint_and_the_export(command, settings, undisturbed):
+    """A model that an interruption had left is not taken for the model of the end."""
+    run = command.folder / "stale"
+    started = command.start(*settings, "--out", run)
+    assert until(started, lambda: taken(run) >= 4), started.output
+    started.kill(signal.SIGTERM)
+    started.wait()
+    stale = run / "model"
+    kept = shutil.copytree(stale, command.folder / "kept") if stale.exists() else None
+    command.run(*settings, "--out", run, "--resume")
+    same(run, undisturbed(1))
+    shutil.rmtree(run / "model")  # as if the process had been killed just before
+    if kept:
+        shutil.copytree(kept, run / "model")
+    (run / "model.before").mkdir()  # and one before it while it put an export in the place of another
+    (run / "model.before" / "config.json").write_text("{}")
+    assert "complete" in command.run(*settings, "--out", run, "--resume")
+    same(run, undisturbed(1))
+
+
+if __name__ == "__main__":
+    serve()

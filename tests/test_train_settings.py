@@ -1,0 +1,210 @@
+"""The settings of `macrobatch train`: as flags, as a file, and what is refused."""
+
+import dataclasses
+import json
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from macrobatch.errors import UsageError
+from macrobatch.train.models import learning_rate
+from macrobatch.train.schedule import Ramp, Rate, rate_of, scale_of
+from macrobatch.train.settings import ONCE, RANGES, Settings, loaded, parsed
+
+
+def test_no_argument_is_the_default():
+    assert parsed([]) == Settings()
+
+
+def test_every_setting_has_its_flag_and_its_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(Settings):
+        assert f"--{field.name.replace('_', '-')} " in shown.replace(",", " ")
+
+
+def test_flags():
+    found = parsed(["--data", "a", "b", "--lr", "1e-4", "--compile", "--batch-tokens", "4096", "--precision", "bf16"])
+    wanted = Settings(data=("a", "b"), lr=1e-4, compile=True, batch_tokens=4096, precision="bf16")
+    assert found == wanted
+
+
+def test_what_tyro_refuses_ends_with_status_2(capsys):
+    for flags in (["--stepz", "3"], ["--steps", "many"], ["--precision", "int4"], ["free"]):
+        with pytest.raises(SystemExit) as ended:
+            parsed(flags)
+        assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"batch_size": 8, "batch_tokens": 80}, "--batch-size and --batch-tokens"),
+        ({"steps": 1, "epochs": 1}, "--steps and --epochs"),
+        ({"lr_scale": "sqrt"}, "--reference-batch belong together"),
+        ({"reference_batch": 8}, "--reference-batch belong together"),
+        ({"shard_ranks": 2}, "--shard-ranks is for --parallel hsdp"),
+        ({"model": ""}, "--model"),
+        ({"micro": "tokens:"}, "--micro must be"),
+        ({"micro": "tokens:0"}, "--micro must be"),
+        ({"micro": "0"}, "--micro must be"),
+        ({"micro": "-3"}, "--micro must be"),
+        ({"micro": "bytes:3"}, "--micro must be"),
+        ({"micro": "auto:3"}, "--micro must be"),
+        ({"steps": 2.5}, "--steps must be a whole number: got 2.5"),
+        ({"steps": True}, "--steps must be a whole number: got True"),
+        ({"lr": float("nan")}, "--lr must be a number"),
+        ({"lr": "fast"}, "--lr must be a number"),
+        ({"compile": 1}, "--compile must be true or false"),
+        ({"precision": "int4"}, "--precision must be one of float32"),
+        ({"data": "text.txt"}, "--data must be a list"),
+        ({"data": (3,)}, "--data must be a list"),
+    ],
+)
+def test_refused(values, said):
+    with pytest.raises(UsageError, match=said.replace("(", r"\(")):
+        Settings(**values)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_out_of_range_are_refused(name):
+    low, high = RANGES[name]
+    for value in (-1, 0 if low > 0 else -1, *([high * 2] if high < 2**40 else [])):
+        with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} must be "):
+            Settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("micro", "cut"),
+    [("16", ("count", 16)), ("auto", ("auto", None)), ("tokens", ("tokens", None)), ("tokens:512", ("tokens", 512))],
+)
+def test_how_a_batch_is_cut(micro, cut):
+    assert Settings(micro=micro).cut == cut
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def test_the_file_that_is_printed_says_the_same(tmp_path):
+    chosen = parsed(
+        ["--lr", "0.25", "--data", 'with "quotes" and \\', "ümlaut\x7f\n", "--max-norm", "inf", "--compile"]
+    )
+    (tmp_path / "config.toml").write_text(chosen.toml(), encoding="utf-8")
+    assert loaded(tmp_path / "config.toml") == chosen
+    again = parsed(["--config", str(tmp_path / "config.toml")])
+    assert dataclasses.replace(again, config=None) == chosen
+
+
+@given(st.builds(Settings, lr=st.floats(0, 1e6), data=st.lists(st.text()).map(tuple), seed=st.integers(0, 2**63 - 1)))
+def test_any_settings_survive_a_file(chosen):
+    values = tomllib.loads(chosen.toml())
+    values["data"] = tuple(values["data"])
+    assert Settings(**values) == chosen
+
+
+def test_flags_count_more_than_the_file(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('batch-size = 8\nlr = 1\nmicro = "auto"\n')
+    found = parsed(["--config", str(file), "--micro", "2"])
+    assert (found.batch_size, found.lr, found.micro) == (8, 1, "2")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("lr = ", "is not TOML"),
+        ("rate = 3", "has no setting 'rate'. There are model, data"),
+        ("lr = 'high'", "config.toml: --lr must be a number: got 'high'"),
+        ("steps = 0", "config.toml: --steps must be at least 1"),
+        ("resume = true", "has no setting 'resume'"),
+        (b"\xff", "is not TOML"),
+    ],
+)
+def test_a_bad_file(tmp_path, content, said):
+    file = tmp_path / "config.toml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError) as raised:
+        parsed(["--config", str(file)])
+    assert said in str(raised.value)
+
+
+def test_no_such_file():
+    with pytest.raises(UsageError, match=r"nowhere\.toml cannot be read: No such file"):
+        parsed(["--config", "nowhere.toml"])
+
+
+def test_resuming_begins_with_the_settings_of_the_run(tmp_path):
+    run = Settings(steps=7, micro="3")
+    (tmp_path / "run.json").write_text(json.dumps({"settings": run.lasting}))
+    found = parsed(["--resume", "--out", str(tmp_path), "--micro", "5"])
+    assert (found.steps, found.micro, found.resume) == (7, "5", True)
+    assert parsed(["--resume", f"--out={tmp_path}"]).steps == 7
+    assert parsed(["--resume", "--out", str(tmp_path / "new")]).steps is None
+
+
+def test_resuming_nothing():
+    with pytest.raises(UsageError, match="--resume goes on with a run: say which, with --out RUN"):
+        parsed(["--resume"])
+
+
+def test_a_run_that_does_not_tell_its_settings(tmp_path):
+    for content in ("{", "[]", "{}", '{"settings": 3}'):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(UsageError, match="does not tell the settings of a run"):
+            parsed(["--resume", "--out", str(tmp_path)])
+
+
+def test_what_belongs_to_one_call_is_not_kept():
+    assert not set(ONCE) & set(Settings(debug=True).lasting)
+
+
+# ----------------------------------------------------------------------------------------------------- pure functions
+
+
+@given(st.integers(1, 60), st.integers(0, 70), st.sampled_from(["cosine", "linear", "constant"]), st.floats(0, 1))
+def test_the_rate_rises_and_then_falls(steps, warmup, schedule, final):
+    rate = Rate(peak=2.0, steps=steps, warmup=warmup, schedule=schedule, final=final)
+    rates = [rate(step) for step in range(steps + 5)]
+    top = min(warmup, len(rates))
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert all(0 <= one <= 2.0 for one in rates)
+    if warmup < steps and schedule != "constant":
+        assert rates[-1] == pytest.approx(2.0 * final, abs=1e-12)
+
+
+def test_the_rate_in_numbers():
+    rate = Rate(peak=1.0, steps=12, warmup=2, schedule="cosine", final=0.1)
+    assert [rate(step) for step in (0, 1, 2, 7)] == pytest.approx([0.5, 1.0, 1.0, 0.55])
+    assert Rate(peak=1.0, steps=12, warmup=0, schedule="constant", final=0.1)(11) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        (Settings(), 1.0),
+        (Settings(batch_size=256, lr_scale="linear", reference_batch=64), 4.0),
+        (Settings(batch_size=256, lr_scale="sqrt", reference_batch=64), 2.0),
+        (Settings(batch_tokens=1000, lr_scale="linear", reference_batch=4000), 0.25),
+        (Settings(lr_scale="linear", reference_batch=8), 2.0),
+    ],
+)
+def test_the_rate_follows_the_batch(settings, scale):
+    assert scale_of(settings) == scale
+    assert rate_of(settings, 100, 0.5).peak == pytest.approx(0.5 * scale)
+
+
+def test_the_rate_follows_the_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rates = [learning_rate(Settings(model=str(model))) for model in ("small", "large", tmp_path, "some/weights")]
+    assert rates == [5e-3, 6e-4, 1e-3, 5e-5]
+    assert learning_rate(Settings(model="large", lr=0.25)) == 0.25
+
+
+def test_the_ramp():
+    ramp = Ramp(steps=4, start=0.2)
+    assert [ramp(step) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
