@@ -204,13 +204,13 @@ def test_few_shapes_of_a_batch_without_padding_stay_as_they_are():
 
 
 def test_few_shapes_of_listed_samples_are_as_collate_pads_them():
-    def collate(samples: list[list[int]]) -> Tensor:
+    def collate(samples: list[list[int]]) -> dict[str, Tensor]:
         width = split.rounded_up(max(map(len, samples)))
-        return torch.tensor([[*sample, *[0] * (width - len(sample))] for sample in samples])
+        return {"attention_mask": torch.tensor([[*sample, *[0] * (width - len(sample))] for sample in samples])}
 
     samples = samples_of([[1] * n for n in (30, 9, 4, 2, 17, 8, 3)], collate)
     parts = by_tokens(64).parts(samples, few_shapes=True)
-    assert [tuple(samples.take(part).shape) for part in parts] == [(2, 32), (4, 16), (1, 16)]
+    assert [tuple(samples.take(part)["attention_mask"].shape) for part in parts] == [(2, 32), (4, 16), (1, 16)]
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of batches

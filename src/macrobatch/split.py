@@ -177,7 +177,8 @@ class ByTokens:
                 raise BatchError(f"{found}. Truncate it, raise the budget, or let it be a micro-batch of its own.")
             warnings.warn(f"{found}: it is a micro-batch of its own.", stacklevel=4)
         # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
-        trims = self.length is None or isinstance(samples, Tree)
+        # Nor where few shapes are wanted: how far it pads is then for the one who collates to say.
+        trims = isinstance(samples, Tree) or (self.length is None and not few_shapes)
         samples.find_positions(longest)
         if few_shapes:
             plan, widths = plan_few_shapes(lengths, self.budget)
