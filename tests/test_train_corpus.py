@@ -618,3 +618,12 @@ def test_nothing_is_said_where_nothing_is_wrong(vocabulary, tmp_path, caplog):
     for _ in range(2):
         Corpus.made([Document(POEM)], vocabulary, seq_len=9, cache=tmp_path)
     assert caplog.text == ""
+
+
+def test_few_widths_pad_further_with_what_counts_for_nothing():
+    samples = [{"input_ids": torch.arange(1, n + 1), "labels": torch.arange(1, n + 1)} for n in (17, 5)]
+    tight, wide = collated(samples), collated(samples, few_widths=True)
+    assert wide["input_ids"].shape == (2, 20)
+    assert all(torch.equal(wide[name][:, :17], tight[name]) for name in tight)
+    assert wide["attention_mask"].sum() == 22
+    assert (wide["labels"] != -100).sum() == 22

@@ -16,12 +16,13 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.split import IGNORED
+from macrobatch.split import IGNORED, rounded_up
 from macrobatch.train.cache import digest, kept
 from macrobatch.train.documents import Document, documents
 from macrobatch.train.vocabulary import Vocabulary
@@ -225,8 +226,10 @@ def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
     return prompt[:num_fixed] + prompt[len(prompt) - room + num_fixed :]
 
 
-def collated(samples: Sequence[Sample]) -> Sample:
+def collated(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
     """A micro-batch of some samples, filled up on the right: the ``collate=`` of `MacroStep`.
+
+    With `few_widths` to one of few lengths, for what is recorded once a shape.
 
     >>> batch = collated([{"input_ids": torch.tensor([7, 8]), "labels": torch.tensor([7, 8])},
     ...                   {"input_ids": torch.tensor([9]), "labels": torch.tensor([9])}])
@@ -234,8 +237,14 @@ def collated(samples: Sequence[Sample]) -> Sample:
     ([[7, 8], [9, 0]], [[1, 1], [1, 0]], [[7, 8], [9, -100]])
     """
     ids = [sample["input_ids"] for sample in samples]
+    longest = max(len(part) for part in ids)
+    more = rounded_up(longest) - longest if few_widths else 0
+
+    def padded(parts: list[Tensor], value: int) -> Tensor:
+        return F.pad(pad_sequence(parts, batch_first=True, padding_value=value), (0, more), value=value)
+
     return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(part) for part in ids], batch_first=True),
-        "labels": pad_sequence([sample["labels"] for sample in samples], batch_first=True, padding_value=IGNORED),
+        "input_ids": padded(ids, 0),
+        "attention_mask": padded([torch.ones_like(part) for part in ids], 0),
+        "labels": padded([sample["labels"] for sample in samples], IGNORED),
     }

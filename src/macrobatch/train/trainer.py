@@ -320,7 +320,7 @@ class Learner:
             return causal_lm_loss(model, batch)
 
     def _collated(self, samples: list[Sample]) -> Sample:
-        batch = collated(samples)
+        batch = collated(samples, few_widths=self.settings.cuda_graph and self.world.device.type == "cuda")
         self._padded += batch["input_ids"].numel()
         return batch
 
