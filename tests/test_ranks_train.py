@@ -27,6 +27,10 @@ TWO = {
     "fsdp float32": ("--micro", "3", "--precision", "float32", "--parallel", "fsdp"),
     "checkpointed float64": ("--precision", "float64", "--checkpoint-activations"),
 }
+LOW = {
+    "fsdp pure-bf16": ("--precision", "pure-bf16", "--parallel", "fsdp"),
+    "ddp fp16": ("--precision", "fp16"),
+}
 FOUR = {
     "ddp float64": ("--micro", "tokens:256", "--precision", "float64"),
     "hsdp float64": ("--micro", "2", "--precision", "float64", "--parallel", "hsdp", "--shard-ranks", "2"),
@@ -76,7 +80,7 @@ def alone(place) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def on_two(place) -> ranks.Launch:
-    return launched(place, 2, {name: run(place, f"two {name}", *flags) for name, flags in TWO.items()})
+    return launched(place, 2, {name: run(place, f"two {name}", *flags) for name, flags in (TWO | LOW).items()})
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,11 @@ def test_one_rank_however_cut(place, alone, cut, precision):
 def test_two_ranks(place, alone, on_two, name):
     precision = name.split()[-1]
     assert farthest(losses(place / f"two {name}"), alone[precision]) <= CLOSE[precision]
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_lower_precision_on_two_ranks(place, alone, on_two, name):
+    assert farthest(losses(place / f"two {name}"), alone["float32"]) <= 0.01
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -118,7 +127,8 @@ def test_ranks_share_the_work(place, on_two):
 
 def test_the_first_rank_speaks_for_all(on_two):
     assert on_two.output.count("parameters in float32") == sum(name.endswith("float32") for name in TWO)
-    assert len(re.findall(r"2 on cpu, fsdp", on_two.output)) == 2
+    assert len(re.findall(r"2 on cpu, fsdp", on_two.output)) == 3
+    assert "macrobatch: " not in on_two.output  # no warning
 
 
 def test_the_model_of_shards_is_whole(place, on_two, capsys):

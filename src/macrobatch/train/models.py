@@ -8,6 +8,7 @@ afterwards.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import shutil
 import warnings
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch.errors import BackendError, UsageError
@@ -40,6 +41,10 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
 
 Config = dict[str, Any]
+
+# Buffers of these models never change. From torch 2.13 on the option to leave them alone has another name.
+_DDP = inspect.signature(DistributedDataParallel).parameters
+_SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"
 
 
 def check(settings: Settings, world: World) -> None:
@@ -238,13 +243,14 @@ def _spread(model: nn.Module, settings: Settings, world: World) -> nn.Module:
         if world.size == 1:
             return model
         device_ids = [world.device] if world.device.type == "cuda" else None
-        return DistributedDataParallel(
-            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        options: dict[str, Any] = {"device_ids": device_ids, "gradient_as_bucket_view": True, _SYNCS_BUFFERS: False}
+        return DistributedDataParallel(model, **options)
     mesh = _mesh(settings, world)
+    reduced = torch.float32 if settings.precision == "pure-bf16" else None
+    policy = MixedPrecisionPolicy(reduce_dtype=reduced)
     for layer in _layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
