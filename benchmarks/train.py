@@ -7,7 +7,8 @@ learning rates.
 - macrobatch: the command itself, `macrobatch train`, with its defaults; its numbers are those of its metrics.jsonl;
 - Trainer: transformers' own, 8 samples at a time, as many such micro-batches as make the batch, padded to the longest;
 - Trainer, grouped: the same with samples of about the same length put together (train_sampling_strategy), which makes
-  other batches of the same samples, so its losses are not comparable;
+  other batches of the same samples: they are sorted, 50 micro-batches' worth at a time, so a batch holds samples of one
+  length only, and its losses are not comparable. It is shown for what it is, and is no part of the target;
 - Accelerate: its loop for samples of variable size, at the same micro-batches as the Trainer, with the tokens counted
   after the shift (as documented, before it, the gradient is off by several per cent).
 
