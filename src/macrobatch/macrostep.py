@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack
 
 import torch
@@ -286,7 +287,7 @@ class MacroStep:
         if self._graphs is not None:
             few_shapes = isinstance(self._micro, ByTokens)
             self._graphs.open(self._acc._open_gradients(), self._coming(cut), few_shapes=few_shapes)
-        takes, counted = [self._taking(cut, part) for part in cut.in_turns()], set[bool]()
+        takes, counted = [partial(self._taken, cut, part) for part in cut.in_turns()], set[bool]()
         for index, (micro_batch, samples) in enumerate(self._feed.each(takes, self._acc._device)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
             with self._acc._micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
@@ -312,17 +313,12 @@ class MacroStep:
 
     def _coming(self, cut: Cut) -> list[tuple[Hashable, Callable[[], tuple[Any, int]]]]:
         """What is known of each micro-batch, and how to get it before its turn."""
+        device = self._acc._device
+        return [(part.key, partial(self._feed.one, partial(self._taken, cut, part), device)) for part in cut.parts]
 
-        def taking(part: Part) -> Callable[[], tuple[Any, int]]:
-            return lambda: self._feed.one(self._taking(cut, part), self._acc._device)
-
-        return [(part.key, taking(part)) for part in cut.parts]
-
-    def _taking(self, cut: Cut, part: Part | None) -> Callable[[], tuple[Any, int]]:
-        """How to get a micro-batch with its number of samples; without a part, the spare one."""
-        if part is None:
-            return lambda: (self._spare, 1)
-        return lambda: (cut.samples.take(part), len(part.samples))
+    def _taken(self, cut: Cut, part: Part | None) -> tuple[Any, int]:
+        """A micro-batch with its number of samples; without a part, the spare one."""
+        return (self._spare, 1) if part is None else (cut.samples.take(part), len(part.samples))
 
     def _loss(self, model: Any, micro_batch: Any) -> tuple[Tensor, Items]:
         loss = self._loss_fn(model, micro_batch)

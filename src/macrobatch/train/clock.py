@@ -32,6 +32,7 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, OTHER = PARTS = (
     "update",
     "other",
 )
+REPLAY = "replay"  # forward and backward at once, where they were recorded
 
 Moment = float | torch.cuda.Event
 
@@ -128,6 +129,7 @@ class Clock:
             (train, "_voted", COMMUNICATION),
             (train, "_taken", DATA),  # a micro-batch is sliced, or collated
             (train, "_loss", FORWARD),
+            (accumulator, "_replay", REPLAY),
             (sync, "finish", COMMUNICATION),  # what no backward has sent
             (accumulator._update, "close", UPDATE),
         ):
