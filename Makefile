@@ -10,9 +10,9 @@ TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 
 .PHONY: train test check format venv bench clean
 
-# Threads sleep while they wait for each other: on a busy machine, waiting in a loop made it 17 times as slow.
+# Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
-	OMP_WAIT_POLICY=passive $(BIN)/macrobatch train
+	GOMP_SPINCOUNT=10000 $(BIN)/macrobatch train
 
 test: venv  ## every test, doctests and the README's own code included
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
