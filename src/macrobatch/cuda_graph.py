@@ -12,6 +12,7 @@ at once; any other when it comes for the second time. What cannot be recorded ru
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -190,7 +191,7 @@ class Graphs:
                 self._seen.setdefault(known_before, set()).add(signature)
             else:
                 self._warn(
-                    f"{LIMIT} shapes of micro-batches are recorded already, and no more are kept: others run eagerly. "
+                    f"cuda_graph=True: {LIMIT} shapes of micro-batches are recorded already, and others run eagerly. "
                     "Let fewer arise: by_tokens rounds the lengths of a batch of tensors; a collate= of your own can "
                     "pad to one of a few lengths."
                 )
@@ -280,13 +281,13 @@ class Graphs:
                 recording = self._record(leaves_of, micro_batch, samples)
         except Exception as error:
             if is_out_of_memory(error):
-                why = "there is not enough memory to record a shape beside what is there: it stays eager."
+                why = "cuda_graph=True: there is not enough memory to record a shape beside the rest: it stays eager."
             else:
                 reason = (
                     str(error) if isinstance(error, NotRecordableError) else f"recording failed: {_first_line(error)}"
                 )
                 self.forget()  # others, recorded before, may share what failed
-                self._refused, why = reason, _eagerly(reason)
+                self._refused, why = reason, eagerly(reason)
         # Outside of the except block, whose traceback kept what was computed alive.
         for parameter in parameters:
             parameter.grad = None
@@ -316,7 +317,7 @@ class Graphs:
             with torch.cuda.stream(stream), contextlib.nullcontext() if is_first else claim.allocating():
                 reached = _reached(micro_step, leaves_of)
                 eager = min(milliseconds(micro_step) for _ in range(WARM_UPS - 1))
-            if not all(map(_same, buffers_before, _buffers_of(self._models))):
+            if not all(map(operator.is_, buffers_before, _buffers_of(self._models))):
                 raise NotRecordableError("a forward replaces a buffer of the model by another tensor")
             for parameter in leaves_of.keys() - reached:  # a gradient of zero is not the same as none
                 leaves_of[parameter].grad = None
@@ -389,16 +390,17 @@ class Graphs:
 
     def _refuse(self, why: str) -> None:
         self._refused = why
-        self._warn(_eagerly(why))
+        self._warn(eagerly(why))
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(f"cuda_graph=True: {message}", stacklevel=8)
+            warnings.warn(message, stacklevel=8)
 
 
-def _eagerly(why: str) -> str:
-    return f"micro-steps run eagerly, as without it: {why}."
+def eagerly(why: str) -> str:
+    """What a user is told."""
+    return f"cuda_graph=True: micro-steps run eagerly, as without it: {why}."
 
 
 def unwrapped(model: Any) -> Any:
@@ -468,10 +470,6 @@ def _hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) ->
 
 def _buffers_of(models: Sequence[nn.Module]) -> list[Tensor | None]:
     return [buffer for model in models for module in model.modules() for buffer in module._buffers.values()]
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other
 
 
 def _reached(micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter]) -> set[nn.Parameter]:

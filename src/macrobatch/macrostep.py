@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from macrobatch import arguments, collectives
 from macrobatch.accumulator import Accumulator, Options
-from macrobatch.cuda_graph import Graphs, unwrapped
+from macrobatch.cuda_graph import Graphs, eagerly, unwrapped
 from macrobatch.errors import BackendError, BatchError, FitError, UsageError
 from macrobatch.feed import Feed
 from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
@@ -222,10 +222,9 @@ class MacroStep:
 
     def _exchanged(self, row: Row) -> list[Row]:
         """That row of every rank."""
-        if (group := self._acc._sync.group) is None:
+        if self._is_alone:
             return [row]
-        if self._ranks is None:
-            self._ranks = collectives.host_group(group)
+        self._ranks = self._acc._sync.hosts()
         return [Row(*numbers) for numbers in collectives.gathered(row, self._ranks, HOST)]
 
     def _find_spare(self, rows: list[Row], samples: Samples, parts: list[Part]) -> None:
@@ -348,7 +347,7 @@ class MacroStep:
                 scaled=acc._scaler is not None,
                 backward_inputs=acc._sync.backward_inputs,
             )
-        warnings.warn(f"cuda_graph=True: micro-steps run eagerly, as without it: {why}.", stacklevel=3)
+        warnings.warn(eagerly(why), stacklevel=3)
         return None
 
     def _close(self, cut: Cut) -> StepResult:

@@ -45,6 +45,13 @@ class Local:
     holds = True
     needs_turns = False
     recordable = True
+    _hosts: Group = None
+
+    def hosts(self) -> Group:
+        """The same ranks, to exchange what lives on the host. Made once, by all of them together."""
+        if self._hosts is None:
+            self._hosts = host_group(self.group)
+        return self._hosts
 
     def hold(self) -> None:
         """Before a window that may fail on one rank: no micro-batch of it communicates, only `finish` does."""
@@ -102,7 +109,6 @@ class DDP(Local):
         self._synced = False  # whether the last backward went through the reducer
         self._held = False
         self._world = dist.get_world_size(group)
-        self._host: Group = None  # the same ranks on their hosts, where a window is closed flat
         self.group = group
         self.lockstep = self._micro
         self.recordable = not (self._micro or any(model.static_graph for model in models))
@@ -156,9 +162,7 @@ class DDP(Local):
     def finish(self, named: dict[str, nn.Parameter]) -> None:
         self._held = False
         if not self._synced:
-            if self._host is None:
-                self._host = host_group(self.group)
-            all_reduce_flat(named, self.group, self._host)
+            all_reduce_flat(named, self.group, self.hosts())
             for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
                 model.require_forward_param_sync = True
 
