@@ -18,8 +18,9 @@ TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture"},
     {"window", "sync", "split", "bench"},
-    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed"},
-    {"update", "cuda_graph"},
+    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
+    {"update", "recording"},
+    {"cuda_graph"},
     {"accumulator"},
     {"macrostep"},
     {f"accelerate.{name}" for name in ("missing", "settings", "sharding", "checkpoints")},

@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch import arguments
 from macrobatch.collectives import all_reduce_later, gathered, largest
-from macrobatch.cuda_graph import Recording
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients, Parameters, num_nodes, run_backward
 from macrobatch.loader import Remainder, Turn, agreed_turns, exchanged_lengths, planned_turns
 from macrobatch.order import Order
+from macrobatch.recording import Recording
 from macrobatch.snapshot import Snapshot
 from macrobatch.sync import When, sync_for, wrapping
 from macrobatch.update import NonFinite, StepResult, Update

@@ -24,6 +24,7 @@ class Claim:
     """
 
     def __init__(self, pool: Any, device: torch.device) -> None:
+        self.device = device
         self._pool = pool
         self._index = _index(device)
         self._claims = 0
@@ -89,19 +90,34 @@ def captured(
 def _end_failed_capture(pool: Any, device: torch.device) -> None:
     """What torch leaves undone when a capture cannot be ended: allocator and generator would take it for underway."""
     index = _index(device)
-    with contextlib.suppress(Exception):
+    try:
         torch._C._cuda_endAllocateToPool(index, pool)
+    except Exception:  # it could be ended: what failed was something else
+        return
+    torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.cuda.synchronize(device)
 
 
-def milliseconds(run: Callable[[], object]) -> float:
+@contextlib.contextmanager
+def joined(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """Inside, `stream` follows on what the current one was given before; afterwards the current one follows on it."""
+    current = torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    try:
+        yield
+    finally:
+        current.wait_stream(stream)
+
+
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
     """What the device needs for it, waiting for the host included."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))

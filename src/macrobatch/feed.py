@@ -49,7 +49,7 @@ class Feed:
         def copied(leaf: Tensor) -> Tensor:
             if leaf.device.type != "cpu":
                 return leaf
-            pinned = leaf if leaf.is_pinned() and leaf.is_contiguous() else leaf.pin_memory()
+            pinned = leaf.contiguous().pin_memory()  # each a copy only where needed
             copies.append(pinned.to(device, non_blocking=True))
             return copies[-1]
 

@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 
 from macrobatch import arguments, collectives
 from macrobatch.accumulator import Accumulator, Options
-from macrobatch.cuda_graph import Graphs, eagerly, unwrapped
+from macrobatch.cuda_graph import Graphs, eagerly
 from macrobatch.errors import BackendError, BatchError, FitError, UsageError
 from macrobatch.feed import Feed
 from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
 from macrobatch.loader import Turn
+from macrobatch.recordable import is_compiled_around_ddp, unwrapped
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import ByCount, ByTokens, Collate, Part, Samples, samples_of, transformed
 from macrobatch.update import StepResult
@@ -42,6 +43,8 @@ logger = logging.getLogger("macrobatch")
 
 # What a rank says of its part of a held window.
 DONE, RAN_OUT, TOO_LARGE, FAILED = range(4)
+
+NO_ROOM = "memory ran out beside what had been recorded"
 
 
 class Row(NamedTuple):
@@ -249,26 +252,30 @@ class MacroStep:
         mark = self._acc._mark()
         if self._is_auto:
             self._pressure = Pressure(self._acc._device)
-        before = Snapshot(self._acc._models) if self._is_auto and (cut.held or self._is_alone) else None
+        may_repeat = (self._is_auto or self._graphs is not None) and (cut.held or self._is_alone)
+        before = Snapshot(self._acc._models) if may_repeat else None
         asked = None
         try:
             self._take_turns(cut)
         except BaseException as error:
-            if not (self._is_auto and is_out_of_memory(error)):
+            has_recordings = self._graphs is not None and self._graphs.holds
+            if not (is_out_of_memory(error) and (self._is_auto or has_recordings)):
                 self._give_up(cut, mark, error)
                 raise
             asked = asked_for(error)
         # From here on outside of the except block: its traceback kept the failed micro-batch alive.
         if asked is not None and before is None:
             self._end_job(cut, asked)
-        status = DONE if asked is None else RAN_OUT if cut.size > 1 else TOO_LARGE
+        shrinks = asked is not None and self._is_auto and cut.size > 1
+        makes_room = asked is not None and not shrinks and self._graphs is not None and self._graphs.stop(NO_ROOM)
+        status = DONE if asked is None else RAN_OUT if shrinks or makes_room else TOO_LARGE
         statuses = self._voted(status) if cut.held else [status]
         if not any(statuses):
             return True
         self._acc._rewind(mark)
         if before is not None:
             before.restore()
-        if asked is not None:
+        if asked is not None and not makes_room:
             self._learn(cut, asked)
         if self._graphs is not None:
             self._graphs.forget()  # they hold memory
@@ -339,6 +346,11 @@ class MacroStep:
             why = f"the model is on {acc._device}"
         elif not acc._sync.recordable:
             why = "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
+        elif any(map(is_compiled_around_ddp, acc._models)):
+            why = (
+                "the model is compiled around DistributedDataParallel, which cannot be left out then. "
+                "DistributedDataParallel(torch.compile(model)) can be recorded"
+            )
         else:
             return Graphs(
                 acc._models,

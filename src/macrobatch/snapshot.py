@@ -5,13 +5,47 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
+class HostRandom:
+    """The random number generators of the host (torch's, Python's, numpy's), as they are now.
+
+    >>> before = HostRandom()
+    >>> _ = torch.rand(2)
+    >>> before.has_moved()
+    True
+    >>> before.restore()
+    >>> before.has_moved()
+    False
+    """
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def has_moved(self) -> bool:
+        """Whether anybody has drawn from them since."""
+        return (
+            not torch.equal(self._torch, torch.get_rng_state())
+            or self._python != random.getstate()
+            or (self._numpy is not None and _comparable(self._numpy) != _comparable(_numpy_state()))
+        )
+
+    def restore(self) -> None:
+        """Put them back."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
 class Snapshot:
-    """The random number generators (torch's, Python's, numpy's) and the buffers of some modules, as they are now.
+    """All random number generators and the buffers of some modules, as they are now.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = Snapshot([model])
@@ -22,9 +56,7 @@ class Snapshot:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._host = HostRandom()
         self._devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
         self._buffers = [
@@ -37,10 +69,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put it all back."""
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self._host.restore()
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
         for module, buffers in self._buffers:
@@ -48,6 +77,15 @@ class Snapshot:
                 module._buffers[name] = buffer  # it may have been replaced, not written to
                 if buffer is not None and before is not None:
                     buffer.copy_(before)
+
+
+def _numpy_state() -> Any:
+    """None where nobody has imported numpy."""
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _comparable(state: Any) -> list[object]:
+    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
 
 
 def _copied(buffer: Tensor | None) -> Tensor | None:

@@ -146,7 +146,7 @@ class DDP(Local):
         if not self._synced or all(m.find_unused_parameters or m.static_graph for m in self._models):
             return
         used = set()
-        for node in _nodes(loss):
+        for node in nodes(loss):
             if type(node) is CheckpointFunction._backward_cls:
                 return  # it hides which parameters it uses
             if (variable := getattr(node, "variable", None)) is not None:
@@ -475,7 +475,7 @@ def _closed_early(wrapper: str) -> BackendError:
 # ---------------------------------------------------------------------------------------------- graphs
 
 
-def _nodes(loss: Tensor) -> Iterator[Any]:
+def nodes(loss: Tensor) -> Iterator[Any]:
     """The nodes of the graph behind `loss`."""
     pending: list[Any] = [loss.grad_fn]
     seen = set()
@@ -489,7 +489,7 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _reaches_others(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the graph behind `loss` ends in other leaves too, as far as can be seen. (Not by `_nodes`, for speed.)"""
+    """Whether the graph behind `loss` ends in other leaves too, as far as can be seen. (Not by `nodes`, for speed.)"""
     own = set(map(id, parameters))
     pending: list[Any] = [loss.grad_fn]
     seen, reaches_others = {None}, False

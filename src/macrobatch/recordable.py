@@ -1,0 +1,203 @@
+"""What a recorded micro-step depends on, and what cannot be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from macrobatch.snapshot import HostRandom
+from macrobatch.split import leaves, transformed
+from macrobatch.sync import nodes
+
+
+class NotRecordableError(Exception):
+    """Why micro-steps have to run eagerly."""
+
+
+# ---------------------------------------------------------------------------------------------- of micro-batches
+
+
+def tensors_of(micro_batch: Any) -> list[tuple[str, Tensor]]:
+    """With where each is found."""
+    return [(path, leaf) for path, leaf in leaves(micro_batch, "batch") if isinstance(leaf, Tensor)]
+
+
+def signature(micro_batch: Any, samples: int) -> Hashable:
+    """All that a recording of it depends on, but for the numbers in its tensors."""
+    parts: list[Hashable] = [samples]
+    for path, leaf in leaves(micro_batch, "batch"):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                raise NotRecordableError(f"{path} requires a gradient of its own")
+            if leaf.device.type != "cuda" or leaf.layout != torch.strided:
+                raise NotRecordableError(f"{path} is a {leaf.layout} tensor on {leaf.device}")
+            parts.append((path, leaf.shape, leaf.dtype))
+        elif isinstance(leaf, bool | int | float | str | bytes | None):
+            parts.append((path, type(leaf), leaf))
+        else:
+            raise NotRecordableError(f"{path} is of type {type(leaf).__name__}, whose value a recording would keep")
+    return tuple(parts)
+
+
+def copied(micro_batch: Any) -> Any:
+    """With tensors of its own, for a recording to read from."""
+    return transformed(micro_batch, lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+
+
+# ---------------------------------------------------------------------------------------------- of models
+
+
+def situation(models: Sequence[nn.Module]) -> object:
+    """All that recordings of these models take for granted: where it has changed, they are worthless."""
+    modules = [module for model in models for module in model.modules()]
+    held = [tensor for model in models for tensors in (model.parameters(), model.buffers()) for tensor in tensors]
+    return (
+        [(id(tensor), _address(tensor), tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in held],
+        [(id(module), module.training) for module in modules],
+        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it is made of others, as quantised weights are
+        return 0
+
+
+def hooked(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
+    """What has a hook of its user's, if anything."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for module in (module for model in models for module in model.modules()):
+        if any(getattr(module, kind, None) for kind in kinds):
+            return f"a module of type {type(module).__name__}"
+    for parameter in parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a parameter of shape {tuple(parameter.shape)}"
+    return None
+
+
+def buffers_of(models: Sequence[nn.Module]) -> list[Tensor | None]:
+    """All of them, in order."""
+    return [buffer for model in models for module in model.modules() for buffer in module._buffers.values()]
+
+
+def unwrapped(model: Any) -> Any:
+    """The same model, or models, without DDP around them, which does things in Python that a replay leaves out."""
+    if isinstance(model, list | tuple):
+        return type(model)(unwrapped(one) for one in model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_compiled_around_ddp(model: nn.Module) -> bool:
+    """What cannot be unwrapped."""
+    return isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
+
+
+# ---------------------------------------------------------------------------------------------- of their parameters
+
+
+@contextlib.contextmanager
+def leaves_for(
+    models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """The leaves that a recorded backward adds gradients to: the parameters, or, under DDP, twins of theirs.
+
+    DDP keeps the end nodes of its parameters' graphs, which belong to the stream that it was made on: a backward
+    could not be recorded on another. Twins share the memory of the parameters, and are in their places meanwhile.
+    """
+    if not any(isinstance(model, DistributedDataParallel) for model in models):
+        yield {parameter: parameter for parameter in parameters}
+        return
+    twins = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
+    for parameter, twin in twins.items():
+        twin.grad_dtype = parameter.grad_dtype
+    places = [
+        (module, name, parameter)
+        for model in models
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in twins
+    ]
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = twins[parameter]
+        yield twins
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+def require_leaves(loss: Tensor, leaves_of: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Where twins stand in for parameters, no part of the loss may have got past them."""
+    past = {id(parameter) for parameter, leaf in leaves_of.items() if leaf is not parameter}
+    if not past:
+        return
+    if any(id(getattr(node, "variable", None)) in past for node in nodes(loss)):
+        raise NotRecordableError("under DistributedDataParallel, the loss uses a parameter not taken from the model")
+    if any(leaf.data_ptr() != parameter.data_ptr() for parameter, leaf in leaves_of.items()):
+        raise NotRecordableError("under DistributedDataParallel, a forward moves its weights, as those of nn.LSTM do")
+
+
+def reached(micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter]) -> set[nn.Parameter]:
+    """The parameters to whose gradients it adds."""
+    found: set[nn.Parameter] = set()
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _, parameter=parameter: found.add(parameter)
+        )
+        for parameter, leaf in leaves_of.items()
+    ]
+    try:
+        micro_step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- of what they do
+
+
+class Traces:
+    """What a micro-step leaves behind, besides gradients, and a replay would not.
+
+    Once may be chance: what another thread does, or what is made once and kept. What it does every time counts.
+    """
+
+    KEEPS = "keeps a tensor that it made, which the next replay would overwrite"
+    DRAWS = "draws random numbers on the host, and a recording would keep them"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocated = torch.cuda.memory_allocated(device)
+        self._random = HostRandom()
+
+    def left(self) -> set[str]:
+        """What has been left behind since."""
+        found = set()
+        if self.has_kept():
+            found.add(self.KEEPS)
+        if self._random.has_moved():
+            found.add(self.DRAWS)
+        return found
+
+    def has_kept(self) -> bool:
+        """Whether more is allocated now."""
+        if torch.cuda.memory_allocated(self._device) <= self._allocated:
+            return False
+        gc.collect()  # what only a cycle holds is not kept
+        return torch.cuda.memory_allocated(self._device) > self._allocated
+
+
+def require_no_traces(each: Collection[set[str]]) -> None:
+    """Of some runs of the same micro-step."""
+    if found := set.intersection(*each):
+        raise NotRecordableError(f"a micro-step {'; it '.join(sorted(found))}")
