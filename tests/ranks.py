@@ -52,11 +52,14 @@ Outcome = dict[str, Any]
 # ---------------------------------------------------------------------------------------------- starting the ranks
 
 
-def run(module: str, scenarios: str, ranks: int, directory: Path) -> dict[str, list[Outcome]]:
+def run(
+    module: str, scenarios: str, ranks: int, directory: Path, *, has_gpus: bool = False
+) -> dict[str, list[Outcome]]:
     """What each scenario came to, on each rank. One whose process died has "died" in it: the end of the output."""
     pending, outcomes = list(getattr(importlib.import_module(module), scenarios)), {}
     while pending:
-        output = torchrun(ranks, Path(__file__), module, scenarios, directory, *pending, directory=directory).output
+        program = (Path(__file__), module, scenarios, directory, *pending)
+        output = torchrun(ranks, *program, directory=directory, has_gpus=has_gpus).output
         while pending and all(outcome_file(directory, pending[0], rank).exists() for rank in range(ranks)):
             name = pending.pop(0)
             outcomes[name] = [torch.load(outcome_file(directory, name, r), weights_only=True) for r in range(ranks)]
@@ -73,14 +76,20 @@ class Launch:
 
 
 def torchrun(
-    ranks: int, *program: object, directory: Path, seconds: float = LAUNCH_SECONDS, restarts: int = 0
+    ranks: int,
+    *program: object,
+    directory: Path,
+    seconds: float = LAUNCH_SECONDS,
+    restarts: int = 0,
+    has_gpus: bool = False,
 ) -> Launch:
     """Run a program of some ranks to its end. After `seconds` all that was started is killed, and that is an error."""
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     screen, started = directory / f"screen-{time.monotonic_ns()}", time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_PIDS": str(directory), "PYTHONUNBUFFERED": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on CPUs, also where there is a GPU
+    if not has_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on CPUs, also where there is a GPU
     with screen.open("wb") as file:
         launched = subprocess.Popen(
             [*command, *map(str, program)], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=directory

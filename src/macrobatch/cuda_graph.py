@@ -165,7 +165,7 @@ class Graphs:
         if len(self._recordings) < LIMIT:
             return (
                 f"cuda_graph=True: {MOST_WAITING} shapes of micro-batches never came again: no more are recorded, and "
-                "others run eagerly. A number or text in a batch that changes makes another shape of it: numbers can go "
+                "others run eagerly. A number or text in a batch that changes makes another shape of it: put numbers "
                 "into tensors."
             )
         kept = sum(recording is not None for recording in self._recordings.values())
