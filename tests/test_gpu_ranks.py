@@ -102,7 +102,7 @@ class TiedByAList(Decoder):
 
 
 @alone
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:RNN module weights")
 @pytest.mark.parametrize(
     ("kind", "why"),
     [(Recurrent, "moves its weights|not taken from the model"), (TiedByAList, "not taken from the model")],

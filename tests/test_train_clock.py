@@ -166,7 +166,7 @@ def test_on_a_gpu_nobody_waits_for_the_clock():
         lap = clock.lap()
     parts = lap.parts()
     assert min(parts[name] for name in ("forward", "backward", "update")) > 0
-    assert parts["communication"] == 0
+    assert parts["communication"] < 1e-3  # two events with nothing in between
 
 
 # ------------------------------------------------------------------------------------------------------ on two ranks

@@ -14,7 +14,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,14 @@ def _short(value: object) -> str:
 def versions() -> dict[str, str]:
     """Of what the numbers of a run may depend on."""
     packages = ("macrobatch", "torch", "transformers", "tokenizers")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its sources
+        return "not installed"
 
 
 # ------------------------------------------------------------------------------------- started again by torchrun
