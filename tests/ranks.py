@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forking
 import reference
 import torch
 import torch.distributed as dist
@@ -56,7 +57,8 @@ def run(module: str, scenarios: str, ranks: int, directory: Path) -> dict[str, l
     """What each scenario came to, on each rank. One whose process died has "died" in it: the end of the output."""
     pending, outcomes = list(getattr(importlib.import_module(module), scenarios)), {}
     while pending:
-        output = torchrun(ranks, Path(__file__), module, scenarios, directory, *pending, directory=directory).output
+        program = (Path(__file__), module, scenarios, directory, *pending)
+        output = torchrun(ranks, *program, directory=directory, imported=["ranks", module]).output
         while pending and all(outcome_file(directory, pending[0], rank).exists() for rank in range(ranks)):
             name = pending.pop(0)
             outcomes[name] = [torch.load(outcome_file(directory, name, r), weights_only=True) for r in range(ranks)]
@@ -73,11 +75,21 @@ class Launch:
 
 
 def torchrun(
-    ranks: int, *program: object, directory: Path, seconds: float = LAUNCH_SECONDS, restarts: int = 0
+    ranks: int,
+    *program: object,
+    directory: Path,
+    seconds: float = LAUNCH_SECONDS,
+    restarts: int = 0,
+    imported: Sequence[str] = (),
 ) -> Launch:
-    """Run a program of some ranks to its end. After `seconds` all that was started is killed, and that is an error."""
+    """Run a program of some ranks to its end. After `seconds` all that was started is killed, and that is an error.
+
+    Its ranks are started as users start them; or, where modules are named that they import, forked from a torchrun
+    that has imported those once for all.
+    """
+    launcher = [forking.__file__, ",".join(imported)] if imported else ["-m", "torch.distributed.run"]
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    command = [sys.executable, *launcher, *options]
     screen, started = directory / f"screen-{time.monotonic_ns()}", time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_PIDS": str(directory), "PYTHONUNBUFFERED": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on CPUs, also where there is a GPU
