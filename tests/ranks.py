@@ -133,6 +133,9 @@ def start_time(pid: int) -> int:
 
 def be_a_rank() -> None:
     """What every rank does first: few threads, and its id where `end` finds it."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a fork of torchrun would handle them as it does
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     pid = os.getpid()
     Path(os.environ["RANKS_PIDS"], f"{pid}.pid").write_text(f"{pid} {start_time(pid)}")
