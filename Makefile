@@ -15,7 +15,7 @@ train: venv  ## a small language model, in two minutes, on the Python standard l
 	GOMP_SPINCOUNT=10000 $(BIN)/macrobatch train
 
 test: venv  ## every test, doctests and the README's own code included
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: venv  ## lint, format and strict types
 	$(BIN)/ruff check .

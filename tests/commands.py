@@ -1,7 +1,7 @@
 """What tests of `macrobatch train` share: small data, the command in this process or in many, and the losses of a run.
 
 As a program, ``commands.py FILE`` runs the commands in a JSON file one after the other, on every rank of a torchrun:
-what takes longest, starting Python and its packages, happens once.
+what takes longest, starting Python and its packages, happens once. `IMPORTED` is what training imports.
 """
 
 import json
@@ -11,6 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+IMPORTED = [
+    "macrobatch.train.trainer",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+    "tyro",
+]
 TEXT = "the quick brown fox jumps over a lazy dog while seven wizards box with liquor jugs and drink tea"
 
 

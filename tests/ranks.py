@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forking
 import reference
 import torch
 import torch.distributed as dist
@@ -59,7 +60,8 @@ def run(
     pending, outcomes = list(getattr(importlib.import_module(module), scenarios)), {}
     while pending:
         program = (Path(__file__), module, scenarios, directory, *pending)
-        output = torchrun(ranks, *program, directory=directory, has_gpus=has_gpus).output
+        imported = [] if has_gpus else ["ranks", module]  # a fork of a process that knows CUDA cannot use it
+        output = torchrun(ranks, *program, directory=directory, imported=imported, has_gpus=has_gpus).output
         while pending and all(outcome_file(directory, pending[0], rank).exists() for rank in range(ranks)):
             name = pending.pop(0)
             outcomes[name] = [torch.load(outcome_file(directory, name, r), weights_only=True) for r in range(ranks)]
@@ -81,11 +83,17 @@ def torchrun(
     directory: Path,
     seconds: float = LAUNCH_SECONDS,
     restarts: int = 0,
+    imported: Sequence[str] = (),
     has_gpus: bool = False,
 ) -> Launch:
-    """Run a program of some ranks to its end. After `seconds` all that was started is killed, and that is an error."""
+    """Run a program of some ranks to its end. After `seconds` all that was started is killed, and that is an error.
+
+    Its ranks are started as users start them; or, where modules are named that they import, forked from a torchrun
+    that has imported those once for all.
+    """
+    launcher = [forking.__file__, ",".join(imported)] if imported else ["-m", "torch.distributed.run"]
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    command = [sys.executable, *launcher, *options]
     screen, started = directory / f"screen-{time.monotonic_ns()}", time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_PIDS": str(directory), "PYTHONUNBUFFERED": "1"}
     if not has_gpus:
@@ -130,6 +138,9 @@ def start_time(pid: int) -> int:
 
 def be_a_rank() -> None:
     """What every rank does first: few threads, and its id where `end` finds it."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a fork of torchrun would handle them as it does
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     pid = os.getpid()
     Path(os.environ["RANKS_PIDS"], f"{pid}.pid").write_text(f"{pid} {start_time(pid)}")

@@ -424,7 +424,8 @@ def restarted() -> None:
 
 def test_a_restarted_job_begins_with_the_size_that_the_first_one_learnt(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart on a store of its own
-    launch = torchrun(2, __file__, directory=tmp_path, seconds=90, restarts=1)
+    imported = ["test_ranks_macrostep"]
+    launch = torchrun(2, __file__, directory=tmp_path, seconds=90, restarts=1, imported=imported)
     assert launch.exit_code == 0, launch.output
     assert "FitError: rank 1 ran out of memory" in launch.output
     assert [(tmp_path / f"done.{rank}").read_text() for rank in range(2)] == [str([4] * 6)] * 2

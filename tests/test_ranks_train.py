@@ -1,6 +1,6 @@
 """`macrobatch train` on many ranks: the trajectory depends on the seed and the batch only.
 
-Every command runs under a real torchrun; its losses are compared with those of one process.
+Every command runs under torchrun; its losses are compared with those of one process.
 """
 
 import json
@@ -31,6 +31,7 @@ LOW = {
     "fsdp pure-bf16": ("--precision", "pure-bf16", "--parallel", "fsdp"),
     "ddp fp16": ("--precision", "fp16"),
 }
+MOVED = ("--precision", "float64", "--save-every", 8, "--keep", 3)
 FOUR = {
     "ddp float64": ("--micro", "tokens:256", "--precision", "float64"),
     "hsdp float64": ("--micro", "2", "--precision", "float64", "--parallel", "hsdp", "--shard-ranks", "2"),
@@ -51,14 +52,15 @@ def run(place: Path, out: str, *more: object) -> list[str]:
     return arguments(place / "data.jsonl", place / out, "--steps", STEPS, "--save-every", 0, *more)
 
 
-def launched(place: Path, number: int, named: dict[str, list[str]], *, seconds: float = 240) -> ranks.Launch:
-    """Run those commands on so many ranks, one after the other; all of them must succeed."""
+def launched(place: Path, number: int, named: dict[str, list[str]], *, status: int = 0) -> ranks.Launch:
+    """Run those commands on so many ranks, one after the other; all of them must end with that status."""
     file = place / f"commands-{number}.json"
     file.write_text(json.dumps(list(named.values())))
-    launch = ranks.torchrun(number, Path(commands.__file__), file, directory=place, seconds=seconds)
+    program = (number, Path(commands.__file__), file)
+    launch = ranks.torchrun(*program, directory=place, imported=["ranks", *commands.IMPORTED])
     assert launch.exit_code == 0, launch.output[-6000:]
     for rank in range(number):
-        assert json.loads(Path(f"{file}.{rank}").read_text()) == [0] * len(named)
+        assert json.loads(Path(f"{file}.{rank}").read_text()) == [status] * len(named)
     return launch
 
 
@@ -75,7 +77,8 @@ def alone(place) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def on_two(place) -> ranks.Launch:
-    return launched(place, 2, {name: run(place, f"two {name}", *flags) for name, flags in (TWO | LOW).items()})
+    named = {name: run(place, f"two {name}", *flags) for name, flags in (TWO | LOW | {"moved": MOVED}).items()}
+    return launched(place, 2, named)
 
 
 @pytest.fixture(scope="module")
@@ -148,19 +151,17 @@ def test_bad_input_ends_all_ranks_with_one_message(place):
     assert not (place / "bad").exists()
 
 
-def test_a_batch_smaller_than_the_ranks(place, capsys):
-    command = run(place, "small", "--batch-size", 1)
-    launch = ranks.torchrun(2, "-m", "macrobatch", *command, directory=place, seconds=120)
+def test_a_batch_smaller_than_the_ranks(place):
+    launch = launched(place, 2, {"": run(place, "small", "--batch-size", 1)}, status=2)
     assert "macrobatch: a batch of 1 samples is smaller than the 2 ranks" in launch.output
     assert not (place / "small").exists()
 
 
-def test_resumed_on_another_number_of_ranks(place, alone):
+def test_resumed_on_another_number_of_ranks(place, alone, on_two):
     """Stopped after 8 steps on two ranks; the rest on one. (`test_train_killed.py` has all other ways to stop.)"""
-    flags = ("--precision", "float64", "--save-every", 8, "--keep", 3)
-    launched(place, 2, {"": run(place, "moved", *flags)})
-    shutil.rmtree(place / "moved" / "checkpoints" / "step-00000020")
-    shutil.rmtree(place / "moved" / "checkpoints" / "step-00000016")
-    shutil.rmtree(place / "moved" / "model")
-    assert main(["train", "--resume", "--out", str(place / "moved")]) == 0
-    assert farthest(losses(place / "moved"), alone["float64"]) <= CLOSE["float64"]
+    moved = place / "two moved"
+    shutil.rmtree(moved / "checkpoints" / "step-00000020")
+    shutil.rmtree(moved / "checkpoints" / "step-00000016")
+    shutil.rmtree(moved / "model")
+    assert main(["train", "--resume", "--out", str(moved)]) == 0
+    assert farthest(losses(moved), alone["float64"]) <= CLOSE["float64"]

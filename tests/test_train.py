@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -63,6 +59,17 @@ def test_the_run_folder(run):
         "report.html",
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_no_argument_needs_no_folder(data, tmp_path, monkeypatch):
+    """Runs get the next number that is free."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-1", "tiny-2"):
+        command = arguments(data, tmp_path / "run", "--steps", 1)
+        place = command.index("--out")
+        del command[place : place + 2]
+        assert main(command) == 0
+        assert (tmp_path / "runs" / name / "report.html").exists()
 
 
 def test_the_metrics(run):
@@ -428,41 +435,3 @@ def refused(command: list[str], capsys: pytest.CaptureFixture[str], *said: str) 
     assert "Traceback" not in message
     for words in said:
         assert words in message
-
-
-# ------------------------------------------------------------------------------------------------------ real processes
-
-
-def test_no_argument_needs_no_folder(data, tmp_path, monkeypatch):
-    """Runs get the next number that is free."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("tiny-1", "tiny-2"):
-        command = arguments(data, tmp_path / "run", "--steps", 1)
-        place = command.index("--out")
-        del command[place : place + 2]
-        assert main(command) == 0
-        assert (tmp_path / "runs" / name / "report.html").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_window_and_saves(data, tmp_path, number):
-    command = arguments(data, tmp_path / "run", "--steps", 100000, "--save-every", 0)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "screen").open("wb") as screen:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "macrobatch", *command], stdout=screen, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while not ((tmp_path / "run" / "metrics.jsonl").exists() and losses(tmp_path / "run")):
-                assert process.poll() is None, (tmp_path / "screen").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            process.send_signal(number)
-            assert process.wait(60) == 128 + number
-        finally:
-            process.kill()
-            process.wait()
-    assert "Traceback" not in (tmp_path / "screen").read_text()
-    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert saved.name == f"step-{metrics(tmp_path / 'run')[-1]['step']:08d}"

@@ -576,16 +576,22 @@ def test_a_corpus_is_kept_for_what_it_was_made_of(vocabulary, tmp_path):
 
 
 PREPARE = """
-import sys
+import os, sys
 from pathlib import Path
 from macrobatch.train.corpus import Corpus, documents
 from macrobatch.train.vocabulary import Vocabulary
 data, cache = map(Path, sys.argv[1:])
-print("ready", flush=True)
-sys.stdin.read()  # until all are
-texts = documents([data], cache=cache)
-vocabulary = Vocabulary.trained(texts, 300, cache)
-print(Corpus.made(texts, vocabulary, seq_len=32, cache=cache).fingerprint)
+waiting, ready = os.pipe()
+for _ in range(3):
+    if os.fork() == 0:
+        os.close(ready)
+        os.read(waiting, 1)  # until all are
+        texts = documents([data], cache=cache)
+        vocabulary = Vocabulary.trained(texts, 300, cache)
+        print(Corpus.made(texts, vocabulary, seq_len=32, cache=cache).fingerprint)
+        sys.exit()
+os.close(ready)
+sys.exit(sum(os.wait()[1] for _ in range(3)) != 0)
 """
 
 
@@ -595,21 +601,10 @@ def test_several_processes_prepare_at_once(tmp_path):
     (damaged,) = cache.iterdir()
     damaged.write_bytes(damaged.read_bytes()[:-7])
     command = [sys.executable, "-c", PREPARE, str(data), str(cache)]
-    running = [subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) for _ in range(3)]
-    try:
-        for process in running:
-            assert process.stdout.readline() == "ready\n", process.stderr.read()
-        for process in running:
-            process.stdin.close()
-            process.stdin = None
-        results = [process.communicate(timeout=120) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in running] == [0] * 3, results
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     expected = Corpus.made(documents([data]), vocabulary, seq_len=32).fingerprint
-    assert [out.strip() for out, _ in results] == [expected] * 3
+    assert done.stdout.split() == [expected] * 3
     assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == ["corpus", "vocabulary"]
 
 

@@ -6,6 +6,7 @@ Where torchrun starts the ranks, they are started as users do.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import commands
 import pytest
 from ranks import end, start_time
 
@@ -103,13 +105,9 @@ def environment(folder: Path) -> dict[str, str]:
 def serve() -> None:
     """Answer questions, one a line: start processes, wait for one."""
     import torch
-    import torch.utils.tensorboard
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    import tyro  # noqa: F401
 
-    import macrobatch.cli
-    import macrobatch.train.trainer  # noqa: F401
-
+    for module in commands.IMPORTED:
+        importlib.import_module(module)
     torch.set_num_threads(1)
 
     for line in sys.stdin:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.split import IGNORED, rounded_up
+from macrobatch.plan import rounded_up
+from macrobatch.split import IGNORED
 from macrobatch.train.cache import digest, kept
 from macrobatch.train.documents import Document, documents
 from macrobatch.train.vocabulary import Vocabulary

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from macrobatch.errors import NonFiniteError, UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
-from macrobatch.split import by_tokens, plan_by_count, plan_by_tokens
+from macrobatch.plan import plan_by_count, plan_by_tokens
+from macrobatch.split import by_tokens
 from macrobatch.train import checkpoint, folder, generate, models, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
