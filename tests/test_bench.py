@@ -252,7 +252,8 @@ def a_row(name: str, speed: float, **changed: object) -> dict:
         "tokens_per_second": speed,
         "quartiles": [speed - 1, speed + 1],
         "over_accelerate": speed / 100,
-        "time_of_hand_written": None,
+        "in_turns_with": "",
+        "speed_in_turns": None,
         "reserved_gib": 2.0,
         "exact": True,
         "error": "",
@@ -278,14 +279,14 @@ def a_case(section: str, micro_batch: int, *rows: dict) -> dict:
 def test_targets(imported):
     rows = [
         a_row("Accelerate", 100.0),
-        a_row("Macrobatch", 100.0, time_of_hand_written=[1.02, 1.0, 1.1]),
+        a_row("Macrobatch", 100.0, in_turns_with="hand-written", speed_in_turns=[0.98, 0.9, 1.0]),
         a_row("Macrobatch, cuda_graph", 460.0, reserved_gib=2.2),
         a_row("Macrobatch, compiled, cuda_graph", 900.0, exact=False, reserved_gib=None),
     ]
     case = a_case("fixed", 1, *rows)
     found = imported("gpu").targets_of([case])
     assert [(each["name"].partition(": ")[2], each["found"], each["reached"]) for each in found] == [
-        ("Macrobatch, time over the hand-written loop's", 1.02, False),
+        ("Macrobatch, time over the hand-written loop's", 1.0204, False),
         ("Macrobatch, cuda_graph, speed over Accelerate's", 4.6, True),
         ("Macrobatch, cuda_graph, memory over Macrobatch's", 1.1, True),
         ("Macrobatch, compiled, cuda_graph, speed over Accelerate's", 9.0, False),  # fast, and wrong

@@ -8,9 +8,10 @@ the backward (`_ProjectedLoss`). Any other model returns its logits, and those a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -121,8 +122,7 @@ def _tensor(batch: Mapping[str, Any], name: str) -> Tensor:
 
 def _inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with: the batch without its labels, and without a mask that the model cannot take."""
-    accepted = inspect.signature(inner.forward).parameters
-    kinds = {parameter.kind for parameter in accepted.values()}
+    accepted, kinds = _accepted(getattr(inner.forward, "__func__", inner.forward))
     kwargs = {key: value for key, value in batch.items() if key not in ("labels", "input_ids")}
     if "attention_mask" not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
         kwargs.pop("attention_mask", None)
@@ -131,6 +131,13 @@ def _inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...]
     if "input_ids" in accepted or kinds == {inspect.Parameter.VAR_KEYWORD}:
         return (), {"input_ids": batch["input_ids"], **kwargs}
     return (batch["input_ids"],), kwargs
+
+
+@functools.lru_cache(maxsize=16)  # to look takes longer than all the rest here
+def _accepted(forward: Callable[..., Any]) -> tuple[frozenset[str], frozenset[Any]]:
+    """The names and the kinds of what a forward takes, `self` left out."""
+    parameters = [parameter for name, parameter in inspect.signature(forward).parameters.items() if name != "self"]
+    return frozenset(parameter.name for parameter in parameters), frozenset(p.kind for p in parameters)
 
 
 # ------------------------------------------------------------------------------------------------------ plain logits
