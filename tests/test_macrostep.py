@@ -543,6 +543,64 @@ def test_a_sample_above_the_budget():
         made(micro=by_tokens(3, length=extents, oversize="raise"))(with_lengths([1, 4, 1]))
 
 
+def deep() -> nn.Sequential:
+    """More parameters than are looked at."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+
+
+TOUCHES: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": nn.Module.zero_grad,
+    "zero_grad in place": lambda model: model.zero_grad(set_to_none=False),
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "zero_grad of a part": lambda model: model[4:8].zero_grad(),  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_a_loss_that_touches_gradients(touch):
+    model = deep()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        TOUCHES[touch](model)
+        return model(x).square().mean()
+
+    train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro=2)
+    weights = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(UsageError, match="gradients of the open window were"):
+        train(torch.ones(6, 3))
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+def test_a_loss_that_comes_to_use_another_model():
+    """Whose gradients are its own business; in this window and in later ones."""
+    model, other = deep(), deep()
+    uses = [False, False, True, True, False, True]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        hidden = model(x)
+        return (other(hidden) if uses[step] else hidden).square().mean()
+
+    train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro=2)
+    for step in range(len(uses)):  # noqa: B007
+        train(torch.ones(6, 3))
+        assert all(parameter.grad is None for parameter in other.parameters())
+
+
+def test_a_thaw_beside_another_model():
+    """What backwards are confined to is found anew."""
+    model, other = deep(), deep()
+    bias = model[5].bias.requires_grad_(False)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(bias.grad is not None))
+    train = MacroStep(model, optimizer, lambda model, x: other(model(x)).square().mean(), micro=2)
+    for _ in range(2):
+        train(torch.ones(6, 3))
+    bias.requires_grad_(True)
+    train(torch.ones(6, 3))
+    assert seen == [False, False, True]
+
+
 def test_all_of_them_are_errors_of_ours():
     assert all(issubclass(kind, MacrobatchError) for kind in (UsageError, BatchError, BackendError, FitError))
 

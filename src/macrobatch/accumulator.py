@@ -28,6 +28,7 @@ from macrobatch.update import NonFinite, StepResult, Update
 from macrobatch.window import Items, Reduction, Window
 
 Batch = TypeVar("Batch")
+FEW = 16  # parameters to look at, spread over all, where only a loss function could have cleared or clipped gradients
 
 
 class Options(TypedDict, total=False):
@@ -133,6 +134,7 @@ class Accumulator:
         self._is_repeat = False
         self._before_repeat: Snapshot | None = None
         self._others_go_on = False
+        self._has_one_loss = False  # of a `MacroStep`: nothing else runs in a window, and all its graphs are alike
         self._epoch: object = None  # which `batches` is the current one
 
     # ------------------------------------------------------------------------------------------ the main path
@@ -452,6 +454,7 @@ class Accumulator:
                 self._parameters.trainable(),
                 self._accumulate_dtype if self._sync.shows_gradients else None,
                 self._sync.shards,
+                watched=FEW if self._has_one_loss else None,
             )
             self._update.begin()
         return self._gradients
@@ -469,7 +472,8 @@ class Accumulator:
         if self._gradients is not None:
             self._gradients.clear()
         self._window = self._gradients = None
-        self._nodes = 0
+        if self._inputs is not None or not self._has_one_loss:
+            self._nodes = 0
         self._order.carries = self._order.broken = False
 
     # ------------------------------------------------------------------------------------------ for whole batches

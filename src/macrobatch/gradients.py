@@ -104,6 +104,7 @@ class Gradients:
         named: the trainable parameters, each once, by the name that errors call it.
         accumulate_dtype: sums gradients of narrower parameters in this dtype.
         shards: the groups of ranks that hold other parts of plain gradients. (A DTensor knows its own.)
+        watched: how many parameters are looked at between backwards, spread over all of them; None: all.
     """
 
     def __init__(
@@ -111,11 +112,13 @@ class Gradients:
         named: dict[str, nn.Parameter],
         accumulate_dtype: torch.dtype | None = None,
         shards: tuple[Any, ...] = (),
+        watched: int | None = None,
     ) -> None:
         self.parameters = list(named.values())
         self.named = named
+        self._watched = self.parameters[:: -(-len(self.parameters) // watched)] if watched else self.parameters
         self._shards = shards
-        self._left: list[Tensor | None] | None = None  # for each parameter, what the last backward left ...
+        self._left: list[Tensor | None] | None = None  # for each that is watched, what the last backward left ...
         self._versions: list[int] = []  # ... and how often that had been written to
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[Kind, list[Tensor]] = {}
@@ -127,21 +130,22 @@ class Gradients:
 
     def mark(self) -> None:
         """Remember the gradients as a backward left them, for `check_untouched`."""
-        self._left = list(map(GRADIENT_OF, self.parameters))
+        self._left = list(map(GRADIENT_OF, self._watched))
         self._versions = _versions(self._left)
 
     def check_untouched(self) -> None:
         """Between a backward and the next, or `step`, nobody may clear, clip or unscale: these are undivided sums."""
         if self._left is None:
             return
-        now = list(map(GRADIENT_OF, self.parameters))
+        now = list(map(GRADIENT_OF, self._watched))
         versions = _versions(now)
         if versions == self._versions and all(map(operator.is_, now, self._left)):
             return
-        for name, gradient, version, left, before in zip(
-            self.named, now, versions, self._left, self._versions, strict=True
+        for parameter, gradient, version, left, before in zip(
+            self._watched, now, versions, self._left, self._versions, strict=True
         ):
             if gradient is not left or version != before:
+                name = next(name for name, named in self.named.items() if named is parameter)
                 found = "cleared" if gradient is None else "changed"
                 raise UsageError(
                     f"the gradients of the open window were {found} since the last backward (seen at parameter "
