@@ -121,7 +121,7 @@ def test_shapes_come_and_go_and_mix_with_eager_ones(monkeypatch):
             model, torch.optim.SGD(model.parameters(), lr=0.05), causal_lm_loss, micro=4, cuda_graph=cuda_graph
         )
         for seed, samples in enumerate([13, 9, 13, 17, 10, 13, 9, 22, 17, 11, 13, 10]):
-            train(batch_of(samples, seed=seed))
+            train(batch_of(samples, length=10 if seed == 8 else 12, seed=seed))
         return cuda_graph and len(recordings(train))
 
     apart, recorded = beside_eager(make(), run)

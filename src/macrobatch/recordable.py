@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch.snapshot import HostRandom
+from macrobatch.snapshot import HostRandom, modules_of
 from macrobatch.split import leaves, transformed
 from macrobatch.sync import nodes
 
@@ -55,10 +55,16 @@ def copied(micro_batch: Any) -> Any:
 
 def situation(models: Sequence[nn.Module]) -> object:
     """All that recordings of these models take for granted: where it has changed, they are worthless."""
-    modules = [module for model in models for module in model.modules()]
-    held = [tensor for model in models for tensors in (model.parameters(), model.buffers()) for tensor in tensors]
+    modules = modules_of(models)
+    held = [
+        tensor
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    ]
     return (
-        [(id(tensor), _address(tensor), tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in held],
+        [(id(tensor), _address(tensor), tensor.requires_grad) for tensor in held],
         [(id(module), module.training) for module in modules],
         (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
@@ -74,9 +80,9 @@ def _address(tensor: Tensor) -> int:
 
 def hooked(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
     """What has a hook of its user's, if anything."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    for module in (module for model in models for module in model.modules()):
-        if any(getattr(module, kind, None) for kind in kinds):
+    for module in modules_of(models):
+        backward = module._backward_hooks or getattr(module, "_backward_pre_hooks", None)
+        if module._forward_hooks or module._forward_pre_hooks or backward:
             return f"a module of type {type(module).__name__}"
     for parameter in parameters:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -86,7 +92,7 @@ def hooked(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> s
 
 def buffers_of(models: Sequence[nn.Module]) -> list[Tensor | None]:
     """All of them, in order."""
-    return [buffer for model in models for module in model.modules() for buffer in module._buffers.values()]
+    return [buffer for module in modules_of(models) for buffer in module._buffers.values()]
 
 
 def unwrapped(model: Any) -> Any:
@@ -121,8 +127,7 @@ def leaves_for(
         twin.grad_dtype = parameter.grad_dtype
     places = [
         (module, name, parameter)
-        for model in models
-        for module in model.modules()
+        for module in modules_of(models)
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter in twins
     ]

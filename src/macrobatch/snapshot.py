@@ -57,12 +57,12 @@ class Snapshot:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._host = HostRandom()
-        self._devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
+        modules = modules_of(models)
+        devices = {p.device for module in modules for p in module._parameters.values() if p is not None and p.is_cuda}
+        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
         self._buffers = [
             (module, {name: (buffer, _copied(buffer)) for name, buffer in module._buffers.items()})
-            for model in models
-            for module in model.modules()
+            for module in modules
             if module._buffers
         ]
 
@@ -77,6 +77,18 @@ class Snapshot:
                 module._buffers[name] = buffer  # it may have been replaced, not written to
                 if buffer is not None and before is not None:
                     buffer.copy_(before)
+
+
+def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """They and all inside of them, each once. (As `nn.Module.modules`, whose generators take many times as long.)"""
+    found: dict[nn.Module, None] = {}
+    pending = list(reversed(models))
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found[module] = None
+            pending += [inner for inner in reversed(module._modules.values()) if inner is not None]
+    return list(found)
 
 
 def _numpy_state() -> Any:
