@@ -131,7 +131,7 @@ def test_values_and_samples_make_another_shape():
 def test_traces_count_where_they_are_left_every_time():
     require_no_traces([{"a", "b"}, set()])
     require_no_traces([{"a"}, {"b"}])
-    with pytest.raises(NotRecordableError, match="a micro-step does that; it does this$"):
+    with pytest.raises(NotRecordableError, match=r"a micro-step does that; it does this$"):
         require_no_traces([{"does that", "does this"}, {"does this", "does that", "once"}])
 
 
