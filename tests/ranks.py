@@ -54,13 +54,16 @@ Outcome = dict[str, Any]
 
 
 def run(
-    module: str, scenarios: str, ranks: int, directory: Path, *, has_gpus: bool = False
+    module: str, scenarios: str, ranks: int, directory: Path, *, forks: bool = True, has_gpus: bool = False
 ) -> dict[str, list[Outcome]]:
-    """What each scenario came to, on each rank. One whose process died has "died" in it: the end of the output."""
+    """What each scenario came to, on each rank. One whose process died has "died" in it: the end of the output.
+
+    Forked ranks start sooner; others differ more, as they do elsewhere: in the order of a set of strings, say.
+    """
     pending, outcomes = list(getattr(importlib.import_module(module), scenarios)), {}
     while pending:
         program = (Path(__file__), module, scenarios, directory, *pending)
-        imported = [] if has_gpus else ["ranks", module]  # a fork of a process that knows CUDA cannot use it
+        imported = ["ranks", module] if forks and not has_gpus else []  # a fork of what knows CUDA cannot use it
         output = torchrun(ranks, *program, directory=directory, imported=imported, has_gpus=has_gpus).output
         while pending and all(outcome_file(directory, pending[0], rank).exists() for rank in range(ranks)):
             name = pending.pop(0)

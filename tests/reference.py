@@ -398,3 +398,25 @@ def snapshot(own: Trainee) -> dict[str, Any]:
 def same_snapshot(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     return True
+
+
+class Hoard:
+    """What recordings are to `MacroStep` when none is replayed: memory, held until it is given up."""
+
+    def __init__(self) -> None:
+        self.holds, self.refused = True, []
+
+    def open(self, *_: object, few_shapes: bool) -> None:
+        pass
+
+    def of(self, *_: object) -> None:
+        return None
+
+    def close(self, *_: object) -> None:
+        pass
+
+    def forget(self) -> None:
+        self.holds = False
+
+    def refuse(self, why: str) -> None:
+        self.refused.append(why)

@@ -1,9 +1,11 @@
 """`causal_lm_loss` against the obvious version of itself, on models of transformers and on models of our own."""
 
 import copy
+import gc
 import warnings
+import weakref
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -584,3 +586,79 @@ def test_models_that_return_no_logits_of_their_tokens(form, says):
 
     with pytest.raises(BackendError, match=says):
         causal_lm_loss(Odd(), batch_of())
+
+
+# ------------------------------------------------------------------------------------------------- forwards of any kind
+
+
+class Named(nn.Module):
+    """Takes its inputs by name alone, and calls itself otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+
+    def forward(module, **inputs):  # noqa: N805
+        return module.body(inputs["input_ids"])
+
+
+class Odd:
+    """Not hashable, and in the place of a forward."""
+
+    __hash__ = None
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, input_ids):
+        return self.forward(input_ids=input_ids)
+
+
+def static():
+    class Static(nn.Module):
+        body = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+
+        @staticmethod
+        def forward(input_ids):
+            return Static.body(input_ids)
+
+    return Static()
+
+
+def patched(patch):
+    model = Named()
+    model.forward = patch(model.forward)
+    return model
+
+
+FORWARDS = {
+    "by name": Named,
+    "a partial": lambda: patched(partial),
+    "a lambda": lambda: patched(lambda forward: lambda input_ids: forward(input_ids=input_ids)),
+    "an object": lambda: patched(Odd),
+    "another method": lambda: patched(
+        lambda forward: MethodType(lambda self, words: self.body(words), forward.__self__)
+    ),
+    "static": static,
+}
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_a_forward_of_any_kind(kind):
+    model = FORWARDS[kind]()
+    ids = torch.arange(6).view(2, 3)
+    loss, items = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+    expected = F.cross_entropy(model.body(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+    assert items == 4
+
+
+@pytest.mark.parametrize("kind", ["by name", "a partial", "a lambda"])
+def test_no_model_is_kept(kind):
+    model = FORWARDS[kind]()
+    ids = torch.arange(6).view(2, 3)
+    causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None

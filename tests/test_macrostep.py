@@ -21,6 +21,7 @@ from reference import (
     Convolution,
     Counting,
     Experts,
+    Hoard,
     PartlyFrozen,
     Tied,
     Trainee,
@@ -402,6 +403,33 @@ def test_an_exception_leaves_nothing_behind(micro, turn, error, where):
     compare(run.over([given, given]), trainee(Tied), [given, given], Counting(), None)
 
 
+@pytest.mark.parametrize("micro", [2, "auto"])
+@pytest.mark.parametrize("holds", [True, False])
+def test_memory_that_recordings_hold_is_given_up_first(micro, holds):
+    """A micro-batch that cannot be made smaller does not fit: once without them, then it is an error."""
+    own, given, hoard = trainee(Tied), batch(1 if micro == "auto" else 5, seed=1), Hoard()
+    hoard.holds, failed = holds, []
+
+    def loss_fn(model: nn.Module, micro_batch: Batch) -> Any:
+        loss, items = count_loss(model, micro_batch)
+        if not failed and len(micro_batch.x) == 1:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss, items
+
+    run = training(own, loss_fn, micro=micro)
+    run.train._graphs = hoard
+    if not holds:
+        with pytest.raises(FitError if micro == "auto" else torch.OutOfMemoryError):
+            run.train(given)
+        assert not hoard.refused
+        return
+    compare(run.over([given, given]), trainee(Tied), [given, given], Counting(), None)
+    assert failed
+    assert not hoard.holds
+    assert hoard.refused == ["memory ran out beside what had been recorded"]
+
+
 def test_gradients_from_before_belong_to_no_window():
     own, given = trainee(Tied), batch(5, seed=1)
     token_loss(own.model, given).backward()
@@ -585,6 +613,23 @@ def test_a_loss_that_comes_to_use_another_model():
     for step in range(len(uses)):  # noqa: B007
         train(torch.ones(6, 3))
         assert all(parameter.grad is None for parameter in other.parameters())
+
+
+def critic() -> nn.Module:
+    """Whose graph has as many nodes where it is frozen."""
+    return nn.Sequential(nn.Conv1d(1, 2, 1), nn.ReLU(), nn.Conv1d(2, 1, 1))
+
+
+@pytest.mark.parametrize("made", [critic, lambda: nn.LayerNorm(3)])
+def test_another_model_is_thawed(made):
+    other = made().requires_grad_(False)
+    model = nn.Conv1d(1, 1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = MacroStep(model, optimizer, lambda model, x: other(model(x)).square().mean(), micro=2)
+    train(torch.ones(4, 1, 3))
+    other.requires_grad_(True)
+    train(torch.ones(4, 1, 3))
+    assert all(parameter.grad is None for parameter in other.parameters())
 
 
 def test_a_thaw_beside_another_model():

@@ -52,7 +52,7 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_ddp", "SCENARIOS", 2, tmp_path_factory.mktemp("ddp"))
+    return run("test_ranks_ddp", "SCENARIOS", 2, tmp_path_factory.mktemp("ddp"), forks=False)
 
 
 # ------------------------------------------------------------------------------------------------- exact, every way

@@ -32,7 +32,7 @@ from ranks import (
     same_on_all,
     torchrun,
 )
-from reference import VOCABULARY, WIDTH, Batch, Trainee, mean_loss, relative_error, sum_loss
+from reference import VOCABULARY, WIDTH, Batch, Hoard, Trainee, mean_loss, relative_error, sum_loss
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -86,10 +86,16 @@ ON_FOUR = [(0, 3, 1, 0), (5, 3, 0, 2), (0, 0, 7, 0), (2, 2, 2, 2)]
 
 
 def train(
-    filled: Sequence[Sequence[int]], wrap: Any, micro: Any = 2, loss_fn: Any = counted_loss, **options
+    filled: Sequence[Sequence[int]],
+    wrap: Any,
+    micro: Any = 2,
+    loss_fn: Any = counted_loss,
+    hoard: Any = None,
+    **options,
 ) -> Outcome:
     model = wrap(made(Tower))
     step = MacroStep(model, optimizer_for(model), loss_fn, micro=micro, max_norm=10.0, **options)
+    step._graphs = hoard
     weights, results = [full_weights(model)], []
     for window, samples in enumerate(filled):
         results.append(step(own_batch(window, samples[dist.get_rank()], dist.get_rank())))
@@ -177,6 +183,29 @@ def nothing() -> Fault:
 
 def run_out() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@scenario
+def recordings_on_one_rank() -> Outcome:
+    """Memory runs out beside those of rank 0: all do the window again, and only it goes on without them."""
+    hoard, calls = Hoard(), 0
+
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 0 and calls == 2:
+            run_out()
+        return counted_loss(model, batch)
+
+    return train(FILLED, ddp, loss_fn=loss_fn, hoard=hoard) | {"refused": len(hoard.refused), "calls": calls}
+
+
+def test_recordings_are_given_up_by_the_rank_that_needs_their_memory(ran):
+    outcomes = ran["recordings_on_one_rank"]
+    exact(outcomes, FILLED)
+    assert [outcome["refused"] for outcome in outcomes] == [1, 0]
+    needed = [sum(-(-samples[rank] // 2) for samples in FILLED) for rank in range(2)]
+    assert [outcome["calls"] for outcome in outcomes] == [needed[0] + 2, needed[1] + 2]  # of the second window, twice
 
 
 class Tripwire(torch.autograd.Function):

@@ -56,6 +56,7 @@ CHANGES = {
     "frozen weight": replaces_a_frozen_weight,
     "buffer": replaces_a_buffer,
     "module": replaces_a_module,
+    "module twice": lambda model: (replaces_a_module(model), replaces_a_module(model)),
     "parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(3, 3))),
     "thaw": lambda model: model[2].requires_grad_(True),
     "mode": lambda model: model[3].eval(),

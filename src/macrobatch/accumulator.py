@@ -134,7 +134,7 @@ class Accumulator:
         self._is_repeat = False
         self._before_repeat: Snapshot | None = None
         self._others_go_on = False
-        self._has_one_loss = False  # of a `MacroStep`: nothing else runs in a window, and all its graphs are alike
+        self._has_one_loss = False  # of a `MacroStep`: nothing else runs between its backwards
         self._epoch: object = None  # which `batches` is the current one
 
     # ------------------------------------------------------------------------------------------ the main path
@@ -472,8 +472,7 @@ class Accumulator:
         if self._gradients is not None:
             self._gradients.clear()
         self._window = self._gradients = None
-        if self._inputs is not None or not self._has_one_loss:
-            self._nodes = 0
+        self._nodes = 0
         self._order.carries = self._order.broken = False
 
     # ------------------------------------------------------------------------------------------ for whole batches

@@ -106,14 +106,6 @@ class Graphs:
         self._ledger: Ledger | None = None
         self._pool: Any = None  # lives as long as a recording in it
 
-    def stop(self, why: str) -> bool:
-        """Record nothing any more, and give the memory of all recordings back. False: there was nothing to give."""
-        if not self.holds:
-            return False
-        self.forget()
-        self._refuse(why)
-        return True
-
     @property
     def holds(self) -> bool:
         """Whether there is any recording."""
@@ -147,7 +139,7 @@ class Graphs:
         try:
             shape = signature(micro_batch, samples)
         except NotRecordableError as why:
-            self._refuse(str(why))
+            self.refuse(str(why))
             return None
         if shape in self._recordings:
             return self._recordings[shape]
@@ -210,7 +202,7 @@ class Graphs:
             self.forget()
             self._situation = now
         if not self._refused and (what := hooked(self._models, parameters)) is not None:
-            self._refuse(f"{what} has a hook, which a replay would leave out")
+            self.refuse(f"{what} has a hook, which a replay would leave out")
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -231,7 +223,7 @@ class Graphs:
             try:
                 shape = signature(micro_batch, samples)
             except NotRecordableError as why:
-                self._refuse(str(why))
+                self.refuse(str(why))
                 return
             if shape not in self._recordings and (at_once or shape in self._waiting):
                 found.setdefault(shape, (micro_batch, samples))
@@ -271,7 +263,7 @@ class Graphs:
             return self._recorded(parameters, micro_batch, samples)
         if refused is not None:
             self.forget()  # others, recorded before, may share what failed
-            self._refuse(refused)
+            self.refuse(refused)
         elif recording is None and not self.holds:
             self._let_go()
         return recording
@@ -360,7 +352,8 @@ class Graphs:
 
     # ------------------------------------------------------------------------------------------ saying why not
 
-    def _refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
+        """Record and replay nothing any more, and say why."""
         self._refused = True
         self._warn(eagerly(why))
 

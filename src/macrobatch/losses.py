@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -122,7 +122,10 @@ def _tensor(batch: Mapping[str, Any], name: str) -> Tensor:
 
 def _inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with: the batch without its labels, and without a mask that the model cannot take."""
-    accepted, kinds = _accepted(getattr(inner.forward, "__func__", inner.forward))
+    if inspect.ismethod(inner.forward) and "forward" not in vars(inner):
+        accepted, kinds = _accepted_by_method(type(inner).forward)
+    else:  # of its own, which may hold anything
+        accepted, kinds = _described(inspect.signature(inner.forward).parameters.values())
     kwargs = {key: value for key, value in batch.items() if key not in ("labels", "input_ids")}
     if "attention_mask" not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
         kwargs.pop("attention_mask", None)
@@ -133,11 +136,18 @@ def _inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...]
     return (batch["input_ids"],), kwargs
 
 
+Accepted = tuple[frozenset[str], frozenset[Any]]  # the names and the kinds of what a forward takes
+
+
 @functools.lru_cache(maxsize=16)  # to look takes longer than all the rest here
-def _accepted(forward: Callable[..., Any]) -> tuple[frozenset[str], frozenset[Any]]:
-    """The names and the kinds of what a forward takes, `self` left out."""
-    parameters = [parameter for name, parameter in inspect.signature(forward).parameters.items() if name != "self"]
-    return frozenset(parameter.name for parameter in parameters), frozenset(p.kind for p in parameters)
+def _accepted_by_method(forward: Callable[..., Any]) -> Accepted:
+    own, *others = inspect.signature(forward).parameters.values()
+    return _described([own, *others] if own.kind is inspect.Parameter.VAR_POSITIONAL else others)
+
+
+def _described(parameters: Iterable[inspect.Parameter]) -> Accepted:
+    parameters = list(parameters)
+    return frozenset(one.name for one in parameters), frozenset(one.kind for one in parameters)
 
 
 # ------------------------------------------------------------------------------------------------------ plain logits

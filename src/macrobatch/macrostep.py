@@ -254,13 +254,14 @@ class MacroStep:
         if self._is_auto:
             self._pressure = Pressure(self._acc._device)
         may_repeat = (self._is_auto or self._graphs is not None) and (cut.held or self._is_alone)
-        before = Snapshot(self._acc._models) if may_repeat else None
-        asked = None
+        before, asked = None, None
         try:
+            if may_repeat:
+                before = Snapshot(self._acc._models)
             self._take_turns(cut)
         except BaseException as error:
-            has_recordings = self._graphs is not None and self._graphs.holds
-            if not (is_out_of_memory(error) and (self._is_auto or has_recordings)):
+            could_fit = self._is_auto or self._has_recordings
+            if not (is_out_of_memory(error) and could_fit and (before is not None or not may_repeat)):
                 self._give_up(cut, mark, error)
                 raise
             asked = asked_for(error)
@@ -268,7 +269,7 @@ class MacroStep:
         if asked is not None and before is None:
             self._end_job(cut, asked)
         shrinks = asked is not None and self._is_auto and cut.size > 1
-        makes_room = asked is not None and not shrinks and self._graphs is not None and self._graphs.stop(NO_ROOM)
+        makes_room = asked is not None and not shrinks and self._has_recordings
         status = DONE if asked is None else RAN_OUT if shrinks or makes_room else TOO_LARGE
         statuses = self._voted(status) if cut.held else [status]
         if not any(statuses):
@@ -280,6 +281,8 @@ class MacroStep:
             self._learn(cut, asked)
         if self._graphs is not None:
             self._graphs.forget()  # they hold memory
+            if makes_room:
+                self._graphs.refuse(NO_ROOM)
         release(self._acc._device)
         if FAILED in statuses:
             raise BackendError(f"rank {statuses.index(FAILED)} failed in this window: its own error says why.")
@@ -309,6 +312,10 @@ class MacroStep:
                 self._acc.step()
         if self._graphs is not None and self._acc._window is not None:
             self._graphs.close(self._acc._open_gradients(), self._acc._window)
+
+    @property
+    def _has_recordings(self) -> bool:
+        return self._graphs is not None and self._graphs.holds
 
     def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
         """An eager micro-step. All of a window must agree on whether items were `counted`."""

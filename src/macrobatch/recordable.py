@@ -65,7 +65,7 @@ def situation(models: Sequence[nn.Module]) -> object:
     ]
     return (
         [(id(tensor), _address(tensor), tensor.requires_grad) for tensor in held],
-        [(id(module), module.training) for module in modules],
+        [(module, module.training) for module in modules],  # kept, as another could get the address of one that is gone
         (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
     )
