@@ -1,6 +1,13 @@
-"""A model whose micro-steps are worth recording, and how the tests of CUDA graphs train it."""
+"""A model whose micro-steps are worth recording, and how the tests of CUDA graphs train it.
 
+Without a GPU, captures are pretended: what is to be replayed is run again. So all but what CUDA itself does is tested
+everywhere: which shapes are recorded and when, gradients, totals, refusals.
+"""
+
+import contextlib
 import copy
+import inspect
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +17,7 @@ from torch import nn
 from macrobatch import MacroStep, causal_lm_loss
 
 WORDS = 61
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Decoder(nn.Module):
@@ -38,10 +46,10 @@ class Decoder(nn.Module):
 
 def make(dtype=torch.float32, **options):
     torch.manual_seed(0)
-    return Decoder(**options).to("cuda", dtype)
+    return Decoder(**options).to(DEVICE, dtype)
 
 
-def batch_of(samples=13, length=12, seed=0, device="cuda"):
+def batch_of(samples=13, length=12, seed=0, device=DEVICE):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WORDS, (samples, length), generator=generator)
     lengths = torch.randint(1, length + 1, (samples,), generator=generator)
@@ -79,15 +87,83 @@ def agree(model, **options):
     return difference(model, twin), recordings(train)
 
 
+class Pretence:
+    """Stands for what surrounds a capture; `under_way` is what is going on."""
+
+    under_way: ClassVar[list[str]] = []
+
+    def __init__(self, *_):
+        self.device = torch.device(DEVICE)
+
+    def __enter__(self):
+        self.under_way.append("recording")
+        return self
+
+    def __exit__(self, *_):
+        self.under_way.remove("recording")
+
+    allocating = staticmethod(contextlib.nullcontext)
+
+
+class PretendedGraph:
+    def __init__(self, run):
+        self._run = run
+        self._leaves = inspect.getclosurevars(run).nonlocals["leaves_of"].values()
+
+    def replay(self):
+        """As a real one does: torch does not notice what it writes to."""
+        gradients = tuple(leaf.grad for leaf in self._leaves if leaf.grad is not None)
+        with torch.autograd._unsafe_preserve_version_counter(gradients):
+            self._run()
+
+
+def pretended_capture(run, *_):
+    Pretence.under_way.append("capturing")
+    try:
+        return PretendedGraph(run), run()
+    finally:
+        Pretence.under_way.remove("capturing")
+
+
+def pretended_milliseconds(run, _):
+    run()
+    return 1.0
+
+
+def is_capturing():
+    return torch.cuda.is_current_stream_capturing() if DEVICE == "cuda" else "capturing" in Pretence.under_way
+
+
+def is_recording():
+    """Warming up, or capturing."""
+    if DEVICE == "cuda":
+        return torch.cuda.current_stream() != torch.cuda.default_stream()
+    return "recording" in Pretence.under_way
+
+
 @pytest.fixture
-def always_kept(monkeypatch):
-    """Whatever a recording gains: these models are small, and machines are noisy."""
+def captures(monkeypatch):
+    """All recordings are kept, whatever they gain: these models are small, and machines are noisy."""
     monkeypatch.setattr("macrobatch.cuda_graph.FASTER", 1e9)
+    if DEVICE == "cuda":
+        return
+    monkeypatch.setattr("macrobatch.macrostep.MacroStep._why_eager", lambda _: None)
+    monkeypatch.setattr("macrobatch.recordable._require_plain", lambda *_: None)
+    monkeypatch.setattr("macrobatch.cuda_graph.captured", pretended_capture)
+    monkeypatch.setattr("macrobatch.cuda_graph.milliseconds", pretended_milliseconds)
+    monkeypatch.setattr("macrobatch.cuda_graph.Claim", Pretence)
+    monkeypatch.setattr("macrobatch.cuda_graph.joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+
+gpu = pytest.mark.gpu  # what only a real capture shows
 
 
 def autocast(dtype):
     def loss_fn(model, batch):
-        with torch.autocast("cuda", dtype):
+        with torch.autocast(DEVICE, dtype):
             return causal_lm_loss(model, batch)
 
     return loss_fn

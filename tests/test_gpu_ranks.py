@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Outcome, all_well, run
-from recorded import Decoder, always_kept, autocast, batch_of, make, recordings, trained
+from recorded import Decoder, autocast, batch_of, captures, make, recordings, trained
 from test_gpu import difference, nccl, no_host_reads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch import MacroStep, causal_lm_loss, cuda_graph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(always_kept.__name__)]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(captures.__name__)]
 alone = pytest.mark.usefixtures(nccl.__name__)
 quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch, about a world of one
 

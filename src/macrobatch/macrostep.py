@@ -350,24 +350,28 @@ class MacroStep:
             loss, items = self._loss(bare, micro_batch)
             return arguments.checked_loss(loss), arguments.checked_items(samples if items is None else items)
 
-        if acc._device.type != "cuda":
-            why = f"the model is on {acc._device}"
-        elif not acc._sync.recordable:
-            why = "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
-        elif any(map(is_compiled_around_ddp, acc._models)):
-            why = (
+        if (why := self._why_eager()) is not None:
+            warnings.warn(eagerly(why), stacklevel=3)
+            return None
+        return Graphs(
+            acc._models,
+            loss_of,
+            reduction=acc._reduction,
+            scaled=acc._scaler is not None,
+            backward_inputs=acc._sync.backward_inputs,
+        )
+
+    def _why_eager(self) -> str | None:
+        """What keeps micro-steps from being recorded, if anything does."""
+        if self._acc._device.type != "cuda":
+            return f"the model is on {self._acc._device}"
+        if not self._acc._sync.recordable:
+            return "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
+        if any(map(is_compiled_around_ddp, self._acc._models)):
+            return (
                 "the model is compiled around DistributedDataParallel, which cannot be left out then. "
                 "DistributedDataParallel(torch.compile(model)) can be recorded"
             )
-        else:
-            return Graphs(
-                acc._models,
-                loss_of,
-                reduction=acc._reduction,
-                scaled=acc._scaler is not None,
-                backward_inputs=acc._sync.backward_inputs,
-            )
-        warnings.warn(eagerly(why), stacklevel=3)
         return None
 
     def _close(self, cut: Cut) -> StepResult:

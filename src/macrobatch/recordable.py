@@ -35,14 +35,18 @@ def signature(micro_batch: Any, samples: int) -> Hashable:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 raise NotRecordableError(f"{path} requires a gradient of its own")
-            if leaf.device.type != "cuda" or leaf.layout != torch.strided:
-                raise NotRecordableError(f"{path} is a {leaf.layout} tensor on {leaf.device}")
+            _require_plain(path, leaf)
             parts.append((path, leaf.shape, leaf.dtype))
         elif isinstance(leaf, bool | int | float | str | bytes | None):
             parts.append((path, type(leaf), leaf))
         else:
             raise NotRecordableError(f"{path} is of type {type(leaf).__name__}, whose value a recording would keep")
     return tuple(parts)
+
+
+def _require_plain(path: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cuda" or tensor.layout != torch.strided:
+        raise NotRecordableError(f"{path} is a {tensor.layout} tensor on {tensor.device}")
 
 
 def copied(micro_batch: Any) -> Any:

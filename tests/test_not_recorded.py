@@ -8,7 +8,21 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from recorded import Decoder, agree, always_kept, batch_of, beside_eager, make, recordings, said, trained
+from recorded import (
+    DEVICE,
+    Decoder,
+    agree,
+    batch_of,
+    beside_eager,
+    captures,
+    gpu,
+    is_capturing,
+    is_recording,
+    make,
+    recordings,
+    said,
+    trained,
+)
 from test_gpu import difference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,11 +30,13 @@ from torch.utils.checkpoint import checkpoint
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
 from macrobatch.cuda_graph import LIMIT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(always_kept.__name__)]
+DROPOUT = 0.3 if DEVICE == "cuda" else 0.0  # on a CPU, the host draws for it
+pytestmark = pytest.mark.usefixtures(captures.__name__)
 
 # ------------------------------------------------------------------------------------------ no trace
 
 
+@gpu
 def test_warming_up_leaves_no_trace():
     model = make(dropout=0.2, batch_norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -49,6 +65,7 @@ def ends_the_capture(model, batch):
     return causal_lm_loss(model, batch)
 
 
+@gpu
 @pytest.mark.parametrize("loss_fn", [reads, ends_the_capture])
 def test_what_cannot_be_recorded_runs_eagerly_and_says_why_once(loss_fn):
     model = make()
@@ -66,9 +83,10 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why_once(loss_fn):
     assert agree(make())[0] == 0.0
 
 
+@gpu
 @pytest.mark.parametrize("loss_fn", [reads, ends_the_capture])
 def test_random_numbers_go_on_after_a_failed_recording(loss_fn):
-    model = make(dropout=0.3)
+    model = make(dropout=DROPOUT)
     twin = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,7 +122,7 @@ def test_a_buffer_that_is_replaced_is_seen():
             self.calls = self.calls + 1
             return super().forward(input_ids)
 
-    model = Counting().cuda()
+    model = Counting().to(DEVICE)
     with pytest.warns(UserWarning, match="replaces a buffer"):
         trained(model, cuda_graph=True, windows=3)
     assert model.calls.item() == 12
@@ -138,7 +156,7 @@ def test_checkpointing_falls_back_or_is_right():
             return self.head(hidden)
 
     torch.manual_seed(0)
-    model = Checkpointed().cuda()
+    model = Checkpointed().to(DEVICE)
     twin = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -231,13 +249,13 @@ def test_what_a_forward_keeps_is_not_overwritten():
         return cuda_graph and (len(recordings(train)), model.made)
 
     torch.manual_seed(0)
-    apart, (recorded, made) = beside_eager(Caching().to("cuda", torch.float64), run)
+    apart, (recorded, made) = beside_eager(Caching().to(DEVICE, torch.float64), run)
     assert apart < 1e-12
     assert recorded > 4
     assert len(made) > 4
     for length, table in made.items():
-        positions = torch.arange(length, device="cuda", dtype=torch.float32)
-        assert torch.equal(table, torch.sin(positions[:, None] / torch.arange(1, 33, device="cuda")))
+        positions = torch.arange(length, device=DEVICE, dtype=torch.float32)
+        assert torch.equal(table, torch.sin(positions[:, None] / torch.arange(1, 33, device=DEVICE)))
 
 
 def on_the_host(kind):
@@ -267,6 +285,7 @@ def test_random_numbers_of_the_host_are_not_frozen(kind):
     assert "random numbers on the host" in said(caught)[0]
 
 
+@gpu
 def test_losses_that_are_kept_are_not_overwritten():
     kept = []
 
@@ -300,7 +319,7 @@ def replaced(model):
 
 
 def assigned(model):
-    model.frozen.load_state_dict({"weight": torch.eye(32, device="cuda") * 3}, assign=True)
+    model.frozen.load_state_dict({"weight": torch.eye(32, device=DEVICE) * 3}, assign=True)
     model.frozen.weight.requires_grad_(False)
 
 
@@ -326,13 +345,13 @@ def test_a_model_that_is_changed_is_recorded_anew(change):
         for seed in range(6):
             if seed == 3:
                 change(model)
-                garbage = [torch.full((32, 32), 7.0, device="cuda") for _ in range(100)]  # where the old one was
+                garbage = [torch.full((32, 32), 7.0, device=DEVICE) for _ in range(100)]  # where the old one was
                 del garbage
             train(batch_of(12, seed=seed))
         return cuda_graph and recordings(train)
 
     torch.manual_seed(0)
-    apart, recorded = beside_eager(Frozen().cuda(), run)
+    apart, recorded = beside_eager(Frozen().to(DEVICE), run)
     assert apart == 0.0
     assert recorded
 
@@ -340,6 +359,7 @@ def test_a_model_that_is_changed_is_recorded_anew(change):
 # ------------------------------------------------------------------------------------------ what fails
 
 
+@gpu
 def test_a_failed_capture_gives_its_memory_back():
     def reserved(cuda_graph):
         gc.collect()
@@ -369,7 +389,7 @@ class Fault:
 
 
 def capturing(_):
-    return torch.cuda.is_current_stream_capturing()
+    return is_capturing()
 
 
 def test_no_memory_for_a_recording_leaves_the_others_as_they_are():
@@ -382,7 +402,7 @@ def test_no_memory_for_a_recording_leaves_the_others_as_they_are():
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        apart, (raised, recorded) = beside_eager(make(dropout=0.3), run)
+        apart, (raised, recorded) = beside_eager(make(dropout=DROPOUT), run)
     assert raised == 1
     assert recorded == 1
     assert apart == 0.0
@@ -397,8 +417,7 @@ def test_memory_that_recordings_hold_is_given_back_before_anything_fails(micro, 
 
     def run(model, cuda_graph):
         def does_not_fit(batch):
-            is_eager = torch.cuda.current_stream() == torch.cuda.default_stream()
-            return cuda_graph and is_eager and batch["labels"].shape == (1, 9)
+            return cuda_graph and not is_recording() and batch["labels"].shape == (1, 9)
 
         fault = Fault(torch.OutOfMemoryError("CUDA out of memory"), does_not_fit)
         _, train = trained(model, cuda_graph=cuda_graph, windows=3, loss_fn=fault, micro=micro)
@@ -408,7 +427,7 @@ def test_memory_that_recordings_hold_is_given_back_before_anything_fails(micro, 
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        apart, found = beside_eager(make(dropout=0.3), run)
+        apart, found = beside_eager(make(dropout=DROPOUT), run)
     assert found == (1 if micro == "auto" else 2, 1, [], 5)
     assert apart == 0.0
     assert len(said(caught)) == 1
@@ -427,6 +446,6 @@ def test_an_interrupt_in_a_capture():
             train(batch_of(seed=seed))
         return cuda_graph and len(recordings(train))
 
-    apart, recorded = beside_eager(make(dropout=0.3), run)
+    apart, recorded = beside_eager(make(dropout=DROPOUT), run)
     assert recorded == 2
     assert apart == 0.0

@@ -8,13 +8,15 @@ import warnings
 import pytest
 import torch
 from recorded import (
+    DEVICE,
     WORDS,
     Decoder,
     agree,
-    always_kept,
     autocast,
     batch_of,
     beside_eager,
+    captures,
+    gpu,
     make,
     recordings,
     trained,
@@ -25,7 +27,7 @@ from torch import nn
 import macrobatch.cuda_graph as cuda_graph_module
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(always_kept.__name__)]
+pytestmark = pytest.mark.usefixtures(captures.__name__)
 
 # ------------------------------------------------------------------------------------------ recorded as eager
 
@@ -37,7 +39,6 @@ CASES = {
     "bfloat16": ({"dtype": torch.bfloat16}, {}),
     "wide gradients": ({"dtype": torch.bfloat16}, {"accumulate_dtype": torch.float32}),
     "autocast": ({}, {"loss_fn": autocast(torch.bfloat16)}),
-    "dropout": ({"dropout": 0.3}, {}),
     "batch norm": ({"batch_norm": True}, {}),
     "sums": ({}, SUMS),
     "samples as items": ({}, SAMPLES),
@@ -47,14 +48,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, pytest.param("dropout", marks=gpu)])  # on a CPU, the host draws for it
 def test_bitwise_as_eager(case):
-    how, options = CASES[case]
+    how, options = CASES.get(case, ({"dropout": 0.3}, {}))
     apart, recorded = agree(make(**how), **options)
     assert apart == 0.0
     assert len(recorded) == (1 if case == "auto" else 2)  # of 4 samples and of 1
 
 
+@gpu
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_with_a_scaler(kind):
     def run(model, cuda_graph):
@@ -88,11 +90,12 @@ def test_frozen_parameters_a_thaw_and_another_mode():
             recorded.append(cuda_graph and len(recordings(train)))
         return recorded
 
-    apart, recorded = beside_eager(make(dropout=0.3), run)
+    apart, recorded = beside_eager(make(dropout=0.3 if DEVICE == "cuda" else 0.0), run)
     assert recorded == [2, 2, 2]
     assert apart == 0.0
 
 
+@gpu
 def test_autocast_around_the_call():
     """What it has cast before a recording begins must not be taken for a part of it."""
 
@@ -157,11 +160,12 @@ def test_a_parameter_that_some_shapes_use():
         return cuda_graph and len(recordings(train))
 
     torch.manual_seed(0)
-    apart, recorded = beside_eager(Branching().cuda(), run)
+    apart, recorded = beside_eager(Branching().to(DEVICE), run)
     assert recorded == 2
     assert apart == 0.0
 
 
+@gpu
 def test_fresh_random_numbers_in_every_replay():
     def noisy(model, batch):
         return model(batch["input_ids"]).mean() * 0 + torch.rand((), device="cuda")
@@ -197,7 +201,7 @@ def test_samples_count_where_no_shape_shows_them():
     assert apart == 0.0
 
 
-@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("place", ["cpu", DEVICE])
 def test_by_tokens_rounds_to_few_shapes(place):
     model = make(torch.float64)
     twin = copy.deepcopy(model)
@@ -245,6 +249,7 @@ def test_outputs_are_not_overwritten_by_a_subsequent_run():
     assert len({r.items.item() for r in results}) > 1
 
 
+@gpu
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled(dynamic):
@@ -261,6 +266,7 @@ def test_compiled(dynamic):
 # ------------------------------------------------------------------------------------------ nothing waits
 
 
+@gpu
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("place", ["cpu", "pinned", "cuda"])
 def test_no_host_reads(place, cuda_graph):
@@ -288,6 +294,7 @@ def test_no_host_reads(place, cuda_graph):
     assert [result.step for result in reads] == [5, 6, 7]
 
 
+@gpu
 @pytest.mark.parametrize("pinned", [False, True])
 def test_inputs_come_from_pinned_memory_beside_the_computing(pinned):
     """Also those that were trimmed: rows of a pinned tensor that lie apart in it."""
@@ -322,7 +329,7 @@ def test_inputs_come_from_pinned_memory_beside_the_computing(pinned):
 def test_inputs_on_the_host_train_as_those_on_the_device(cuda_graph):
     model = make()
     twin = copy.deepcopy(model)
-    for one, device in ((model, "cpu"), (twin, "cuda")):
+    for one, device in ((model, "cpu"), (twin, DEVICE)):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         train = MacroStep(one, optimizer, causal_lm_loss, micro=3, cuda_graph=cuda_graph and device == "cpu")
         for seed in range(5):
@@ -333,6 +340,7 @@ def test_inputs_on_the_host_train_as_those_on_the_device(cuda_graph):
 # ------------------------------------------------------------------------------------------ memory
 
 
+@gpu
 def test_reserved_memory_is_that_of_eager_shapes():
     """One pool for all shapes, and nothing left of warming up."""
 
@@ -361,6 +369,7 @@ def test_reserved_memory_is_that_of_eager_shapes():
     assert recorded_peak <= 1.15 * eager_peak
 
 
+@gpu
 def test_memory_is_given_back():
     def reserved():
         gc.collect()
@@ -376,6 +385,7 @@ def test_memory_is_given_back():
     assert reserved() - before < 120  # the model, and workspaces of libraries
 
 
+@gpu
 def test_what_is_not_kept_costs_no_memory(monkeypatch):
     def reserved(cuda_graph):
         gc.collect()
@@ -391,6 +401,7 @@ def test_what_is_not_kept_costs_no_memory(monkeypatch):
     assert reserved(True) <= 1.15 * reserved(False)
 
 
+@gpu
 def test_a_recording_is_kept_where_it_pays(monkeypatch):
     """By the real bar: many small kernels gain much, one large one gains nothing."""
     monkeypatch.undo()
