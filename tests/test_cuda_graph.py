@@ -9,6 +9,7 @@ import pytest
 import torch
 from recorded import (
     DEVICE,
+    DROPOUT,
     WORDS,
     Decoder,
     agree,
@@ -90,7 +91,7 @@ def test_frozen_parameters_a_thaw_and_another_mode():
             recorded.append(cuda_graph and len(recordings(train)))
         return recorded
 
-    apart, recorded = beside_eager(make(dropout=0.3 if DEVICE == "cuda" else 0.0), run)
+    apart, recorded = beside_eager(make(dropout=DROPOUT), run)
     assert recorded == [2, 2, 2]
     assert apart == 0.0
 

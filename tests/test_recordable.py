@@ -67,23 +67,23 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change):
     model = make()
-    before = situation([model])
+    before = situation(modules_of([model]))
     model[0].weight.data.add_(1)  # what training does
-    assert situation([model]) == before
+    assert situation(modules_of([model])) == before
     CHANGES[change](model)
-    assert situation([model]) != before
+    assert situation(modules_of([model])) != before
 
 
 def test_settings_of_torch_are_seen():
     model = make()
-    before = situation([model])
+    before = situation(modules_of([model]))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert situation([model]) != before
+        assert situation(modules_of([model])) != before
     finally:
         torch.set_float32_matmul_precision(precision)
-    assert situation([model]) == before
+    assert situation(modules_of([model])) == before
 
 
 HOOKS = {
@@ -100,11 +100,11 @@ HOOKS = {
 def test_hooks_are_found(kind):
     model = make()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    assert hooked([model], parameters) is None
+    assert hooked(modules_of([model]), parameters) is None
     hook = HOOKS[kind](model)
-    assert hooked([model], parameters) is not None
+    assert hooked(modules_of([model]), parameters) is not None
     hook.remove()
-    assert hooked([model], parameters) is None
+    assert hooked(modules_of([model]), parameters) is None
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be one

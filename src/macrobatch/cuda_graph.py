@@ -38,7 +38,7 @@ from macrobatch.recordable import (
     tensors_of,
 )
 from macrobatch.recording import Ledger, Recording
-from macrobatch.snapshot import Snapshot
+from macrobatch.snapshot import Snapshot, modules_of
 from macrobatch.window import UNSCALED, Items, Reduction, Window
 
 LIMIT = 64  # shapes that are tried: a recording holds the launch parameters of thousands of kernels
@@ -197,11 +197,12 @@ class Graphs:
 
     def _notice_changes(self, parameters: Sequence[nn.Parameter]) -> None:
         """A recording holds for the models as they were."""
-        now = situation(self._models)
+        modules = modules_of(self._models)
+        now = situation(modules)
         if now != self._situation:
             self.forget()
             self._situation = now
-        if not self._refused and (what := hooked(self._models, parameters)) is not None:
+        if not self._refused and (what := hooked(modules, parameters)) is not None:
             self.refuse(f"{what} has a hook, which a replay would leave out")
 
     # ------------------------------------------------------------------------------------------ recording

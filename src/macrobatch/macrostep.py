@@ -261,7 +261,8 @@ class MacroStep:
             self._take_turns(cut)
         except BaseException as error:
             could_fit = self._is_auto or self._has_recordings
-            if not (is_out_of_memory(error) and could_fit and (before is not None or not may_repeat)):
+            has_begun = before is not None or not may_repeat
+            if not (is_out_of_memory(error) and could_fit and has_begun):
                 self._give_up(cut, mark, error)
                 raise
             asked = asked_for(error)

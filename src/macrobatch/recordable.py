@@ -57,9 +57,8 @@ def copied(micro_batch: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- of models
 
 
-def situation(models: Sequence[nn.Module]) -> object:
-    """All that recordings of these models take for granted: where it has changed, they are worthless."""
-    modules = modules_of(models)
+def situation(modules: Sequence[nn.Module]) -> object:
+    """All that recordings of these modules take for granted: where it has changed, they are worthless."""
     held = [
         tensor
         for module in modules
@@ -82,9 +81,9 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def hooked(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
+def hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
     """What has a hook of its user's, if anything."""
-    for module in modules_of(models):
+    for module in modules:
         backward = module._backward_hooks or getattr(module, "_backward_pre_hooks", None)
         if module._forward_hooks or module._forward_pre_hooks or backward:
             return f"a module of type {type(module).__name__}"
