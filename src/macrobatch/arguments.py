@@ -77,7 +77,9 @@ def checked_steps(steps: object, name: str) -> int:
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several of a kind, as a tuple."""
     several = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for one in several:
+    for index, one in enumerate(several):
+        if any(one is other for other in several[:index]):
+            raise UsageError(f"{name} lists the same {type(one).__name__} twice: hand over each once.")
         if not isinstance(one, kind):
             raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
@@ -90,7 +92,7 @@ def checked_choice(name: str, value: T, choices: object) -> T:
 
 
 def checked_norm(max_norm: float | None) -> float | None:
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and (not isinstance(max_norm, Real) or isinstance(max_norm, bool) or not max_norm > 0):
         raise UsageError(f"max_norm must be positive (inf measures without clipping), or None: got {max_norm!r}.")
     return max_norm
 
