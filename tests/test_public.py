@@ -17,7 +17,7 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture", "plan"},
-    {"window", "sync", "split", "bench"},
+    {"window", "sync", "split", "bench", "placements"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
     {"update", "recording"},
     {"cuda_graph"},

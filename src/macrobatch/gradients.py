@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 try:
@@ -23,7 +21,9 @@ try:
 except ImportError:  # not a public name: without it everything works, a little slower
     _engine_run_backward = None  # type: ignore[assignment]
 
+from macrobatch.collectives import local
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.placements import Spread, layout_of, norm_over_ranks, settled, spread_over
 from macrobatch.window import wide
 
 HALF = (torch.float16, torch.bfloat16)
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     widened: bool
-    shards: tuple[Any, ...]  # the groups of ranks that hold other parts of the same parameters
+    spread: Spread  # over ranks
 
 
 class Parameters:
@@ -117,7 +117,8 @@ class Gradients:
         self.parameters = list(named.values())
         self.named = named
         self._watched = self.parameters[:: -(-len(self.parameters) // watched)] if watched else self.parameters
-        self._shards = shards
+        self._plain = Spread(shards)
+        self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
         self._left: list[Tensor | None] | None = None  # for each that is watched, what the last backward left ...
         self._versions: list[int] = []  # ... and how often that had been written to
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
@@ -179,6 +180,7 @@ class Gradients:
         """Group what is there, for the methods below: no backward comes any more."""
         groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
+            spread = self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
             if gradient.layout != torch.strided:
@@ -186,17 +188,17 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            local, shards = self._local(gradient)
-            groups[Kind(local.device, local.dtype, id(parameter) in self._widened, shards)].append(local)
+            if (placed := settled(gradient, parameter)) is not gradient:
+                parameter.grad = gradient = placed
+            part = local(gradient)
+            groups[Kind(part.device, part.dtype, id(parameter) in self._widened, spread)].append(part)
         self._groups = dict(groups)
 
-    def _local(self, gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """This rank's part of a gradient, and the groups of ranks that hold the others."""
-        if not isinstance(gradient, DTensor):
-            return gradient, self._shards
-        mesh, placements = gradient.device_mesh, gradient.placements
-        shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
-        return gradient.to_local(), shards
+    def _spread_of(self, name: str, parameter: Tensor) -> Spread:
+        layout = layout_of(parameter)
+        if (spread := self._spreads.get(layout)) is None:
+            spread = self._spreads[layout] = self._plain if layout is None else spread_over(*layout, name)
+        return spread
 
     @property
     def foldable(self) -> bool:
@@ -205,13 +207,17 @@ class Gradients:
 
     def norm(self, order: float, device: torch.device) -> Tensor:
         """The norm of all gradients together; infinite or NaN where one of them is."""
-        parts: dict[tuple[Any, ...], list[Tensor]] = {self._shards: []} if self._shards else {}
+        norms: dict[Spread, list[Tensor]] = {spread: [] for spread in self._spreads.values()}
         for kind, group in self._groups.items():
             norm = _norm_of(_norms([part for part in group if part.numel()], order), order, device)
-            parts.setdefault(kind.shards, []).append(norm.to(device, wide(device), non_blocking=True))
-        return _norm_of(
-            [_over(shards, _norm_of(part, order, device), order) for shards, part in parts.items()], order, device
-        )
+            norms[kind.spread].append(norm.to(device, wide(device), non_blocking=True))
+        whole = {spread: _norm_of(parts, order, device) for spread, parts in norms.items()}
+        return norm_over_ranks(whole, order) if self._is_spread else _norm_of(list(whole.values()), order, device)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether any parameter lies in parts on several ranks."""
+        return any(spread.shards for spread in self._spreads.values())
 
     def divide(self, divisor: float | Tensor) -> None:
         """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
@@ -228,10 +234,10 @@ class Gradients:
 
         Returns a tensor that is not zero if one was not finite.
         """
-        if len(self._groups) != 1:
+        if len(self._groups) != 1 or self._is_spread:
             return None
-        ((where, dtype, widened, shards), group), *_ = self._groups.items()
-        if widened or shards or where != device or dtype not in (torch.float32, *HALF):
+        ((where, dtype, widened, _), group), *_ = self._groups.items()
+        if widened or where != device or dtype not in (torch.float32, *HALF):
             return None
         if not _takes_float32(where, dtype):
             return None
@@ -248,7 +254,7 @@ class Gradients:
             if gradient is None or gradient.device != device:
                 continue
             narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
-            torch.mul(gradient, factor, out=narrowed)
+            torch.mul(local(gradient), factor, out=local(narrowed))
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
@@ -305,16 +311,3 @@ def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Ten
     if not norms:
         return torch.zeros((), device=device, dtype=wide(device))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)
-
-
-def _over(shards: tuple[Any, ...], norm: Tensor, order: float) -> Tensor:
-    """The norm over all ranks that hold a part."""
-    for group in shards:
-        if order == math.inf:
-            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)  # the largest of NaN and a number may be the number
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        else:
-            norm = norm**order
-            dist.all_reduce(norm, group=group)
-            norm = norm ** (1 / order)
-    return norm

@@ -1,0 +1,174 @@
+"""Tensor parallelism on real ranks: alone on two, with DDP, FSDP2 and HSDP around it on four.
+
+The ranks of one tensor-parallel group share a model and its data, so that a plan knows them as one rank.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Outcome, Plan, Record, all_refused, all_well, fsdp2, full_weights, made, optimizer_for, run, share
+from ranks import same_on_all
+from reference import VOCABULARY, WIDTH, Counting, mean_loss, relative_error
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from macrobatch import Accumulator
+
+Wrap = Callable[..., nn.Module]
+TENSOR = 2  # ranks that share a model
+TURN = itertools.count()
+
+
+class Feedforward(nn.Module):
+    """A block of a transformer without its attention. The vocabulary has an odd number of words: shards are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        return self.head(h + self.down(torch.tanh(self.up(self.norm(h)))))
+
+
+def mesh(*shape: int) -> Any:
+    """All ranks: those along the last dimension share a model, those along the others have data of their own.
+
+    Its dimensions are named anew each time: torch keeps meshes by their names and shapes, with groups that are gone.
+    """
+    turn = next(TURN)
+    names = tuple(f"{name}-{turn}" for name in ("copies", "data", "tensor")[-len(shape) :])
+    return dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def along(whole: Any, *names: str) -> Any:
+    """Some dimensions of a mesh."""
+    return whole[tuple(name for name in whole.mesh_dim_names if name.partition("-")[0] in names)]
+
+
+def data() -> Any:
+    """The ranks that have data of their own."""
+    return along(mesh(dist.get_world_size() // TENSOR, TENSOR), "data")
+
+
+def split(model: nn.Module, tensor: Any) -> nn.Module:
+    """The norm stays as it is, the same on all ranks; the bias of `down` is a DTensor and the same on all."""
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(model, tensor, plan)
+
+
+def split_sequences(model: nn.Module, tensor: Any) -> nn.Module:
+    """All parameters are DTensors; the gradient of the norm arrives as partial sums over parts of a sequence."""
+    part = Shard(1)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
+        "norm": SequenceParallel(use_local_output=True),
+        "up": ColwiseParallel(input_layouts=part),
+        "down": RowwiseParallel(output_layouts=part),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
+    }
+    return parallelize_module(model, tensor, plan)
+
+
+def alone(how: Wrap, model: nn.Module) -> nn.Module:
+    return how(model, along(mesh(1, TENSOR), "tensor"))
+
+
+def in_fsdp(how: Wrap, model: nn.Module) -> nn.Module:
+    both = mesh(2, TENSOR)
+    return fsdp2(how(model, along(both, "tensor")), mesh=along(both, "data"))
+
+
+def in_hsdp(how: Wrap, model: nn.Module) -> nn.Module:
+    """Of three dimensions, though one has a single rank only."""
+    all_three = mesh(2, 1, TENSOR)
+    return fsdp2(how(model, along(all_three, "tensor")), mesh=along(all_three, "copies", "data"))
+
+
+ON_TWO: dict[str, tuple[Wrap, dict[str, Any]]] = {
+    "alone": (partial(alone, split), {}),
+    "sequences": (partial(alone, split_sequences), {}),
+}
+ON_FOUR: dict[str, tuple[Wrap, dict[str, Any]]] = {
+    "fsdp-window-micro": (partial(in_fsdp, split), {}),
+    "fsdp-window-window": (partial(in_fsdp, split_sequences), {"gather": "window"}),
+    "fsdp-micro-micro": (partial(in_fsdp, split_sequences), {"sync": "micro"}),
+    "fsdp-micro-window": (partial(in_fsdp, split), {"sync": "micro", "gather": "window"}),
+    "hsdp": (partial(in_hsdp, split_sequences), {}),
+}
+SCENARIOS: dict[str, Callable[[], Outcome]] = {}
+SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
+every_mode = pytest.mark.parametrize("mode", [*ON_TWO, *ON_FOUR])
+
+
+def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[str] = (*ON_TWO, *ON_FOUR)) -> None:
+    """Run this on the ranks in every mode: scenario(wrap, **options)."""
+    for scenarios, modes in ((SCENARIOS, ON_TWO), (SCENARIOS_ON_FOUR, ON_FOUR)):
+        for mode, (wrap, options) in modes.items():
+            if mode in among:
+                scenarios[f"{name}-{mode}"] = partial(scenario, wrap, **options)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> dict[str, list[Outcome]]:
+    return run("test_ranks_tensor_parallel", "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
+    return run("test_ranks_tensor_parallel", "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture
+def ran(request, mode) -> dict[str, list[Outcome]]:
+    return request.getfixturevalue("on_two" if mode in ON_TWO else "on_four")
+
+
+# ------------------------------------------------------------------------------------------------- exact, every way
+
+
+def exact(plan: Plan, wrap: Wrap, **options: Any) -> Outcome:
+    record = plan.start(wrap, process_group=data(), **options)
+    for loader in plan.loaders(dist.get_rank() // TENSOR):
+        record.epoch(loader)
+    return record.outcome()
+
+
+def check(plan: Plan, outcomes: list[Outcome]) -> None:
+    """All ranks of the mesh have the same, to the last bit; and that is what one process does."""
+    all_well(outcomes)
+    same_on_all(outcomes, "loss", "items", "grad_norm", "weights", "skipped", "step")
+    plan.check(outcomes[::TENSOR])
+
+
+EXACT = {
+    "unclipped": Plan(make=Feedforward, counts=(5,), steps=2),
+    "clipped": Plan(make=Feedforward, counts=(4,), steps=2, counting=Counting("tensor"), max_norm=0.05),
+    "adamw": Plan(make=Feedforward, counts=(4,), steps=2, optimizer="AdamW", max_norm=0.05),
+}
+for _name, _plan in EXACT.items():
+    everywhere(_name, partial(exact, _plan))
+
+
+@every_mode
+@pytest.mark.parametrize("name", EXACT)
+def test_every_window_is_the_one_big_batch(ran, name, mode):
+    check(EXACT[name], ran[f"{name}-{mode}"])
