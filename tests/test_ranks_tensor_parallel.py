@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, Plan, Record, all_refused, all_well, fsdp2, full_weights, made, optimizer_for, run, share
-from ranks import same_on_all
+from ranks import Outcome, Plan, Record, all_refused, all_well, bare, fsdp2, made, optimizer_for, run, same_on_all
 from reference import VOCABULARY, WIDTH, Counting, mean_loss, relative_error
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch import Accumulator
 
@@ -172,3 +172,94 @@ for _name, _plan in EXACT.items():
 @pytest.mark.parametrize("name", EXACT)
 def test_every_window_is_the_one_big_batch(ran, name, mode):
     check(EXACT[name], ran[f"{name}-{mode}"])
+
+
+# ----------------------------------------------------------------------------------------------------- inside DDP
+
+INSIDE_DDP = {
+    "clipped": Plan(make=Feedforward, counts=(4,), steps=2, max_norm=0.05),
+    "uneven": Plan(make=Feedforward, counts=((4, 1),), steps=2, optimizer="AdamW", max_norm=0.05),
+}
+CUT = {"embedding.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0, "head.bias": 0}
+
+
+class InDDP(Record):
+    """DDP puts plain parameters, the local parts, in the place of DTensors, and its first forward removes them."""
+
+    def __init__(self, plan: Plan) -> None:
+        both = mesh(2, TENSOR)
+        model = split(made(Feedforward), along(both, "tensor"))
+        model = DistributedDataParallel(model, device_mesh=along(both, "data"))
+        self.named = {bare(name): parameter for name, parameter in model.named_parameters()}
+        optimizer = optimizer_for(model, plan.optimizer)
+        super().__init__(Accumulator(model, optimizer, steps=plan.steps, max_norm=plan.max_norm), model)
+
+    def weights_now(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.named.items()}
+
+
+def in_ddp(plan: Plan) -> Outcome:
+    record = InDDP(plan)
+    for loader in plan.loaders(dist.get_rank() // TENSOR):
+        record.epoch(loader)
+    return record.outcome()
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of one rank, with the weights whose parts all ranks of its tensor-parallel group have."""
+    each = zip(*(outcome["weights"] for outcome in outcomes), strict=True)
+    return outcomes[0] | {
+        "weights": [
+            {name: torch.cat([p[name] for p in parts], CUT[name]) if name in CUT else whole for name, whole in parts[0].items()}
+            for parts in each
+        ]
+    }
+
+
+for _name, _plan in INSIDE_DDP.items():
+    SCENARIOS_ON_FOUR[f"{_name}-ddp"] = partial(in_ddp, _plan)
+
+
+@pytest.mark.parametrize("name", INSIDE_DDP)
+def test_inside_ddp(on_four, name):
+    outcomes = all_well(on_four[f"{name}-ddp"])
+    same_on_all(outcomes, "loss", "items", "grad_norm", "skipped", "step")
+    INSIDE_DDP[name].check([joined(outcomes[:2]), joined(outcomes[2:])])
+
+
+# -------------------------------------------------------------------------------------------------- wrong calls
+
+
+def refuses(make: Callable[[], nn.Module], **options: Any) -> Outcome:
+    model = make()
+    Accumulator(model, optimizer_for(model), **options)
+    return {}
+
+
+def given(name: str) -> Any:
+    return along(mesh(dist.get_world_size() // TENSOR, TENSOR), name)
+
+
+REFUSED = {
+    "no_group": (lambda: refuses(lambda: alone(split, made(Feedforward))), ("DTensor", 'process_group=mesh["dp"]')),
+    "no_group-on-four": (
+        lambda: refuses(lambda: split(made(Feedforward), given("tensor"))),
+        ("4 ranks", "DTensor", 'process_group=mesh["dp"]', "fully_shard"),
+    ),
+    "its_own_ranks": (
+        lambda: refuses(lambda: alone(split, made(Feedforward)), process_group=given("tensor")),
+        ("ranks [0, 1]", "DTensor", "share a model"),
+    ),
+    "not_those_that_average-on-four": (
+        lambda: refuses(lambda: in_fsdp(split, made(Feedforward)), process_group=given("tensor")),
+        ("process_group", "averages"),
+    ),
+}
+for _name, (_scenario, _) in REFUSED.items():
+    (SCENARIOS_ON_FOUR if _name.endswith("four") else SCENARIOS)[f"refused-{_name}"] = _scenario
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_calls_say_what_to_do(request, name):
+    ran = request.getfixturevalue("on_four" if name.endswith("four") else "on_two")
+    all_refused(ran[f"refused-{name}"], *REFUSED[name][1])

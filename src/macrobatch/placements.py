@@ -35,12 +35,18 @@ def layout_of(parameter: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
     return None if hidden is None else (hidden.mesh, hidden.placements)
 
 
+def ranks_of(parameters: Iterable[Tensor]) -> list[int]:
+    """All ranks that hold a part or a copy of one of them; none of plain tensors."""
+    meshes = {layout[0] for parameter in parameters if (layout := layout_of(parameter)) is not None}
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+
+
 def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
     """What such a layout means for the parameter of that name."""
     if mesh.get_coordinate() is None:
         raise BackendError(
-            f"parameter {name!r} lies on the ranks {sorted(mesh.mesh.flatten().tolist())}, and rank {dist.get_rank()} "
-            "is none of them: no norm of all gradients can be known here. Give each rank's model only parameters that "
+            f"parameter {name!r} lies on the ranks {mesh.mesh.flatten().tolist()}, and rank {dist.get_rank()} is none "
+            "of them: no norm of all gradients can be known here. Give each rank's model only parameters that "
             "the rank has a part of."
         )
     shards, copies = [], []
