@@ -11,14 +11,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, Plan, Record, all_refused, all_well, bare, fsdp2, made, optimizer_for, run, same_on_all
-from reference import VOCABULARY, WIDTH, Counting, mean_loss, relative_error
+from ranks import (
+    Outcome,
+    Plan,
+    Record,
+    all_refused,
+    all_well,
+    bare,
+    fsdp2,
+    full_weights,
+    made,
+    optimizer_for,
+    run,
+    same_on_all,
+)
+from reference import VOCABULARY, WIDTH, Counting, relative_error
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -64,13 +78,13 @@ def data() -> Any:
     return along(mesh(dist.get_world_size() // TENSOR, TENSOR), "data")
 
 
-def split(model: nn.Module, tensor: Any) -> nn.Module:
+def split(model: nn.Module, tensor: Any, **head: Any) -> nn.Module:
     """The norm stays as it is, the same on all ranks; the bias of `down` is a DTensor and the same on all."""
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(**(head or {"output_layouts": Replicate()})),
     }
     return parallelize_module(model, tensor, plan)
 
@@ -174,6 +188,65 @@ def test_every_window_is_the_one_big_batch(ran, name, mode):
     check(EXACT[name], ran[f"{name}-{mode}"])
 
 
+# ------------------------------------------------------------------------------------------ losses that are DTensors
+
+
+def logits_in_parts(wrap: Wrap) -> Outcome:
+    """Each rank has the logits of its own words, and the loss is a DTensor."""
+    with loss_parallel():
+        return exact(IN_PARTS, partial(wrap, partial(split, use_local_output=False)))
+
+
+def batch_in_parts(reduction: str, as_tensor: bool) -> Outcome:
+    """One program on a batch in parts: a loss is the sum, or the mean, of what the ranks hold; so are the items."""
+    tensor = along(mesh(1, TENSOR), "tensor")
+    model = distribute_module(nn.Linear(3, 2, dtype=torch.float64), tensor)
+    acc = Accumulator(model, optimizer_for(model), steps=2, reduction=reduction, max_norm=0.5, process_group=data())
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64)
+    before, losses = full_weights(model), []
+    for part in acc.batches([slice(0, 4), slice(4, 10)]):
+        own = distribute_tensor(x[part], tensor, [Shard(0)])
+        errors = (model(own) - distribute_tensor(y[part], tensor, [Shard(0)])).pow(2).sum(1)
+        losses.append(errors.mean() if reduction == "mean" else errors.sum())
+        acc.backward(losses[-1], items=torch.ones_like(errors).sum() if as_tensor else len(x[part]))
+        result = acc.step()
+    whole = nn.Linear(3, 2, dtype=torch.float64)
+    whole.load_state_dict(before)
+    loss = (whole(x) - y).pow(2).sum(1).mean()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    optimizer_for(whole).step()
+    return {
+        "partial": [str(loss.placements[0]).startswith("P") for loss in losses],
+        "error": relative_error(full_weights(model), full_weights(whole)),
+        "results": [result.loss - loss, result.grad_norm - norm, result.items],
+    }
+
+
+IN_PARTS = Plan(make=Feedforward, counts=(5,), steps=2, counting=Counting("mixed"), max_norm=0.05)
+SCENARIOS["logits_in_parts-alone"] = partial(logits_in_parts, alone)
+SCENARIOS_ON_FOUR["logits_in_parts-fsdp-window-micro"] = partial(logits_in_parts, in_fsdp)
+BATCHES = list(itertools.product(("mean", "sum"), (False, True)))
+for _reduction, _as_tensor in BATCHES:
+    SCENARIOS[f"{_reduction}-{_as_tensor}"] = partial(batch_in_parts, _reduction, _as_tensor)
+
+
+@pytest.mark.parametrize("mode", ["alone", "fsdp-window-micro"])
+def test_a_loss_of_logits_in_parts(ran, mode):
+    check(IN_PARTS, ran[f"logits_in_parts-{mode}"])
+
+
+@pytest.mark.parametrize(("reduction", "as_tensor"), BATCHES)
+def test_a_loss_of_a_batch_in_parts(on_two, reduction, as_tensor):
+    for outcome in all_well(on_two[f"{reduction}-{as_tensor}"]):
+        assert outcome["partial"] == [True, True]
+        assert outcome["error"] <= 1e-12
+        loss, norm, items = map(float, outcome["results"])
+        assert abs(loss) + abs(norm) <= 1e-12
+        assert items == 10
+
+
 # ----------------------------------------------------------------------------------------------------- inside DDP
 
 INSIDE_DDP = {
@@ -207,13 +280,11 @@ def in_ddp(plan: Plan) -> Outcome:
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of one rank, with the weights whose parts all ranks of its tensor-parallel group have."""
-    each = zip(*(outcome["weights"] for outcome in outcomes), strict=True)
-    return outcomes[0] | {
-        "weights": [
-            {name: torch.cat([p[name] for p in parts], CUT[name]) if name in CUT else whole for name, whole in parts[0].items()}
-            for parts in each
-        ]
-    }
+    joined = []
+    for parts in zip(*(outcome["weights"] for outcome in outcomes), strict=True):
+        cut = {name: torch.cat([part[name] for part in parts], dim) for name, dim in CUT.items()}
+        joined.append(parts[0] | cut)
+    return outcomes[0] | {"weights": joined}
 
 
 for _name, _plan in INSIDE_DDP.items():
