@@ -17,7 +17,8 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
-    {"window", "sync", "split", "bench"},
+    {"window", "placements", "split", "bench"},
+    {"sync"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
     {"update", "recording"},
     {"cuda_graph"},

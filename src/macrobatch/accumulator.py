@@ -21,7 +21,7 @@ from macrobatch.collectives import all_reduce_later, gathered, largest
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients, Parameters
 from macrobatch.graph import UNCONFINED, Confinement, confinement_of, gradients_aside, reach_of, run_backward
-from macrobatch.loader import Remainder, ReadAhead, Turn, agreed_turns, exchanged_lengths, length_of, planned_turns
+from macrobatch.loader import ReadAhead, Remainder, Turn, agreed_turns, exchanged_lengths, length_of, planned_turns
 from macrobatch.order import Order
 from macrobatch.recording import Recording
 from macrobatch.snapshot import Snapshot

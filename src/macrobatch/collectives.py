@@ -86,6 +86,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, as a plain one, with its graph. All ranks that hold a part must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def host_group(group: Group) -> Group:
     """The same ranks, to exchange what lives on the host: no device has to be waited for."""
     try:

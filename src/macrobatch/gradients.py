@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from macrobatch.collectives import local
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
 from macrobatch.window import wide
 
 HALF = (torch.float16, torch.bfloat16)
@@ -36,7 +37,7 @@ class Kind(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     widened: bool
-    shards: tuple[Any, ...]  # the groups of ranks that hold other parts of the same parameters
+    spread: Spread  # over ranks
 
 
 class Parameters:
@@ -102,7 +103,8 @@ class Gradients:
         self.own = dict(zip(map(id, named.values()), named, strict=True))  # names by the parameters' ids
         self.had_stale = any(parameter.grad is not None for parameter in named.values())
         self._watched_ids = set(map(id, self.parameters))
-        self._shards = shards
+        self._plain = Spread(shards)
+        self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
         self._held = held
         self._may_move = may_move
         self._accumulate_dtype = accumulate_dtype
@@ -160,9 +162,7 @@ class Gradients:
                 "through it. discard() drops what was accumulated."
             )
         found = "cleared" if gradient is None else "changed"
-        return (
-            f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
-        )
+        return f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
 
     def _as_they_are(self) -> list[Tensor | None]:
         """Every tensor that may hold a part of the sum now."""
@@ -193,23 +193,24 @@ class Gradients:
 
     # What writes to a list of DTensors at once, as clip_grad_norm_ does, leaves no version behind: their sizes tell.
 
-    def _local_sizes(self) -> dict[torch.dtype, Tensor]:
-        """The norms of this rank's parts of gradients that are DTensors, by dtype."""
-        parts: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for gradient in self._left:
-            if isinstance(gradient, DTensor):
-                part = gradient.to_local()
-                if part.numel():
-                    parts[part.dtype].append(part)
+    def _local_sizes(self) -> list[Tensor]:
+        """The norms of this rank's parts of gradients that are DTensors."""
+        parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
         with torch.no_grad():
-            return {dtype: torch.stack(list(torch._foreach_norm(each))) for dtype, each in parts.items()}
+            return [torch.linalg.vector_norm(part, dtype=_norm_dtype(part)) for part in parts]
 
     def _notice_writes(self) -> None:
-        """Compare those norms on the device; `writes` is what the host may ask later."""
-        for dtype, now in self._local_sizes().items():
-            before = self._sizes[dtype]
-            differs = ((now != before) & ~(now.isnan() & before.isnan())).any()
-            self.writes = differs if self.writes is None else self.writes | differs
+        """Compare those norms, on the device."""
+        for now, before in zip(self._local_sizes(), self._sizes, strict=True):
+            differs = (now != before) & ~(now.isnan() & before.isnan())
+            self._writes = differs if self._writes is None else self._writes | differs
+
+    def written_to(self) -> Tensor | None:
+        """Whether somebody wrote to a gradient, on any rank that holds a part of it; None where the host has looked."""
+        if self._writes is None:
+            return None
+        groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
+        return largest_over(groups, self._writes.float()).bool()
 
     def any(self) -> bool:
         """Whether a gradient is there at all."""
@@ -217,7 +218,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
-        self.writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows
+        self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows
         for parameter in self.named.values():
             parameter.grad = None
         for parameter, dtype in self._widened.values():
@@ -237,6 +238,7 @@ class Gradients:
         """Group what is there, for the methods below: no backward comes any more."""
         groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
+            spread = self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
             if gradient.layout != torch.strided:
@@ -244,17 +246,17 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            local, shards = self._local(gradient)
-            groups[Kind(local.device, local.dtype, id(parameter) in self._widened, shards)].append(local)
+            if (placed := settled(gradient, parameter)) is not gradient:
+                parameter.grad = gradient = placed
+            part = local(gradient)
+            groups[Kind(part.device, part.dtype, id(parameter) in self._widened, spread)].append(part)
         self._groups = dict(groups)
 
-    def _local(self, gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """This rank's part of a gradient, and the groups of ranks that hold the others."""
-        if not isinstance(gradient, DTensor):
-            return gradient, self._shards
-        mesh, placements = gradient.device_mesh, gradient.placements
-        shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
-        return gradient.to_local(), shards
+    def _spread_of(self, name: str, parameter: Tensor) -> Spread:
+        layout = layout_of(parameter)
+        if (spread := self._spreads.get(layout)) is None:
+            spread = self._spreads[layout] = self._plain if layout is None else spread_over(*layout, name)
+        return spread
 
     @property
     def foldable(self) -> bool:
@@ -263,13 +265,17 @@ class Gradients:
 
     def norm(self, order: float, device: torch.device) -> Tensor:
         """The norm of all gradients together; infinite or NaN where one of them is."""
-        parts: dict[tuple[Any, ...], list[Tensor]] = {self._shards: []} if self._shards else {}
+        norms: dict[Spread, list[Tensor]] = {spread: [] for spread in self._spreads.values()}
         for kind, group in self._groups.items():
             norm = _norm_of(_norms([part for part in group if part.numel()], order), order, device)
-            parts.setdefault(kind.shards, []).append(norm.to(device, wide(device), non_blocking=True))
-        return _norm_of(
-            [_over(shards, _norm_of(part, order, device), order) for shards, part in parts.items()], order, device
-        )
+            norms[kind.spread].append(norm.to(device, wide(device), non_blocking=True))
+        whole = {spread: _norm_of(parts, order, device) for spread, parts in norms.items()}
+        return norm_over_ranks(whole, order) if self._is_spread else _norm_of(list(whole.values()), order, device)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether any parameter lies in parts on several ranks."""
+        return any(spread.shards for spread in self._spreads.values())
 
     def divide(self, divisor: float | Tensor) -> None:
         """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
@@ -286,10 +292,10 @@ class Gradients:
 
         Returns a tensor that is not zero if one was not finite.
         """
-        if len(self._groups) != 1:
+        if len(self._groups) != 1 or self._is_spread:
             return None
-        ((where, dtype, widened, shards), group), *_ = self._groups.items()
-        if widened or shards or where != device or dtype not in (torch.float32, *HALF):
+        ((where, dtype, widened, _), group), *_ = self._groups.items()
+        if widened or where != device or dtype not in (torch.float32, *HALF):
             return None
         if not _takes_float32(where, dtype):
             return None
@@ -306,7 +312,7 @@ class Gradients:
             if gradient is None or gradient.device != device:
                 continue
             narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
-            torch.mul(gradient, factor, out=narrowed)
+            torch.mul(local(gradient), factor, out=local(narrowed))
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
@@ -352,6 +358,11 @@ def _takes_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or device.type == "cpu"
 
 
+def _norm_dtype(gradient: Tensor) -> torch.dtype | None:
+    """At least float32."""
+    return torch.float32 if gradient.dtype in HALF else None
+
+
 def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
     """The norm of each, at least in float32."""
     if not gradients:
@@ -359,7 +370,7 @@ def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
     real = not gradients[0].is_complex()
     if order == math.inf and real and gradients[0].device.type == "cpu":  # the kernel below takes ten times as long
         return [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients]
-    return torch._foreach_norm(gradients, order, dtype=torch.float32 if gradients[0].dtype in HALF else None)
+    return torch._foreach_norm(gradients, order, dtype=_norm_dtype(gradients[0]))
 
 
 def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
@@ -367,16 +378,3 @@ def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Ten
     if not norms:
         return torch.zeros((), device=device, dtype=wide(device))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)
-
-
-def _over(shards: tuple[Any, ...], norm: Tensor, order: float) -> Tensor:
-    """The norm over all ranks that hold a part."""
-    for group in shards:
-        if order == math.inf:
-            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)  # the largest of NaN and a number may be the number
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        else:
-            norm = norm**order
-            dist.all_reduce(norm, group=group)
-            norm = norm ** (1 / order)
-    return norm

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from macrobatch.collectives import Group, all_reduce_flat, host_group, local, unused_by_all
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.graph import Reach
+from macrobatch.placements import ranks_of
 
 When = Literal["window", "micro"]
 
@@ -442,18 +443,14 @@ def sync_for(
     if kind is None:
         group = _given(process_group)
         if _initialized() and dist.get_world_size(group) > 1:
-            raise BackendError(
-                f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its "
-                "gradients. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; "
-                "for ranks that train on their own, hand over a process_group of one."
-            )
+            raise _not_wrapped(models, group)
         return Local()
     own = _own_group(models[0], kind)
     group = own if process_group is None else _given(process_group)
-    if dist.get_world_size(group) != dist.get_world_size(own):
+    if _ranks(group) != _ranks(own):
         raise BackendError(
-            f"process_group has {dist.get_world_size(group)} ranks, but the model averages its gradients over "
-            f"{dist.get_world_size(own)}: items must be counted over the same ranks."
+            f"process_group has the ranks {_ranks(group)}, but the model averages its gradients over {_ranks(own)}: "
+            "items must be counted over the same ranks. Leave process_group out, or hand over those."
         )
     if kind == "DistributedDataParallel":
         return DDP(models, sync=sync, group=group, flat=_widens(models, accumulate_dtype))
@@ -545,6 +542,28 @@ def _compresses_to_half(model: Any) -> bool:
     hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
     built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
     return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()
+
+
+def _ranks(group: Group) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
+    """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
+    found = f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its gradients"
+    sharing = ranks_of(p for model in models for p in model.parameters())
+    if len(sharing) < 2:
+        return BackendError(
+            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks "
+            "that train on their own, hand over a process_group of one."
+        )
+    return BackendError(
+        f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "
+        "share a model, as under tensor parallelism, get the same data and are one to the Accumulator: hand over the "
+        'ranks whose data differs, process_group=mesh["dp"]; a dimension of size 1, as in init_device_mesh(device, (1, '
+        'ranks), mesh_dim_names=("dp", "tp")), where all share one model. Where it is larger, wrap the model too: '
+        'fully_shard(model, mesh=mesh["dp"]).'
+    )
 
 
 def _closed_early(wrapper: str) -> BackendError:

@@ -225,7 +225,7 @@ class Update:
         folds = fused and gradients.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window, gradients, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
-        verdict = self._verdict(window, nonfinite, gradients.writes)
+        verdict = self._verdict(window, nonfinite, gradients.written_to())
 
         if verdict is None:
             self._queue(grad_scale, None)
