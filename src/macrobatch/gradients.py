@@ -135,7 +135,7 @@ class Gradients:
         self._sizes = self._local_sizes()
 
     def check_untouched(self) -> None:
-        """Between a backward and the next, or `step`, nobody may add, clear, clip or unscale: these are undivided sums."""
+        """Between a backward and the next, or `step`, nobody may add to them, clear, clip or unscale them."""
         now = self._as_they_are()
         versions = _versions(now)
         if versions == self._versions and _are_same(now, self._left):

@@ -75,7 +75,7 @@ def _is_cut(placement: Any) -> bool:
 
 
 def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, spread as its parameter is. Terms of a sum are added up: once a window, not in every optimizer step."""
+    """A gradient, spread as its parameter is. Terms of a sum are added up here, once a window."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
@@ -110,7 +110,7 @@ def norm_over_ranks(norms: dict[Spread, Tensor], order: float) -> Tensor:
 
 
 def largest_over(groups: Iterable[Group], number: Tensor) -> Tensor:
-    """The largest of all ranks' numbers; NaN counts as infinite, as the largest of NaN and a number may be the number."""
+    """The largest of all ranks' numbers. NaN counts as infinite: the largest of NaN and a number may be the number."""
     for group in groups:
         number = number.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)

@@ -538,7 +538,7 @@ def _reduced_by(models: Sequence[Any]) -> set[int] | None:
 
 
 def _compresses_to_half(model: Any) -> bool:
-    """Whether a hook of DistributedDataParallel's may make gradients float16 on their way: any but those of bfloat16."""
+    """Whether a communication hook of DDP's may make gradients float16: any but that of bfloat16 may."""
     hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
     built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
     return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()
@@ -550,12 +550,13 @@ def _ranks(group: Group) -> list[int]:
 
 def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
     """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
-    found = f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its gradients"
+    world = dist.get_world_size(group)
+    found = f"there are {world} ranks, but the model is not wrapped: nothing synchronises its gradients"
     sharing = ranks_of(p for model in models for p in model.parameters())
     if len(sharing) < 2:
         return BackendError(
-            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks "
-            "that train on their own, hand over a process_group of one."
+            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
+            "ranks that train on their own, hand over a process_group of one."
         )
     return BackendError(
         f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "
