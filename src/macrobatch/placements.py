@@ -41,6 +41,14 @@ def ranks_of(parameters: Iterable[Tensor]) -> list[int]:
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
+def sharing_ranks(parameters: Iterable[Tensor], group: Group) -> list[int]:
+    """The ranks that hold a part or a copy of the same model, beyond the data-parallel ones: they do as this one does."""
+    if not (ranks := ranks_of(parameters)):
+        return []
+    own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return [rank for rank in ranks if rank not in own]
+
+
 def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
     """What such a layout means for the parameter of that name."""
     if mesh.get_coordinate() is None:
