@@ -29,6 +29,7 @@ from ranks import (
 )
 from reference import VOCABULARY, WIDTH, Counting, concatenate, mean_loss, relative_error
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -418,7 +419,18 @@ def chosen_by_memory() -> Outcome:
     return {}
 
 
+def in_fsdp1() -> nn.Module:
+    both = mesh(2, TENSOR)
+    return FullyShardedDataParallel(
+        split(made(Feedforward), along(both, "tensor")),
+        device_mesh=along(both, "data"),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
 REFUSED = {
+    "fsdp1-on-four": (lambda: refuses(in_fsdp1), ("FullyShardedDataParallel", "fully_shard", "DTensors")),
     "auto": (chosen_by_memory, ('micro="auto"', "share a model", "number")),
     "no_group": (lambda: refuses(lambda: alone(split, made(Feedforward))), ("DTensor", 'process_group=mesh["dp"]')),
     "no_group-on-four": (

@@ -189,6 +189,11 @@ class FSDP1(Local):
         self.average = models[0]._gradient_predivide_factor * models[0]._gradient_postdivide_factor
         if models[0].sharding_strategy.name != "NO_SHARD":
             self.shards = (models[0].process_group,)
+        if any(_flattens_dtensors(module) for model in models for module in model.modules()):
+            raise BackendError(
+                "FullyShardedDataParallel around parameters that are DTensors, as under tensor parallelism, hides which "
+                "ranks hold which parts: no norm of all gradients can be known. Shard with fully_shard instead."
+            )
 
     def begin(self, last: bool) -> None:
         self._synced = last or self._micro
@@ -245,6 +250,7 @@ class FSDP2(Local):
         if len(factors) != 1:
             raise BackendError(f"the parts of the model divide gradients by different factors: {sorted(factors)}.")
         self.average = factors.pop()
+        self._check_all_sharded()
 
     def hold(self) -> None:
         self._held, self._closed = True, False
@@ -263,6 +269,16 @@ class FSDP2(Local):
             if self._gathered:
                 model.set_reshard_after_forward(False)
                 model.set_reshard_after_backward(last)
+
+    def _check_all_sharded(self) -> None:
+        """What `fully_shard` was told to ignore, or does not know, is trained by each rank on its own."""
+        known = {id(getattr(p, kind, None)) for p in self._sharded() for kind in ("sharded_param", "_unsharded_param")}
+        for name, parameter in (named for model in self._models for named in model.named_parameters()):
+            if parameter.requires_grad and id(parameter) not in known and dist.get_world_size(self.group) > 1:
+                raise BackendError(
+                    f"parameter {name!r} is none of those that fully_shard shards: nothing synchronises its gradient. "
+                    "Leave it out of ignored_params, or freeze it."
+                )
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
         """Gradients are held back in the reduce dtype: it has to be the one asked for."""
@@ -343,6 +359,12 @@ class FSDP2(Local):
     def _sharded(self) -> Iterator[Any]:
         for group in _groups(self._models):
             yield from group.fsdp_params
+
+
+def _flattens_dtensors(module: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has made a flat parameter of DTensors here."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return any(layout is not None for layout in getattr(flat, "_param_extensions", ()))
 
 
 def _states(models: Sequence[Any]) -> Iterator[Any]:
