@@ -222,6 +222,11 @@ class FSDP1(Local):
         self.group = group
         if models[0].sharding_strategy.name != "NO_SHARD":
             self.shards = (models[0].process_group,)
+        if any(_flattens_dtensors(module) for model in models for module in model.modules()):
+            raise BackendError(
+                "FullyShardedDataParallel around parameters that are DTensors, as under tensor parallelism, hides "
+                "which ranks hold which parts: no norm of all gradients can be known. Shard with fully_shard instead."
+            )
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -230,7 +235,7 @@ class FSDP1(Local):
 
     def narrows(self) -> bool:
         dtypes = {dtype for handle in self._handles() for dtype in (handle._fwd_bwd_param_dtype, handle._reduce_dtype)}
-        return torch.float16 in dtypes or any(model._comm_hook is not None for model in self._models)
+        return torch.float16 in dtypes or any(getattr(model, "_comm_hook", None) is not None for model in self._models)
 
     def held(self) -> list[Tensor | None]:
         flat = [handle.flat_param for handle in self._handles()]
@@ -287,6 +292,7 @@ class FSDP2(Local):
         self.group = group
         self.lockstep = self._micro or not self._gathered
         assert self.average, "an error if its parts do not divide alike"
+        self._check_all_sharded()
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -326,6 +332,16 @@ class FSDP2(Local):
             if self._gathered:
                 model.set_reshard_after_forward(False)
                 model.set_reshard_after_backward(last)
+
+    def _check_all_sharded(self) -> None:
+        """What `fully_shard` was told to ignore, or does not know, is trained by each rank on its own."""
+        known = {id(getattr(p, kind, None)) for p in self._sharded() for kind in ("sharded_param", "_unsharded_param")}
+        for name, parameter in (named for model in self._models for named in model.named_parameters()):
+            if parameter.requires_grad and id(parameter) not in known and dist.get_world_size(self.group) > 1:
+                raise BackendError(
+                    f"parameter {name!r} is none of those that fully_shard shards: nothing synchronises its gradient. "
+                    "Leave it out of ignored_params, or freeze it."
+                )
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
         """Gradients are held back in the reduce dtype: it has to be the one asked for."""
@@ -400,6 +416,12 @@ class FSDP2(Local):
     def _sharded(self) -> Iterator[Any]:
         for group in _groups(self._models):
             yield from group.fsdp_params
+
+
+def _flattens_dtensors(module: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has made a flat parameter of DTensors here."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return any(layout is not None for layout in getattr(flat, "_param_extensions", ()))
 
 
 def _states(models: Sequence[Any]) -> Iterator[Any]:
