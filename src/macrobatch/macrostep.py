@@ -150,7 +150,7 @@ class MacroStep:
         if self._is_auto and self._sharing:
             raise BackendError(
                 f'micro="auto" cuts by the memory of one rank, but rank {dist.get_rank()} shares a model with the '
-                f"ranks {self._sharing}, which must cut alike. Say how: micro= a number of samples, by_count or by_tokens."
+                f"ranks {self._sharing}, which must cut alike. Say how: micro= a number, by_count or by_tokens."
             )
         self._feed = Feed()
         self._graphs = self._made_graphs() if cuda_graph else None

@@ -82,7 +82,7 @@ class Local:
 
     def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
-        return [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
+        return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
 
     def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the open window has added up so far, wherever it is held: this rank's own tensors."""
@@ -242,7 +242,8 @@ class FSDP1(Local):
         return [p.grad for p in flat] + [getattr(p, "_saved_grad_shard", None) for p in flat]
 
     def _handles(self) -> list[Any]:
-        return [handle for model in self._models for handle in model._all_handles]
+        modules = [module for model in self._models for module in type(model).fsdp_modules(model)]
+        return [module._handle for module in modules if module._handle is not None]
 
     def begin(self, last: bool) -> None:
         self._synced = last or self._micro
