@@ -111,6 +111,7 @@ class Gradients:
         self._held = held
         self._may_move = may_move
         self._are_views = are_views
+        self._tells_by_size = are_views or any(isinstance(parameter, DTensor) for parameter in named.values())
         self._accumulate_dtype = accumulate_dtype
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[Kind, list[Tensor]] = {}
@@ -124,6 +125,10 @@ class Gradients:
         self.mark()
 
     # ------------------------------------------------------------------------------------------ within the window
+
+    def are_all_watched(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether these are parameters of the window, and nothing else."""
+        return self._watched_ids.issuperset(map(id, leaves))
 
     def include(self, leaves: Iterable[Tensor]) -> None:
         """Accumulate these too, if they are parameters of the models that were frozen when the window began."""
@@ -210,6 +215,8 @@ class Gradients:
 
     def _local_sizes(self) -> list[Tensor]:
         """The norms of this rank's parts of such gradients."""
+        if not self._tells_by_size:
+            return []
         kind = Tensor if self._are_views else DTensor
         parts = [local(gradient) for gradient in self._left if isinstance(gradient, kind)]
         with torch.no_grad():
