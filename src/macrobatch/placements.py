@@ -67,7 +67,7 @@ def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
             shards.append(mesh.get_group(dimension))
         else:
             raise BackendError(
-                f"parameter {name!r} has the placement {placement}: what its ranks hold is neither a part of it nor a "
+                f"parameter {name!r} has the placement {placement!r}: what its ranks hold is neither a part of it nor a "
                 "copy, so that no norm of its gradient can be known. Use Shard or Replicate."
             )
     return Spread(tuple(shards), tuple(copies))
