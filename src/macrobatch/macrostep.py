@@ -150,8 +150,8 @@ class MacroStep:
         self._sharing = sharing_ranks((p for m in self._acc._models for p in m.parameters()), self._acc._sync.group)
         if self._is_auto and self._sharing:
             raise BackendError(
-                f'micro="auto" cuts by the memory of one rank, but rank {dist.get_rank()} shares a model with the ranks '
-                f"{self._sharing}, which must cut alike. Say how: micro= a number of samples, by_count or by_tokens."
+                f'micro="auto" cuts by the memory of one rank, but rank {dist.get_rank()} shares a model with the '
+                f"ranks {self._sharing}, which must cut alike. Say how: micro= a number, by_count or by_tokens."
             )
         self._feed = Feed()
         self._graphs = self._made_graphs() if cuda_graph else None

@@ -42,7 +42,7 @@ def ranks_of(parameters: Iterable[Tensor]) -> list[int]:
 
 
 def sharing_ranks(parameters: Iterable[Tensor], group: Group) -> list[int]:
-    """The ranks that hold a part or a copy of the same model, beyond the data-parallel ones: they do as this one does."""
+    """The ranks that hold a part or a copy of the same model, beyond the data-parallel ones: all of them do alike."""
     if not (ranks := ranks_of(parameters)):
         return []
     own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -67,8 +67,8 @@ def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
             shards.append(mesh.get_group(dimension))
         else:
             raise BackendError(
-                f"parameter {name!r} has the placement {placement!r}: what its ranks hold is neither a part of it nor a "
-                "copy, so that no norm of its gradient can be known. Use Shard or Replicate."
+                f"parameter {name!r} has the placement {placement!r}: what its ranks hold is neither a part of it nor "
+                "a copy, so that no norm of its gradient can be known. Use Shard or Replicate."
             )
     return Spread(tuple(shards), tuple(copies))
 
@@ -83,7 +83,7 @@ def _is_cut(placement: Any) -> bool:
 
 
 def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, spread as its parameter is. Terms of a sum are added up: once a window, not in every optimizer step."""
+    """A gradient, spread as its parameter is. Terms of a sum are added up here, once a window."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
@@ -117,7 +117,7 @@ def norm_over_ranks(norms: dict[Spread, Tensor], order: float) -> Tensor:
 
 
 def _largest(number: Tensor, groups: Iterable[Group]) -> Tensor:
-    """The largest of all ranks' numbers; NaN counts as infinite, as the largest of NaN and a number may be the number."""
+    """The largest of all ranks' numbers. NaN counts as infinite: the largest of NaN and a number may be the number."""
     for group in groups:
         number = number.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)

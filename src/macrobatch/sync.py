@@ -191,8 +191,8 @@ class FSDP1(Local):
             self.shards = (models[0].process_group,)
         if any(_flattens_dtensors(module) for model in models for module in model.modules()):
             raise BackendError(
-                "FullyShardedDataParallel around parameters that are DTensors, as under tensor parallelism, hides which "
-                "ranks hold which parts: no norm of all gradients can be known. Shard with fully_shard instead."
+                "FullyShardedDataParallel around parameters that are DTensors, as under tensor parallelism, hides "
+                "which ranks hold which parts: no norm of all gradients can be known. Shard with fully_shard instead."
             )
 
     def begin(self, last: bool) -> None:
@@ -490,12 +490,13 @@ def _ranks(group: Group) -> list[int]:
 
 def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
     """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
-    found = f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its gradients"
+    world = dist.get_world_size(group)
+    found = f"there are {world} ranks, but the model is not wrapped: nothing synchronises its gradients"
     sharing = ranks_of(p for model in models for p in model.parameters())
     if len(sharing) < 2:
         return BackendError(
-            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks "
-            "that train on their own, hand over a process_group of one."
+            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
+            "ranks that train on their own, hand over a process_group of one."
         )
     return BackendError(
         f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "
