@@ -16,7 +16,7 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 # may import what its extra installs.
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
-    {"errors", "snapshot", "collectives", "capture", "plan"},
+    {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
     {"window", "placements", "split", "bench"},
     {"sync"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},

@@ -6,7 +6,7 @@ A message says what was wrong, what was found, and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypeVar, get_args
 
@@ -78,10 +78,17 @@ def checked_steps(steps: object, name: str) -> int:
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several of a kind, as a tuple."""
     several = tuple(given) if isinstance(given, list | tuple) else (given,)
+    _require_each_once(several, name)
     for one in several:
         if not isinstance(one, kind):
             raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
+
+
+def _require_each_once(several: Sequence[object], name: str) -> None:
+    for index, one in enumerate(several):
+        if any(one is other for other in several[:index]):
+            raise UsageError(f"{name} lists the same {type(one).__name__} twice: hand over each once.")
 
 
 def checked_choice(name: str, value: T, choices: object) -> T:
@@ -91,7 +98,7 @@ def checked_choice(name: str, value: T, choices: object) -> T:
 
 
 def checked_norm(max_norm: float | None) -> float | None:
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and (not isinstance(max_norm, Real) or isinstance(max_norm, bool) or not max_norm > 0):
         raise UsageError(f"max_norm must be positive (inf measures without clipping), or None: got {max_norm!r}.")
     return max_norm
 
@@ -112,6 +119,20 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def checked_state(state: Mapping[str, int | float]) -> tuple[int, int, float | None]:
+    """The steps taken, the windows, and the typical items, if any, that an Accumulator's `state_dict` gave."""
+    counts = [state.get(name) for name in ("optimizer_step", "windows")]
+    typical = state.get("typical_items")
+    is_known = set(state) <= {"optimizer_step", "windows", "typical_items"}
+    is_typical = typical is None or (isinstance(typical, float) and math.isfinite(typical) and typical > 0)
+    if not (is_known and is_typical and all(type(count) is int and count >= 0 for count in counts)):
+        raise UsageError(
+            "the state of an Accumulator is a count for each of ('optimizer_step', 'windows'), and may have a number "
+            f"for 'typical_items': got {dict(state)!r}."
+        )
+    return state["optimizer_step"], state["windows"], typical  # type: ignore[return-value]
+
+
 def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
     if not optimizers:
         raise UsageError("optimizer is an empty list: nothing would ever be stepped.")
@@ -123,6 +144,7 @@ def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """One or several; any object with a `step` that wants no argument will do."""
     schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    _require_each_once(schedulers, "scheduler")
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)):
             raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")

@@ -92,31 +92,35 @@ def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- norms
 
 
-def norm_over_ranks(norms: dict[Spread, Tensor], order: float) -> Tensor:
+def norm_over_ranks(norms: dict[Spread, Tensor], order: float, flag: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of all that is spread over ranks, from this rank's norms of what is spread alike.
+
+    A `flag`, a number above 0 if it is set, travels with it: it comes back set where it was on any rank with a part.
 
     All ranks get the same, to the last bit, and a NaN that only one of them has. They must ask for the same spreads in
     the same order: what one group adds up, the next one adds up further.
     """
     groups = dict.fromkeys(group for spread in norms for group in spread.shards)
     if order == math.inf:
-        return _largest(torch.stack(list(norms.values())).amax(), groups)
+        both = largest_over(groups, torch.stack([torch.stack(list(norms.values())).amax(), flag]))
+        return both[0], both[1]
     powers = [norm**order for norm in norms.values()]
     for group in groups:
         ranks = dist.get_world_size(group)
         terms = [p if group in spread.shards else p / ranks for spread, p in zip(norms, powers, strict=True)]
-        total = torch.stack(terms)
+        total = torch.stack([*terms, flag])
         dist.all_reduce(total, group=group)
-        powers = list(total)
+        *powers, flag = total
     norm = torch.stack(powers).sum() ** (1 / order)
     everyone = dict.fromkeys(group for spread in norms for group in (*spread.shards, *spread.copies))
     if len(everyone) == 1:
-        return norm  # one sum was the same on all its ranks
+        return norm, flag  # one sum was the same on all its ranks
     # Ranks that added up the same numbers in other groups may have done so in another order.
-    return _largest(norm, everyone).masked_fill(_largest(norm.isnan().to(norm.dtype), everyone).bool(), math.nan)
+    largest, is_nan = largest_over(everyone, torch.stack([norm, norm.isnan().to(norm.dtype)]))
+    return largest.masked_fill(is_nan.bool(), math.nan), flag
 
 
-def _largest(number: Tensor, groups: Iterable[Group]) -> Tensor:
+def largest_over(groups: Iterable[Group], number: Tensor) -> Tensor:
     """The largest of all ranks' numbers. NaN counts as infinite: the largest of NaN and a number may be the number."""
     for group in groups:
         number = number.nan_to_num(nan=math.inf, posinf=math.inf)
