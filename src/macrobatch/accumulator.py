@@ -446,7 +446,7 @@ class Accumulator:
     def _run_backward(
         self, loss: Tensor, seed: Tensor, gradients: Gradients, confinement: Confinement | None, *, counts: bool
     ) -> None:
-        """Add the gradients of `loss`. Without a confinement its graph is looked at meanwhile, and judged afterwards."""
+        """Add the gradients of `loss`. Without a confinement its graph is looked at meanwhile, and judged after it."""
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
         hooks = [] if counts else self._sync.zeroed(gradients.parameters)
