@@ -17,8 +17,9 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture", "plan"},
+    {"padding", "trees"},
     {"window", "sync", "split", "bench"},
-    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
+    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable", "uneven"},
     {"update", "recording"},
     {"cuda_graph"},
     {"accumulator"},

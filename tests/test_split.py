@@ -180,11 +180,11 @@ def test_nothing_but_padding_is_trimmed_off(lengths, budget, spare):
         assert part["input_ids"].shape[1] == max(int(part["attention_mask"].sum(1).max()), 1)
 
 
-def test_whatever_has_positions_is_trimmed_and_nothing_else():
+def test_what_belongs_to_the_mask_is_trimmed_and_nothing_else():
     batch = tokens([2, 7, 3, 6], 8)
     batch |= {
-        "labels": batch["input_ids"],
-        "hidden": torch.ones(4, 8, 5),
+        "labels": batch["input_ids"].where(batch["attention_mask"] != 0, -100),
+        "inputs_embeds": torch.ones(4, 8, 5),
         "image": torch.ones(4, 6),
         "y": torch.ones(4),
     }
@@ -192,7 +192,7 @@ def test_whatever_has_positions_is_trimmed_and_nothing_else():
     shapes = [{name: tuple(leaf.shape) for name, leaf in part.items()} for part in (first, second)]
     for shape, width in zip(shapes, (7, 3), strict=True):
         positions = dict.fromkeys(("input_ids", "attention_mask", "labels"), (2, width))
-        assert shape == positions | {"hidden": (2, width, 5), "image": (2, 6), "y": (2,)}
+        assert shape == positions | {"inputs_embeds": (2, width, 5), "image": (2, 6), "y": (2,)}
 
 
 def test_samples_that_lie_together_are_not_copied_when_trimmed():
@@ -216,25 +216,28 @@ NAMED = {
 }
 
 
+def lengths(batch: Any, length: Any = None) -> list[int]:
+    return [sum(row) for row in samples_of(batch).rows(length)]
+
+
 def said(batch: Any) -> list[int]:
-    return [2, 2, 2, 2]
+    return [4, 3, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("names", "length", "expected"),
     [
-        (["labels", "attention_mask"], said, [2, 2, 2, 2]),
-        (["labels", "attention_mask"], None, [1, 2, 3, 4]),
-        (["labels"], said, [2, 2, 2, 2]),
-        (["labels"], None, [4, 3, 2, 1]),
+        (["attention_mask"], said, [4, 3, 3, 4]),
+        (["attention_mask"], None, [1, 2, 3, 4]),
+        (["labels"], said, [4, 3, 3, 4]),
+        (["labels", "attention_mask"], None, [4, 3, 3, 4]),
+        (["labels"], None, [4, 4, 4, 4]),  # which do not tell what is padding
     ],
-    ids=["said", "shown", "said though labelled", "labelled"],
+    ids=["said", "masked", "said of labels", "masked and labelled", "labelled"],
 )
-def test_lengths_are_said_or_shown_or_labelled_in_that_order(names, length, expected):
-    batch = {"x": torch.ones(4, 4)} | {name: NAMED[name] for name in names}
-    assert samples_of(batch).lengths(length) == expected
-    cut = parts(batch, by_tokens(4, length))
-    assert [tuple(part["x"].shape) for part in cut] == ([(2, 2)] * 2 if length else [(1, 4), (1, 3), (2, 2)])
+def test_lengths_are_said_or_shown(names, length, expected):
+    batch = {"x": torch.arange(16).view(4, 4)} | {name: NAMED[name] for name in names}
+    assert lengths(batch, length and (lambda batch: expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -251,13 +254,17 @@ def test_lengths_may_be_said_in_many_ways(wrap):
 def test_labels_and_masks_in_dataclasses_and_deeper_down():
     @dataclass
     class Batch:
-        tokens: Tensor
+        input_ids: Tensor
+        attention_mask: Tensor
         labels: Tensor
 
-    labels = torch.where(tokens([4, 1, 2])["attention_mask"] != 0, 5, -100)
-    for batch in (Batch(torch.ones(3, 4), labels), {"a": [torch.ones(3, 4), {"labels": labels}]}):
-        assert samples_of(batch).lengths(None) == [4, 1, 2]
-    assert parts(Batch(torch.ones(3, 4), labels), by_tokens(4))[1].tokens.shape == (2, 2)
+    ids, mask = tokens([4, 1, 2]).values()
+    labels = torch.where(mask != 0, 5, -100)
+    batches = [Batch(ids, mask, labels), {"a": [None, {"input_ids": ids, "attention_mask": mask}], "labels": labels}]
+    for batch in batches:
+        assert lengths(batch) == [4, 1, 2]
+    assert parts(batches[0], by_tokens(4))[1].input_ids.shape == (2, 2)
+    assert parts(batches[1], by_tokens(4))[1]["labels"].shape == (2, 2)
 
 
 def test_padding_on_the_left_is_no_reason_to_lose_a_token():
@@ -278,11 +285,12 @@ def test_few_shapes_pad_as_the_batch_does():
     ids = torch.tensor([[5] * 17, [6, 6, 6, *[9] * 14]])  # 9 is padding
     mask = torch.tensor([[1] * 17, [1, 1, 1, *[0] * 14]])
     hidden = torch.stack([torch.ones(17, 2), torch.cat([torch.ones(3, 2), torch.full((14, 2), 7.0)])])
-    (taken,) = parts_of_few_shapes({"input_ids": ids, "attention_mask": mask, "hidden": hidden, "id": mask[:, 0]}, 64)
+    batch = {"input_ids": ids, "attention_mask": mask, "inputs_embeds": hidden, "id": mask[:, 0]}
+    (taken,) = parts_of_few_shapes(batch, 64)
     assert taken["input_ids"].tolist() == [[5] * 17 + [9] * 3, [6] * 3 + [9] * 17]
     assert taken["attention_mask"].sum(1).tolist() == [17, 3]
-    assert taken["hidden"].shape == (2, 20, 2)
-    assert taken["hidden"][0, 17:].unique().tolist() == [7.0]
+    assert taken["inputs_embeds"].shape == (2, 20, 2)
+    assert taken["inputs_embeds"][0, 17:].unique().tolist() == [7.0]
     assert taken["id"].shape == (2,)
 
 
@@ -341,7 +349,7 @@ def test_lists_of_samples_by_count_keep_their_order():
     ids=str,
 )
 def test_the_length_of_a_sample(sample, expected):
-    assert samples_of([sample], list).lengths(None) == [expected]
+    assert samples_of([sample], list).rows(None) == [(expected,)]
 
 
 def test_samples_that_bring_their_padding_keep_the_budget_too():
