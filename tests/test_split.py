@@ -1,6 +1,7 @@
 """A batch of any kind is sliced by a plan, without copies, and loses nothing but padding."""
 
 import math
+import warnings
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 from macrobatch import by_count, by_tokens
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.plan import rounded_up
-from macrobatch.split import samples_of
+from macrobatch.split import leaves, samples_of
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -150,6 +151,125 @@ def test_arrays_are_cut_like_tensors():
     assert all(isinstance(part["x"], np.ndarray) and np.shares_memory(part["x"], x) for part in cut)
     assert np.array_equal(np.concatenate([part["x"] for part in cut]), x)
     assert [part["y"].tolist() for part in cut] == [[0, 1], [2, 3], [4]]
+
+
+# -------------------------------------------------------------------------------------------- lists, an entry a sample
+
+
+class Names(list):
+    pass
+
+
+class Fixed(tuple):
+    pass
+
+
+ENTRIES: dict[str, list[Any]] = {
+    "texts": ["a", "b", "c", "d", "e"],
+    "numbers": [1, 2.5, True, 4, 5],
+    "nothing": [None, None, "c", None, b"e"],
+    "objects": [len, {1}, object(), range(3), "e"],
+    "scalars": [torch.tensor(float(i)) for i in range(5)],
+    "dicts": [{"id": i, "tags": ["x"] * i} for i in range(5)],
+    "lists of any length": [["a"], [], ["b", "c"], ["d"] * 5, ["e"]],
+}
+
+
+@kinds
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_a_list_with_an_entry_for_each_sample_is_cut_like_a_tensor(kind, entries):
+    for container in (list, tuple, Names, Fixed):
+        found = [along_of(part) for part in parts(KINDS[kind](torch.ones(5, 3), container(ENTRIES[entries])))]
+        assert [type(part) for part in found] == [container] * 3
+        assert list(map(list, found)) == [ENTRIES[entries][:2], ENTRIES[entries][2:4], ENTRIES[entries][4:]]
+
+
+def test_entries_go_with_their_samples_wherever_those_are():
+    batch = tokens([2, 7, 3, 6], 8, text=["a", "b", "c", "d"], deeper={"ids": (1, 2, 3, 4)})
+    first, second = parts(batch, by_tokens(14))
+    assert (first["text"], first["deeper"]) == (["b", "d"], {"ids": (2, 4)})
+    assert (second["text"], second["deeper"]) == (["a", "c"], {"ids": (1, 3)})
+
+
+def test_lists_of_texts_as_default_collate_makes_them():
+    samples = [{"x": torch.ones(2), "text": f"t{i}", "pair": (f"a{i}", f"b{i}"), "n": i} for i in range(4)]
+    for count in (2, 3, 4):  # with two samples, as many as there are in a pair
+        batch = default_collate(samples[:count])
+        cut = parts(batch, by_count(1))
+        assert [part["text"] for part in cut] == [[f"t{i}"] for i in range(count)]
+        assert [list(map(list, part["pair"])) for part in cut] == [[[f"a{i}"], [f"b{i}"]] for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "along",
+    [
+        ["a"] * 4,
+        ("a",) * 6,
+        [],
+        ["a", ["b"]],
+        "abcde",
+        b"abcde",
+        torch.Size([5, 1, 1, 1, 1]),
+        {"a", "b", "c", "d", "e"},
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_with_an_entry_for_each_sample_goes_along_whole(along):
+    for part in parts({"x": torch.ones(5, 3), "along": along}):
+        assert part["along"] == along
+        assert type(part["along"]) is type(along)
+
+
+def test_lists_of_tensors_are_containers_however_long():
+    x = torch.arange(4).view(2, 2)
+    for batch in ([x, x + 4], (x, x + 4), [{"x": x}, {"x": x + 4}], {"x": [x, "whole"]}):
+        cut = parts(batch, by_count(1))
+        assert all(leaf.shape == (1, 2) for part in cut for _, leaf in leaves(part, "") if isinstance(leaf, Tensor))
+        assert [type(part) for part in cut] == [type(batch)] * 2
+
+
+def test_arrays_of_objects_are_cut():
+    texts = np.array(["a", None, "c", {}, "e"], dtype=object)
+    assert [part["t"].tolist() for part in parts({"x": torch.ones(5), "t": texts})] == [["a", None], ["c", {}], ["e"]]
+    cut = parts(tokens([2, 7, 3, 6, 1], 8, text=texts), by_tokens(14))
+    assert sorted(str(text) for part in cut for text in part["text"]) == sorted(map(str, texts))
+
+
+def test_columns_of_pandas_are_cut_by_their_places():
+    pandas = pytest.importorskip("pandas")
+    column = pandas.Series(["a", "b", "c", "d"], index=[3, 2, 1, 0])
+    cut = parts(tokens([2, 7, 3, 6], 8, text=column), by_tokens(14))
+    assert [list(part["text"]) for part in cut] == [["b", "d"], ["a", "c"]]
+
+
+# ----------------------------------------------------------------------------------------------------- unusual tensors
+
+
+def test_sparse_tensors_are_cut():
+    x = torch.eye(5).to_sparse()
+    assert torch.equal(torch.cat([part["x"].to_dense() for part in parts({"x": x})]), torch.eye(5))
+
+
+def test_views_of_any_strides_are_cut():
+    for x in (torch.arange(15).view(3, 5).T, torch.arange(3).expand(5, 3), torch.arange(30).view(10, 3)[::2]):
+        assert torch.equal(torch.cat([part["x"] for part in parts({"x": x})]), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.utils.rnn.pack_sequence([torch.ones(2, 1)]), r"batch\['x'\] is a packed sequence"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        (lambda: torch.eye(2).to_sparse_csr(), r"tensor of layout torch\.sparse_csr"),
+    ],
+    ids=["packed", "jagged", "nested", "CSR"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+def test_tensors_that_cannot_be_cut(make, message):
+    for batch in ({"x": make()}, {"y": torch.ones(2), "x": make()}):
+        with pytest.raises(BatchError, match=f"{message}.*collate="):
+            samples_of(batch)
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths
@@ -491,6 +611,17 @@ def test_a_sample_above_the_budget_is_alone_and_warned_of(collate):
     assert [tuple(part["input_ids"].shape) for part in cut] == [(1, 9), (2, 3)]
     with pytest.raises(BatchError, match=r"sample 1 has 9 tokens.*budget of 6.*Truncate"):
         parts(batch, by_tokens(6, oversize="raise"), collate)
+
+
+def test_samples_above_the_budget_are_warned_of_once_and_again_only_of_a_larger_one():
+    policy = by_tokens(6)
+    for lengths, warned in (([2, 9], True), ([9, 2], False), ([8, 9], False), ([3, 12], True), ([12, 10], False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parts(tokens(lengths), policy)
+        assert [f"has {max(lengths)} tokens" in str(one.message) for one in caught] == [True] * warned
+    with pytest.warns(UserWarning, match="has 9 tokens"):
+        parts(tokens([2, 9]), by_tokens(6))
 
 
 def test_a_batch_of_no_samples_has_no_parts():

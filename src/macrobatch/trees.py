@@ -97,7 +97,7 @@ def count_samples(batch: Any) -> int:
             f"the batch has no tensor that could be cut: got {type(batch).__name__}. Hand over tensors with a common "
             "first dimension, in dicts, lists, tuples or dataclasses; or a list of samples, with collate=."
         )
-    return int(first.shape[0])
+    return int(first.size(0) if isinstance(first, Tensor) else first.shape[0])
 
 
 def _first_with_samples(tree: Any) -> Any:
@@ -172,14 +172,34 @@ def unshared(tree: Any, shares_memory: Callable[[Tensor], bool]) -> Any:
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.clone() if shares_memory(leaf) else leaf
+            return copied_alike(leaf) if shares_memory(leaf) else leaf
         return leaf.copy() if has_samples(leaf) and hasattr(leaf, "copy") else leaf
 
     return rebuilt(tree, copied)
 
 
+ALIGNED = 512  # bytes: where allocators let memory begin, at most
+
+
+def copied_alike(tensor: Tensor) -> Tensor:
+    """A copy that begins at the same place of a line of memory: kernels go by it, and results differ in their last bits.
+
+    >>> rows = torch.randn(4, 3)[1:]
+    >>> torch.equal(rows, copied_alike(rows)), (rows.data_ptr() - copied_alike(rows).data_ptr()) % ALIGNED
+    (True, 0)
+    """
+    if type(tensor) is not Tensor or tensor.requires_grad or not tensor.is_contiguous():
+        return tensor.clone()
+    size = tensor.element_size()
+    memory = torch.empty(tensor.numel() + ALIGNED // size, dtype=tensor.dtype, device=tensor.device)
+    start = (tensor.data_ptr() - memory.data_ptr()) % ALIGNED // size
+    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
 def has_samples(leaf: Any) -> bool:
     """Whether it has a first dimension: a tensor, or an array."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0  # a nested one has no shape
     return hasattr(leaf, "dtype") and len(getattr(leaf, "shape", ())) > 0
 
 
