@@ -267,6 +267,15 @@ def test_what_was_said_to_be_padding_is_trimmed_off_all_tensors_of_that_width():
     assert all(torch.equal(part["weights"] != 0, part["labels"] != IGNORED) for part in parts)
 
 
+def test_what_was_said_holds_for_sides_of_different_widths():
+    wide = {"input_ids": ids(20), "attention_mask": mask([9, 5, 6, 8], 20)}
+    parts = cut({"a": side(SHORT), "b": wide}, 18, length=lambda batch: [9, 5, 6, 8])
+    assert widths(parts, "b", "input_ids") == [9, 6]
+    assert widths(parts, "a", "input_ids") == [WIDTH, 6]
+    flat = {f"{s}_{name}": leaf for s, b in (("a", side(SHORT)), ("b", wide)) for name, leaf in b.items()}
+    assert widths(cut(flat, 18, length=lambda batch: [9, 5, 6, 8]), "a_input_ids") == [WIDTH, 6]
+
+
 def test_a_mask_that_is_to_be_added_agrees_with_what_was_said():
     parts = cut({"input_ids": ids(), "attention_mask": mask(LONG).float().log()}, 14, length=lambda batch: LONG)
     assert widths(parts, "attention_mask") == [7, 6]

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -270,6 +270,15 @@ def test_tensors_that_cannot_be_cut(make, message):
     for batch in ({"x": make()}, {"y": torch.ones(2), "x": make()}):
         with pytest.raises(BatchError, match=f"{message}.*collate="):
             samples_of(batch)
+
+
+def test_fields_that_were_never_set_stay_so():
+    @dataclass
+    class Lazy:
+        x: Tensor
+        y: Tensor = field(init=False)
+
+    assert [part.x.tolist() for part in parts(Lazy(torch.arange(3)))] == [[0, 1], [2]]
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths

@@ -288,11 +288,12 @@ def group_of_width(leaves: tuple[Named, ...], tensors: Sequence[Any], longest: i
     wide = [index for index, leaf in enumerate(leaves) if leaf.sizes]
     stems = {index: parsed(leaves[index].name)[0] for index in wide}
     widths = {tensors[index].shape[1] for index in wide if tensors[index].shape[1] >= longest}
-    for name in (MASK, LABELS, TOKENS[0]):
-        if named := [i for i in wide if leaves[i].name == name and (name != MASK or len(tensors[i].shape) == 2)]:
-            widths = {tensors[named[0]].shape[1]}
+    is_named = False
+    for names in ((MASK,), (LABELS,), TOKENS):
+        if named := [i for i in wide if stems[i] in names and (MASK not in names or len(tensors[i].shape) == 2)]:
+            widths, is_named = {tensors[index].shape[1] for index in named}, True
             break
-    if len(widths) != 1 or max(widths) < longest:
+    if (len(widths) != 1 and not is_named) or max(widths) < longest:
         return None
     members = tuple(index for index in wide if tensors[index].shape[1] in widths)
     square = [i for i in wide if stems[i] == MASK and len(tensors[i].shape) > 2 and widths & set(tensors[i].shape[1:])]

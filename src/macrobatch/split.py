@@ -308,7 +308,9 @@ class Tree:
             if not group.trims or shortest is None or lengths[shortest] >= self._width(group):
                 continue
             more = min(width, rounded_up(max(lengths))) - self._width(group)
-            if more > 0 and all(isinstance(self._leaves[member].value, Tensor) for member in group.members):
+            members = [self._leaves[member].value for member in group.members]
+            is_even = all(isinstance(v, Tensor) and v.shape[1] == members[0].shape[1] for v in members)
+            if more > 0 and is_even:
                 for member in group.members:
                     keys, path, value = self._leaves[member]
                     last = value[shortest : shortest + 1, -1:].expand(self.count, more, *value.shape[2:])

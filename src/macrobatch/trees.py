@@ -113,7 +113,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(tree, Mapping | UserDict):
         return list(tree.items())
     if has_fields(tree):
-        return [(name, getattr(tree, name)) for name in _fields(tree)]
+        return [(name, getattr(tree, name)) for name in _fields(tree) if hasattr(tree, name)]
     if isinstance(tree, list | tuple):
         return list(enumerate(tree))
     return None
@@ -178,17 +178,18 @@ def unshared(tree: Any, shares_memory: Callable[[Tensor], bool]) -> Any:
     return rebuilt(tree, copied)
 
 
-ALIGNED = 512  # bytes: where allocators let memory begin, at most
+ALIGNED = 256  # bytes: no kernel looks at more
 
 
 def copied_alike(tensor: Tensor) -> Tensor:
-    """A copy that begins at the same place of a line of memory: kernels go by it, and results differ in their last bits.
+    """A copy that is aligned in memory as the tensor is: kernels go by that, and their results differ in the last bits.
 
     >>> rows = torch.randn(4, 3)[1:]
     >>> torch.equal(rows, copied_alike(rows)), (rows.data_ptr() - copied_alike(rows).data_ptr()) % ALIGNED
     (True, 0)
     """
-    if type(tensor) is not Tensor or tensor.requires_grad or not tensor.is_contiguous():
+    is_plain = type(tensor) is Tensor and not tensor.requires_grad and tensor.is_contiguous()
+    if not is_plain or tensor.data_ptr() % ALIGNED == 0:
         return tensor.clone()
     size = tensor.element_size()
     memory = torch.empty(tensor.numel() + ALIGNED // size, dtype=tensor.dtype, device=tensor.device)

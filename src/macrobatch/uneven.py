@@ -38,9 +38,15 @@ class LabelWatch:
     def begin_window(self) -> None:
         """Forget what was noted of a window."""
         self._counts: dict[tuple[Any, ...], list[Count]] = {}
+        self._has_labels = True  # until its first micro-batch says otherwise
 
     def note(self, micro_batch: Any, samples: int) -> None:
         """Count the labels of a micro-batch, which no host waits for."""
+        if self._has_labels:
+            self._count(micro_batch, samples)
+            self._has_labels = bool(self._counts)
+
+    def _count(self, micro_batch: Any, samples: int) -> None:
         for keys, labels in _labels_in(micro_batch, ()):
             if labels.is_cpu or not self._has_read_device:
                 has_label = labels != IGNORED
