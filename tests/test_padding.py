@@ -83,6 +83,7 @@ TRIMMED: dict[str, tuple[dict[str, Any], list[set[str]]]] = {
     "masks of 4 dimensions": ({"input_ids": 8, "attention_mask": (1, 8, 8)}, []),
     "a mask of 2 and one of 4": ({"input_ids": 8, "attention_mask": 8, "cross_attention_mask": (1, 8, 8)}, []),
     "a mask longer than its tokens": ({"input_ids": 8, "attention_mask": 11}, []),
+    "a mask and labels longer than the tokens": ({"input_ids": 8, "attention_mask": 11, "labels": 11}, []),
     "labels without a mask": ({"input_ids": 8, "labels": 8}, []),
     "labels of no known side": (
         {"a_input_ids": 8, "a_attention_mask": 8, "b_input_ids": 8, "b_attention_mask": 8, "labels": 8},

@@ -109,7 +109,7 @@ class MacroStep:
         optimizer: one or a list.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
             ``reduction``), and the items: an int, or a tensor that the host never reads. The loss alone: its items are
-            the samples.
+            the samples, with a warning where micro-batches have uneven numbers of labels that are not -100.
         micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits. It is
             found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
