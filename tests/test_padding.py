@@ -268,6 +268,12 @@ def test_what_was_said_to_be_padding_is_trimmed_off_all_tensors_of_that_width():
     assert all(torch.equal(part["weights"] != 0, part["labels"] != IGNORED) for part in parts)
 
 
+def test_what_was_said_is_believed_where_no_tensor_is_known_to_be_tokens():
+    batch = {"x": torch.randn(4, WIDTH, 3), "y": torch.randn(4, WIDTH), "attention_mask": mask(LONG)}
+    parts = cut(batch, 14, length=lambda batch: LONG)
+    assert widths(parts, "x") == widths(parts, "y") == widths(parts, "attention_mask") == [7, 6]
+
+
 def test_what_was_said_holds_for_sides_of_different_widths():
     wide = {"input_ids": ids(20), "attention_mask": mask([9, 5, 6, 8], 20)}
     parts = cut({"a": side(SHORT), "b": wide}, 18, length=lambda batch: [9, 5, 6, 8])

@@ -49,6 +49,8 @@ class Feed:
         def copied(leaf: Tensor) -> Tensor:
             if leaf.device.type != "cpu":
                 return leaf
+            if leaf.layout != torch.strided:
+                return leaf.to(device)
             pinned = leaf.contiguous().pin_memory()  # each a copy only where needed
             copies.append(pinned.to(device, non_blocking=True))
             return copies[-1]

@@ -308,10 +308,9 @@ def group_of_width(leaves: tuple[Named, ...], tensors: Sequence[Any], longest: i
 
 
 def _fillers(stems: dict[int, str | None]) -> tuple[int, ...]:
-    """Tensors of unknown names, where they are neither all there is, nor the only ones that could be the tokens."""
-    unknown = tuple(index for index, stem in stems.items() if stem is None)
-    could_be_tokens = len(unknown) == 1 and not any(stem in TOKENS for stem in stems.values())
-    return () if could_be_tokens or len(unknown) == len(stems) else unknown
+    """Tensors of unknown names beside tokens of known ones: they could be features."""
+    has_tokens = any(stem in TOKENS for stem in stems.values())
+    return tuple(index for index, stem in stems.items() if stem is None) if has_tokens else ()
 
 
 # ---------------------------------------------------------------------------------------------- what tensors hold
