@@ -103,7 +103,8 @@ def test_a_batch_changed_in_place_is_changed_once(device):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return mean_square(model, batch)
 
-    model, twin = make_model(), make_model()
+    model = make_model()
+    twin = copy.deepcopy(model)
     batch = {name: leaf.to(device) for name, leaf in whole_batch().items()}
     before = batch["x"].clone()
     MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), doubling)(batch)
