@@ -17,9 +17,10 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
+    {"padding", "trees"},
     {"window", "placements", "split", "bench"},
     {"sync"},
-    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
+    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable", "uneven"},
     {"update", "recording"},
     {"cuda_graph"},
     {"accumulator"},
