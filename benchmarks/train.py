@@ -119,9 +119,7 @@ def problem(sizes: Sizes) -> Problem:
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     data = Data.read(settings)
     plan = Plan.made(settings, data, world)
-    config = models.config_of(settings, data.vocabulary.size, data.vocabulary.end)
-    assert config is not None, "a model of a built-in size is made, not loaded"
-    model = models.prepared(models.made(config, settings.seed), settings, world)
+    model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
     optimizer = _adamw(model, settings)
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]

@@ -38,7 +38,7 @@ LAYERS = [
     {"verify.verify"},
     {"verify"},
     {f"train.{name}" for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record")},
-    {f"train.{name}" for name in ("documents", "checkpoint", "schedule", "folder", "world", "report")},
+    {f"train.{name}" for name in ("documents", "pretrained", "checkpoint", "schedule", "folder", "world", "report")},
     {"train.vocabulary"},
     {"train.corpus", "train.models"},
     {"train.data", "train.generate"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import arguments, json_lines, losses, metrics, sentences
+from commands import arguments, json_lines, losses, metrics, refused, sentences
 
 from macrobatch.cli import main
 
@@ -423,15 +423,3 @@ def test_what_is_not_installed_is_named(data, tmp_path, capsys, monkeypatch):
 def test_debug_shows_where(data, tmp_path, capsys):
     assert main([*arguments(tmp_path / "nowhere", tmp_path / "run"), "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def refused(command: list[str], capsys: pytest.CaptureFixture[str], *said: str) -> None:
-    """Exit status 2, one message, no traceback."""
-    capsys.readouterr()
-    assert main(command) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("macrobatch: ")
-    assert message.count("macrobatch: ") == 1
-    assert "Traceback" not in message
-    for words in said:
-        assert words in message

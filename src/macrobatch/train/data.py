@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train import models
@@ -64,11 +63,4 @@ def _loaded(name: str, flag: str) -> Vocabulary:
 
 def _tokenizer(settings: Settings) -> str | None:
     """Where the tokenizer is; None: one is to be trained."""
-    if settings.tokenizer is not None:
-        return settings.tokenizer
-    folder = Path(settings.model)
-    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        return settings.model
-    if settings.model in models.SIZES or folder.exists():
-        return None
-    return settings.model  # on the hub
+    return settings.tokenizer or models.origin_of(settings).tokenizer

@@ -90,7 +90,7 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 
 def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, status: int) -> int:
     """What a run leaves for people: the model, a report, a text."""
-    exported = models.exported(learner.model, run / "model", data.vocabulary, learner.world)
+    exported = models.exported(learner.model, run / "model", data.vocabulary, learner.origin, learner.world)
     if learner.world.is_first:
         recorder.say(f"report: {report.written(run)}")
         recorder.say(f"model: {exported}")
@@ -157,8 +157,7 @@ class Plan:
 
 
 def _model(settings: Settings, data: Data) -> nn.Module:
-    config = models.config_of(settings, data.vocabulary.size, data.vocabulary.end)
-    model = models.loaded(settings.model) if config is None else models.made(config, settings.seed)
+    model = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
     data.fits(models.vocabulary_size_of(model), getattr(model.config, "max_position_embeddings", None))
     return model
 
@@ -202,7 +201,8 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     shards = 1 if settings.parallel == "ddp" else shards
     width = torch.finfo(next(learner.model.parameters()).dtype).bits // 8
     return {
-        "model": f"{settings.model}: {parameters:,} parameters in {settings.precision}",
+        "model": f"{settings.model}: {parameters:,} parameters in {settings.precision}, "
+        + ("loaded" if learner.origin.has_weights else "new weights"),
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
         "vocabulary": f"{data.vocabulary.size:,} words",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
@@ -228,6 +228,7 @@ class Learner:
 
     def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World) -> None:
         self.settings, self.plan, self.world = settings, plan, world
+        self.origin = models.origin_of(settings)
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
