@@ -254,9 +254,101 @@ def test_resuming_a_run_that_is_complete(copy, capsys):
     assert files(copy / "checkpoints") | files(copy / "model") == before
 
 
-def test_resuming_where_nothing_is_begins(data, tmp_path):
-    assert main([*arguments(data, tmp_path / "run", "--steps", 1), "--resume"]) == 0
-    assert len(losses(tmp_path / "run")) == 1
+@pytest.mark.parametrize("exists", [False, True])
+def test_resuming_where_there_is_no_run(data, tmp_path, capsys, exists):
+    """A mistyped name does not begin another run."""
+    if exists:
+        (tmp_path / "typo").mkdir()
+    refused(["train", "--resume", "--out", str(tmp_path / "typo")], capsys, "there is no run in", "leave out --resume")
+    refused([*arguments(data, tmp_path / "typo"), "--resume"], capsys, "there is no run in")
+    assert not exists or not list((tmp_path / "typo").iterdir())
+    assert exists or not (tmp_path / "typo").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ extended
+
+
+def test_a_finished_run_goes_on(run, copy, data, tmp_path, capsys):
+    """With the data where it was; and the longer run can be killed and resumed as any other."""
+    before = losses(run)
+    assert main(["train", "--resume", "--out", str(copy), "--steps", "10"]) == 0
+    assert "extended from 6 to 10 steps" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(copy)] == list(range(1, 11))
+    assert losses(copy)[:6] == before
+    wanted = losses(copy)
+    again = Path(shutil.copytree(copy, tmp_path / "again"))
+    shutil.rmtree(again / "checkpoints" / "step-00000010")
+    assert main(["train", "--resume", "--out", str(again)]) == 0
+    assert losses(again) == wanted
+    stream = [row["items"] for row in metrics(again)]
+    assert main(arguments(data, tmp_path / "longer", "--steps", 10)) == 0
+    assert stream == [row["items"] for row in metrics(tmp_path / "longer")]  # the same batches as of a run of ten
+
+
+def test_an_extension_killed_before_its_first_checkpoint(copy, tmp_path):
+    """The checkpoint to go on from was written by the run as it was before."""
+    longer = Path(shutil.copytree(copy, tmp_path / "longer"))
+    assert main(["train", "--resume", "--out", str(longer), "--steps", "10"]) == 0
+    wanted = losses(longer)
+    for step in (8, 10):
+        shutil.rmtree(longer / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
+    shutil.copytree(copy / "checkpoints" / "step-00000006", longer / "checkpoints" / "step-00000006")
+    assert main(["train", "--resume", "--out", str(longer)]) == 0
+    assert losses(longer) == wanted
+
+
+def test_epochs_instead_of_steps_extend_too(data, tmp_path):
+    assert main(arguments(data, tmp_path / "run", "--steps", 2, "--batch-size", 200)) == 0
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--epochs", "2"]) == 0
+    assert len(losses(tmp_path / "run")) == 5
+
+
+def test_a_run_that_is_not_finished_is_not_extended(copy, capsys):
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    before = files(copy)
+    refused(["train", "--resume", "--out", str(copy), "--steps", "10"], capsys, "has taken 4 of its 6 steps")
+    assert files(copy) == before
+
+
+def test_a_finished_run_does_not_get_shorter(copy, capsys):
+    refused(["train", "--resume", "--out", str(copy), "--steps", "5"], capsys, "has taken 6 steps")
+
+
+# ---------------------------------------------------------------------------------------- checkpoints that are gone
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_checkpoints_that_are_gone(copy, capsys, is_empty):
+    """As on a volume that is not mounted: it does not begin again, and nothing is lost."""
+    shutil.rmtree(copy / "checkpoints")
+    if is_empty:
+        (copy / "checkpoints").mkdir()
+    before = files(copy)
+    refused(["train", "--resume", "--out", str(copy)], capsys, "holds none", "mounted")
+    assert files(copy) == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(data, run, tmp_path):
+    command = arguments(data, tmp_path / "run", "--steps", 6)
+    assert main(command) == 0
+    description = json.loads((tmp_path / "run" / "run.json").read_text())
+    del description["saved"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(description))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
+    assert losses(tmp_path / "run") == losses(run)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_checkpoint_of_another_run_is_passed_over(data, run, copy, tmp_path, capsys):
+    """Of the same shapes, and in order by itself."""
+    other = tmp_path / "other"
+    assert main(arguments(data, other, "--steps", 9, "--seed", 3, "--validate-every", 3)) == 0
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    foreign = shutil.copytree(other / "checkpoints" / "step-00000009", copy / "checkpoints" / "step-00000009")
+    assert main(["train", "--resume", "--out", str(copy)]) == 0
+    assert f"passed over. {foreign} belongs to another run" in capsys.readouterr().err
+    assert losses(copy) == losses(run)
 
 
 def test_other_micro_batches_are_the_same_run(copy):
@@ -272,7 +364,6 @@ def test_other_micro_batches_are_the_same_run(copy):
         (["--seed", "1"], "seed was 0, now 1"),
         (["--batch-size", "25"], "batch was"),
         (["--lr", "1"], "learning_rate was"),
-        (["--steps", "7"], "steps was 6, now 7"),
         (["--seq-len", "32"], "data was"),
         (["--precision", "bf16"], "precision was"),
         (["--vocabulary-size", "290"], "vocabulary was"),

@@ -6,6 +6,7 @@ Where torchrun starts the ranks, they are started as users do.
 """
 
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -212,6 +213,11 @@ def taken(run: Path) -> int:
     return max((row["step"] for row in lines(run)), default=0)
 
 
+def again(run: Path) -> list[str]:
+    """How to go on with it; a process that was killed in its first moments has not begun a run."""
+    return ["--resume"] if (run / "run.json").exists() else []
+
+
 def checkpoints(run: Path) -> list[str]:
     folder = run / "checkpoints"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -258,7 +264,7 @@ def test_killed_twenty_times(command, settings, undisturbed):
     killed, moments = 0, []
     for kill in range(20):
         before, now = taken(run), time.monotonic()
-        started = command.start(*settings, "--out", run, "--resume")
+        started = command.start(*settings, "--out", run, *again(run))
         if kill % 4:  # somewhere within a step, a little further each time; the last ones when all steps are taken
             wanted = min(round(STEPS * kill / 17), STEPS)
             until(started, lambda wanted=wanted: taken(run) >= wanted)
@@ -273,7 +279,7 @@ def test_killed_twenty_times(command, settings, undisturbed):
         moments.append(taken(run))
     assert killed >= 15, f"most were killed too late: {moments}"
     assert len(set(moments)) >= 10, f"not many moments: {moments}"
-    command.run(*settings, "--out", run, "--resume")
+    command.run(*settings, "--out", run, *again(run))
     same(run, undisturbed(1))
 
 
@@ -481,10 +487,81 @@ def test_a_checkpoint_of_another_model(command, settings, copied):
     command.run(*words, "--steps", 1, "--out", other)
     shutil.rmtree(copied / "checkpoints")
     shutil.copytree(other / "checkpoints", copied / "checkpoints")
-    said = refused(command, *settings, "--out", copied, "--resume")
-    assert re.search(
-        r"was saved from another model.*model\.\S+ is F32 \[\d+, 32\] there, F32 \[300, 32\] here", said
-    ), said
+    assert "None of the 1 checkpoints" in refused(command, *settings, "--out", copied, "--resume")
+
+
+def reworded(checkpoint: Path, change: Callable[[dict], object]) -> None:
+    """A manifest with a checksum that is right, which says something else."""
+    file = checkpoint / "manifest.json"
+    contents = json.loads(file.read_text())["contents"]
+    change(contents)
+    digest = hashlib.sha256(json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, "contents": contents}))
+
+
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def every_chunk(contents: dict, **changes: object) -> None:
+    for tensor in contents["tensors"].values():
+        for chunk in tensor["chunks"]:
+            chunk.update(changes)
+
+
+HOSTILE = {
+    "outside": lambda path: reworded(
+        path, lambda said: every_chunk(said, file="../step-00000006/rank-00000.safetensors")
+    ),
+    "absolute": lambda path: reworded(path, lambda said: every_chunk(said, file="/etc/passwd")),
+    "no chunks": lambda path: reworded(path, lambda said: [t.update(chunks=[]) for t in said["tensors"].values()]),
+    "no facts": lambda path: reworded(path, lambda said: said.update(facts={})),
+    "other facts": lambda path: reworded(path, lambda said: said["facts"].update(stream=[], accumulator="none")),
+    "far away": lambda path: reworded(path, lambda said: said["facts"]["stream"].update(position=10**9)),
+    "a pipe": lambda path: piped(path / "rank-00000.safetensors"),
+    "a pipe for a manifest": lambda path: piped(path / "manifest.json"),
+    "deep": lambda path: (path / "manifest.json").write_text("[" * 10**6 + "]" * 10**6),
+    "deep facts": lambda path: (path / "manifest.json").write_text('{"contents":' * 10**5 + "1" + "}" * 10**5),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_is_passed_over(command, settings, copied, undisturbed, name):
+    """With a message; it is not read from outside, does not hang, and the run ends as it would have."""
+    HOSTILE[name](copied / "checkpoints" / "step-00000009")
+    (copied / "checkpoints" / "step-00000015.partial-0011aabb").mkdir()
+    output = command.run(*settings, "--out", copied, "--resume")
+    assert output.count("A checkpoint is passed over. ") == 1, output
+    assert "Traceback" not in output
+    same(copied, undisturbed(1))
+
+
+def test_checkpoints_that_are_gone(command, settings, copied):
+    """On a volume that is not mounted, say: it does not begin again, and no line is lost."""
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "checkpoints").mkdir()
+    before = everything_in(copied)
+    assert "Is a volume not mounted?" in refused(command, *settings, "--out", copied, "--resume")
+    assert everything_in(copied) == before
+
+
+SIZES = {
+    "empty": "",
+    "cut off": "{",
+    "a list": "[]",
+    "no list": '{"shapes": 3}',
+    "no size": '{"shapes": [{"kind": "x", "sizes": [1], "size": 0, "failed": null}]}',
+    "deep": "[" * 10**5,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_damaged_sizes_that_fit_are_found_anew(command, settings, copied, name):
+    (copied / "fit.json").write_text(SIZES[name])
+    output = command.run(*settings, "--out", copied, "--resume", "--micro", "auto")
+    assert f"{copied / 'fit.json'} is damaged" in output, output
+    assert taken(copied) == STEPS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -196,8 +196,8 @@ def loaded(origin: Origin) -> nn.Module:
             logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise UsageError(
-            f"--model {origin.name}: its files lack {len(missing)} of the weights of {type(model).__name__}, {missing[0]} "
-            "for one, which would be random. Choose a complete causal language model."
+            f"--model {origin.name}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
+            f"{missing[0]} for one, which would be random. Choose a complete causal language model."
         )
     found: nn.Module = model
     return found

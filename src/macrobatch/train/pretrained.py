@@ -135,8 +135,8 @@ def model_folder(folder: Path) -> Path:
 def _in_folder(name: str, folder: Path) -> Origin:
     if (folder / ADAPTER).exists():
         raise UsageError(
-            f"--model {name}: this folder holds an adapter ({ADAPTER}), which is not read here. Merge it into its model "
-            "first (merge_and_unload of peft, then save_pretrained)."
+            f"--model {name}: this folder holds an adapter ({ADAPTER}), which is not read here. Merge it into its "
+            "model first (merge_and_unload of peft, then save_pretrained)."
         )
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         weight_files(folder)
@@ -144,8 +144,8 @@ def _in_folder(name: str, folder: Path) -> Origin:
     others = sorted({path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)} - NO_WEIGHTS)
     if others:
         raise UsageError(
-            f"--model {name}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds no "
-            "code. Where you trust the file, load it with transformers and write it with "
+            f"--model {name}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds "
+            "no code. Where you trust the file, load it with transformers and write it with "
             "save_pretrained(folder, safe_serialization=True); or say "
             f"--model {folder / CONFIG} to train new weights."
         )

@@ -120,7 +120,8 @@ class Settings:
     out: str | None = None
     """The run folder. Where nothing is said: runs/MODEL-1, or the next number that is free."""
     resume: bool = False
-    """Go on with the run in --out from its last checkpoint, with its settings; where there is none yet, begin."""
+    """Resume the run in --out from its last checkpoint, with its settings. More --steps or --epochs extend a run that
+    is finished."""
     save_every: int = 100
     """Steps between checkpoints; there is one in the end too. 0: only that."""
     keep: int = 2
@@ -272,6 +273,8 @@ def parsed(arguments: Sequence[str]) -> Settings:
     first.add_argument("--config")
     first.add_argument("--out")
     first.add_argument("--resume", action="store_true")
+    first.add_argument("--steps")
+    first.add_argument("--epochs")
     known, _ = first.parse_known_args(arguments)
     return tyro.cli(Settings, args=list(arguments), default=_basis(known), prog="macrobatch train")
 
@@ -283,7 +286,10 @@ def _basis(known: argparse.Namespace) -> Settings:
     if known.resume and known.out is None:
         raise UsageError("--resume goes on with a run: say which, with --out RUN.")
     if known.resume and (saved := Path(known.out, "run.json")).is_file():
-        return of_run(saved)
+        run = of_run(saved)
+        if known.steps is not None or known.epochs is not None:  # one is said instead of the other
+            run = dataclasses.replace(run, steps=None, epochs=None)
+        return run
     return Settings()
 
 

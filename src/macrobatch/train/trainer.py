@@ -6,6 +6,7 @@ its share, and `MacroStep` makes the exact step of the whole, however it is cut.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch.errors import NonFiniteError, UsageError
+from macrobatch.errors import CheckpointError, NonFiniteError, UsageError
+from macrobatch.fit import Sizes
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
 from macrobatch.plan import plan_by_count, plan_by_tokens
@@ -33,6 +35,8 @@ from macrobatch.train.signals import Signals
 from macrobatch.train.stream import Stream, share
 from macrobatch.train.world import World, joined
 
+logger = logging.getLogger("macrobatch")
+
 MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch, where nothing is said
 
 
@@ -45,17 +49,24 @@ def train(settings: Settings) -> int:
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model)
+        world.together(lambda: _drop_damaged_sizes(settings, world))
         learner = world.together(lambda: Learner(model, plan, settings, world))
-        if found:
-            world.together(lambda: folder.same_run(Path(found), identity))
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
-        world.together(lambda: stack.enter_context(folder.held(run)) if world.is_first else None)
-        checkpoints = Checkpoints(run / "checkpoints", keep=settings.keep)
-        first = learner.resumed(checkpoints) if found else 0
+        world.together(lambda: stack.enter_context(folder.locked(run)) if world.is_first else None)
+        past = world.together(lambda: _past(found, run, identity, settings))  # only now: nobody else writes there
+        owners = (folder.digest_of(identity), *(past.owners if past else ()))
+        checkpoints = Checkpoints(run / "checkpoints", keep=settings.keep, owners=owners)
+        first = learner.resumed(checkpoints) if past else 0
+        if past:
+            world.together(lambda: past.require_whole(first, plan.steps))
         derived = _derived(settings, plan, data, learner, run)
-        if world.is_first and not found:
-            folder.described(run, settings=settings, derived=derived, identity=identity)
-        with _recorder(run, plan.steps, first if found else None, world) as recorder, Signals() as signals:
+        if past and plan.steps != past.steps:
+            derived["steps"] += f", extended from {past.steps:,} to {plan.steps:,} steps"
+        if world.is_first:
+            checkpoints.sweep()
+            if past is None or plan.steps != past.steps:
+                folder.described(run, settings=settings, derived=derived, identity=identity, past=past)
+        with _recorder(run, plan.steps, first if past else None, world) as recorder, Signals() as signals:
             recorder.derived(derived)
             if first == plan.steps:  # what a killed process may not have finished is made again
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
@@ -78,6 +89,8 @@ def _loop(
             with learner.clock.aside("checkpoint"):
                 recorder.flush()
                 learner.save(checkpoints, done)
+                if learner.world.is_first:
+                    folder.note_saved(checkpoints.folder.parent)
         if received:
             recorder.say(f"ended by signal {received} after step {done}; --resume goes on from there.")
             return 128 + received
@@ -166,6 +179,34 @@ def _begun(settings: Settings, world: World) -> Path | None:
     return folder.made(settings) if world.is_first else None
 
 
+def _fit_file(settings: Settings) -> Path | None:
+    """Where the sizes that fit into memory are remembered."""
+    return Path(settings.out, "fit.json") if settings.cut[0] == "auto" and settings.out else None
+
+
+def _drop_damaged_sizes(settings: Settings, world: World) -> None:
+    """Remove a file of sizes that cannot be read: they are found anew, which costs a few steps some time."""
+    file = _fit_file(settings)
+    if file is None or not world.is_first or not file.exists():
+        return
+    try:
+        if file.is_file():
+            Sizes(file)
+            return
+    except (UsageError, RecursionError):
+        pass
+    logger.warning("%s is damaged, and removed: the sizes that fit are found anew.", file)
+    file.unlink()
+
+
+def _past(found: str, run: Path, identity: dict[str, Any], settings: Settings) -> folder.Past | None:
+    """What a run to go on with has behind it; None: this is a new one."""
+    if found:
+        return folder.Past.of(run, identity, own_warmup=settings.warmup is not None)
+    folder.require_unused(run)
+    return None
+
+
 def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> dict[str, Any]:
     """What the losses of a run depend on. Ranks, micro-batches and the backend are not in it."""
     return {
@@ -251,7 +292,7 @@ class Learner:
             scaler=self.scaler,
             accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
             cuda_graph=settings.cuda_graph,
-            fit_file=Path(settings.out, "fit.json") if kind == "auto" and settings.out else None,
+            fit_file=_fit_file(settings),
         )
         self.clock.watch(self._train)
 
@@ -340,15 +381,23 @@ class Learner:
 
     def resumed(self, checkpoints: Checkpoints) -> int:
         """Go on from the newest checkpoint. Returns its step; 0 where there is none."""
-        path = checkpoints.newest()
-        if path is None:
-            return 0
+        while (path := checkpoints.newest()) is not None:
+            try:
+                return self._restored(checkpoints, path)
+            except CheckpointError as error:
+                checkpoints.pass_over(path, error)
+        return 0
+
+    def _restored(self, checkpoints: Checkpoints, path: Path) -> int:
         facts = checkpoint.restore(checkpoints, path, self.model, self.optimizer)
-        self._train.load_state_dict(facts["accumulator"])
-        self.stream.load_state_dict(facts["stream"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(facts["scaler"])
-        return int(facts["step"])
+        try:
+            self._train.load_state_dict(facts["accumulator"])
+            self.stream.load_state_dict(facts["stream"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(facts["scaler"])
+            return int(facts["step"])
+        except (UsageError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise CheckpointError(f"{path} does not say where the run was: {error}") from error
 
 
 def _blown_up(step: int) -> NonFiniteError:
