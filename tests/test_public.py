@@ -113,3 +113,19 @@ def wrong_imports(source, allowed, others_allowed=frozenset()):
     return [name for name in own if name not in allowed] + sorted(
         others - {"torch"} - others_allowed - sys.stdlib_module_names
     )
+
+
+LAZY = """
+import sys, macrobatch, macrobatch.cli
+assert "torch" not in sys.modules
+import macrobatch.verify.report
+from macrobatch import verify
+assert callable(verify) and verify is macrobatch.verify, verify
+assert macrobatch.errors.UsageError
+assert not hasattr(macrobatch, "no_such_name")
+"""
+
+
+def test_torch_is_imported_when_it_is_needed():
+    """And the function `verify` is not hidden by the module of its name, whichever is imported first."""
+    subprocess.run([sys.executable, "-c", LAZY], timeout=120, check=True)

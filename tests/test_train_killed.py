@@ -10,8 +10,10 @@ import hashlib
 import importlib
 import json
 import os
+import pty
 import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -321,6 +323,41 @@ def test_killed_ranks_come_back_by_themselves(command, settings, undisturbed):
     same(run, undisturbed(2))
 
 
+def test_ranks_end_with_their_launcher(command, settings, undisturbed):
+    """Torchrun is killed outright, and cannot tell them: they save, and end."""
+    run, screen = command.folder / "orphans", command.folder / "torchrun-killed"
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "macrobatch"]
+    with screen.open("wb") as file:
+        launched = subprocess.Popen(
+            [*program, "train", *map(str, settings), "--save-every", "0", "--steps", "2000", "--out", str(run)],
+            stdout=file, stderr=subprocess.STDOUT, env=environment(command.folder), cwd=command.folder,
+        )  # fmt: skip
+    left: dict[int, str] = {}
+    try:
+        wait_for(lambda: taken(run) >= 3, launched, screen)
+        left = {pid: start_time(pid) for pid in workers_of(launched.pid)}
+        assert len(left) == 2
+        launched.kill()
+        launched.wait(SECONDS)
+        deadline = time.monotonic() + SECONDS
+        while any(is_same(pid, started) for pid, started in left.items()):
+            assert time.monotonic() < deadline, screen.read_text()[-4000:]
+            time.sleep(0.05)
+    finally:
+        end(launched, command.folder)
+        for pid, started in left.items():
+            if is_same(pid, started):
+                os.kill(pid, signal.SIGKILL)
+    assert taken(run) < 2000
+    assert checkpoints(run) == [f"step-{taken(run):08d}"]
+
+
+def is_same(pid: int, started: str) -> bool:
+    with contextlib.suppress(OSError):
+        return start_time(pid) == started and is_running(pid)
+    return False
+
+
 def wait_for(condition: Callable[[], bool], launched: subprocess.Popen, screen: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
@@ -368,7 +405,9 @@ def test_on_other_ranks(command, settings, undisturbed, first, then, parallel):
 # --------------------------------------------------------------------------------------------- Ctrl-C and SIGTERM
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 1), (signal.SIGTERM, 2)]
+)
 def test_a_signal_ends_the_window_and_saves(command, settings, undisturbed, number, ranks):
     """Though the step is none of those that are saved. All ranks end together, where only one got the signal too."""
     run = command.folder / f"{number.name}-{ranks}"
@@ -384,7 +423,85 @@ def test_a_signal_ends_the_window_and_saves(command, settings, undisturbed, numb
     same(run, undisturbed(ranks))
 
 
+def test_a_pipe_that_is_closed_ends_the_window_and_saves(command, settings, undisturbed):
+    """As by `| head -3`: nobody will see how it goes on."""
+    run = command.folder / "head"
+    program = [sys.executable, "-m", "macrobatch", "train", *map(str, settings), "--save-every", "0", "--out", str(run)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(program, cwd=command.folder, env=environment(command.folder), **pipes) as started:
+        for _ in range(3):
+            started.stdout.readline()
+        started.stdout.close()
+        said = started.stderr.read().decode()
+    assert (started.returncode, said) == (128 + signal.SIGPIPE, "")
+    assert 1 <= taken(run) < STEPS
+    assert checkpoints(run) == [f"step-{taken(run):08d}"]
+    command.run(*settings, "--out", run, "--resume")
+    same(run, undisturbed(1))
+
+
+def test_a_terminal_that_is_closed_ends_the_window_and_saves(command, settings, undisturbed):
+    run = command.folder / "terminal"
+    ours, theirs = pty.openpty()
+    program = [sys.executable, "-m", "macrobatch", "train", *map(str, settings), "--save-every", "0", "--out", str(run)]
+    surroundings = environment(command.folder) | {"TERM": "xterm"}
+    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen(program, cwd=command.folder, env=surroundings, start_new_session=True, **pipes) as started:
+        os.close(theirs)
+        while taken(run) < 2 and started.poll() is None:
+            if select.select([ours], [], [], 0.01)[0]:
+                os.read(ours, 65536)
+        os.close(ours)
+        assert started.wait(SECONDS) in (128 + signal.SIGPIPE, 128 + signal.SIGHUP)
+    assert checkpoints(run) == [f"step-{taken(run):08d}"]
+    command.run(*settings, "--out", run, "--resume")
+    same(run, undisturbed(1))
+
+
+TWICE = """
+import os, signal, time
+from macrobatch.train.signals import Signals
+with Signals(say=lambda text: print(text, flush=True)) as signals:
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+
+
+def test_the_first_signal_says_what_it_does_and_the_second_ends_at_once():
+    with subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stdout.readline() == b"ready\n"
+        started.send_signal(signal.SIGINT)
+        said = started.stdout.readline().decode()
+        assert "after this step" in said
+        assert "again" in said
+        time.sleep(0.3)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(20) == 128 + signal.SIGINT
+        assert started.stderr.read() == b""
+
+
+def test_nohup_keeps_a_run_alive():
+    program = TWICE.replace('print("ready"', "signal.raise_signal(signal.SIGHUP); print(signals.received")
+    program = program.replace("while True:", "if False:")
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + program
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60).stdout == b"0\n"
+
+
 # ------------------------------------------------------------------------------------------------ two at a time
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_two_begin_in_one_new_folder(command, settings, attempt):
+    """One of them has it; the other is refused, and leaves no trace."""
+    run = command.folder / f"both-{attempt}"
+    started = [command.start(*settings, "--out", run, "--seed", seed) for seed in (1, 2)]
+    statuses = [one.wait() for one in started]
+    assert sorted(statuses) == [[0], [2]], [one.output for one in started]
+    winner = statuses.index([0])
+    assert json.loads((run / "run.json").read_text())["settings"]["seed"] == winner + 1
+    assert [row["step"] for row in lines(run)] == list(range(1, STEPS + 1))
+    assert "Traceback" not in started[1 - winner].output
 
 
 def test_two_processes_in_one_folder(command, settings, undisturbed):

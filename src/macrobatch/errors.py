@@ -46,3 +46,16 @@ class FitError(MacrobatchError):
 
 class CheckpointError(MacrobatchError):
     """A checkpoint that cannot be written, or is damaged, or belongs to another model."""
+
+
+def printable(text: str) -> str:
+    r"""The text, with whatever could command a terminal written out. Lines and tabs stay.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() or c == " " else _written_out(c) for c in text)
+
+
+def _written_out(character: str) -> str:
+    return character.encode("unicode_escape").decode()

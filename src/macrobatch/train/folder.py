@@ -111,7 +111,7 @@ def described(
     folder: Path, *, settings: Settings, derived: Mapping[str, str], identity: Json, past: Past | None = None
 ) -> None:
     """Write it down; again, where a run is extended."""
-    content = {
+    content: Json = {
         "settings": settings.lasting,
         "derived": dict(derived),
         "versions": versions(),

@@ -13,9 +13,10 @@ import math
 import os
 import re
 import stat
+from io import BufferedReader
 from itertools import combinations
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from macrobatch.errors import CheckpointError, UsageError
 from macrobatch.train.storage import NAMED, Json, world_size
@@ -132,7 +133,7 @@ def damage(file: Path, expected: Json) -> str | None:
     return None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read; a pipe, which would wait for a writer, and everything else is an OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -17,7 +17,8 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, printable
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -74,6 +75,14 @@ class Silent:
         self.close()
 
 
+class Screen(Console):
+    """A console that leaves it to the recorder what a closed pipe means."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what is being handled; rich would end the process."""
+        raise
+
+
 class Recorder(Silent):
     """Records a run in its folder, and shows how it goes on.
 
@@ -89,12 +98,20 @@ class Recorder(Silent):
         total_steps: of the whole run.
         resume_step: the step of the checkpoint that the run goes on from, 0 where it had none; None for a new run.
         console: where to print.
+        unread: called once, where nobody reads any more: a pipe or a terminal was closed.
     """
 
     def __init__(
-        self, folder: Path, *, total_steps: int, resume_step: int | None, console: Console | None = None
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        resume_step: int | None,
+        console: Console | None = None,
+        unread: Callable[[], None] = lambda: None,
     ) -> None:
-        self.console = Console(soft_wrap=True) if console is None else console
+        self.console = Screen(soft_wrap=True) if console is None else console
+        self._unread = unread
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
@@ -107,11 +124,11 @@ class Recorder(Silent):
     def derived(self, facts: Mapping[str, str]) -> None:
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
-            table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
-        self.console.print(table)
+            table.add_row(f"[bold]{escape(name)}[/bold]", escape(printable(str(value))))
+        self._print(table)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self._print(printable(text), markup=False, highlight=False)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._metrics.append(row)
@@ -134,9 +151,10 @@ class Recorder(Silent):
         self._validation.sync()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        with self._screen():
+            if self._bar is not None:
+                self._bar.stop()
+        self._bar = None
         self._metrics.close()
         self._validation.close()
         if self._events is not None:
@@ -145,21 +163,37 @@ class Recorder(Silent):
 
     # ------------------------------------------------------------------------------------------ on the screen
 
+    def _print(self, what: Any, **options: Any) -> None:
+        with self._screen():
+            self.console.print(what, **options)
+
+    @contextmanager
+    def _screen(self) -> Iterator[None]:
+        """Printing inside goes on without a screen where there is none any more."""
+        try:
+            yield
+        except OSError:
+            self.console, self._bar = Console(quiet=True), None
+            self._unread()
+
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
         left = clock_time(self._pace.left(step))
         facts = f"loss {row['loss']:.4f}  {self._last_validation}{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
         if self.console.is_terminal:
-            self._draw(step, f"{facts}  {left} left")
+            with self._screen():
+                self._draw(step, f"{facts}  {left} left")
         elif self._is_due(step):
             self.say(f"step {step}/{self._total}  {facts}  {left} left")
 
     def _draw(self, step: int, text: str) -> None:
         if self._bar is None:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, console=self.console, expand=True)
+            # Drawn after each step, and by no thread of its own, which nobody could keep from a screen that is gone.
+            self._bar = Progress(*columns, console=self.console, expand=True, auto_refresh=False)
             self._bar.add_task("", total=self._total, text="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=step, text=text)
+        self._bar.refresh()
 
     def _is_due(self, step: int) -> bool:
         """Whether a log file should get another line."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,9 @@ def train(settings: Settings) -> int:
             checkpoints.sweep()
             if past is None or plan.steps != past.steps:
                 folder.described(run, settings=settings, derived=derived, identity=identity, past=past)
-        with _recorder(run, plan.steps, first if past else None, world) as recorder, Signals() as signals:
+        recorder: Silent = Silent()
+        with Signals(say=lambda text: recorder.say(text)) as signals:
+            recorder = stack.enter_context(_recorder(run, plan.steps, first if past else None, world, signals))
             recorder.derived(derived)
             if first == plan.steps:  # what a killed process may not have finished is made again
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
@@ -225,8 +229,11 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
     }
 
 
-def _recorder(run: Path, steps: int, resume_step: int | None, world: World) -> Silent:
-    return Recorder(run, total_steps=steps, resume_step=resume_step) if world.is_first else Silent()
+def _recorder(run: Path, steps: int, resume_step: int | None, world: World, signals: Signals) -> Silent:
+    if not world.is_first:
+        return Silent()
+    unread = partial(signals.receive, signal.SIGPIPE)
+    return Recorder(run, total_steps=steps, resume_step=resume_step, unread=unread)
 
 
 def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:
