@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import arguments, json_lines, losses, metrics, refused, sentences
 
+from macrobatch import Accumulator
 from macrobatch.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -351,6 +352,30 @@ def test_a_checkpoint_of_another_run_is_passed_over(data, run, copy, tmp_path, c
     assert losses(copy) == losses(run)
 
 
+def _remembers_its_scale() -> bool:
+    model = torch.nn.Linear(1, 1)
+    return len(Accumulator(model, torch.optim.SGD(model.parameters())).state_dict()) > 2
+
+
+@pytest.mark.skipif(
+    not _remembers_its_scale(),
+    reason="the power of two that fp16 sums are scaled by is not part of an Accumulator's state yet",
+)
+def test_resuming_in_fp16_ends_where_the_run_would_have(data, tmp_path):
+    """Bit by bit, with items that differ much from window to window."""
+    flags = ("--precision", "fp16", "--steps", 8, "--save-every", 2, "--batch-tokens", 300, "--batch-ramp", 6)
+    command = arguments(data, tmp_path / "run", *flags)
+    place = command.index("--batch-size")
+    del command[place : place + 2]
+    assert main(command) == 0
+    resumed = Path(shutil.copytree(tmp_path / "run", tmp_path / "resumed"))
+    shutil.rmtree(resumed / "checkpoints" / "step-00000008")
+    assert main(["train", "--resume", "--out", str(resumed)]) == 0
+    assert losses(resumed) == losses(tmp_path / "run")
+    again, before = weights(resumed), weights(tmp_path / "run")
+    assert all(torch.equal(again[name], before[name]) for name in before)
+
+
 def test_other_micro_batches_are_the_same_run(copy):
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     wanted = losses(copy)
@@ -504,6 +529,23 @@ def test_a_run_that_blows_up_keeps_its_last_checkpoint(data, tmp_path, capsys):
     rows = metrics(tmp_path / "run")
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert saved[-1].name == f"step-{rows[-1]['step']:08d}"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_memory_that_runs_out_is_one_message(data, tmp_path, capsys, monkeypatch, error):
+    """Without --micro auto, too."""
+
+    def runs_out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("macrobatch.train.trainer.causal_lm_loss", runs_out)
+    refused(arguments(data, tmp_path / "run", "--micro", 4), capsys, "memory ran out", "--micro auto", "--seq-len")
+
+
+def test_a_prompt_does_not_command_the_terminal(data, tmp_path, capsys):
+    prompt = ("--sample-tokens", 3, "--prompt", "the\x1b[2J")
+    assert main(arguments(data, tmp_path / "run", "--steps", 1, *prompt)) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_what_is_not_installed_is_named(data, tmp_path, capsys, monkeypatch):

@@ -185,6 +185,29 @@ def test_events_of_steps_that_are_taken_anew_are_purged(tmp_path):
     assert scalars(tmp_path)["train/loss"] == [(1, 5.0), (2, 7.0)]
 
 
+FULL_EVENTS = """
+import resource, signal, sys, time
+from pathlib import Path
+from macrobatch.train.record import Recorder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with Recorder(Path(sys.argv[1]), total_steps=2000, resume_step=None) as recorder:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # events are larger than lines
+    for step in range(1, 161):
+        recorder.step({"step": step, **dict.fromkeys("abcdefgh", 1.0), "loss": 1.0})
+        time.sleep(0.01)
+"""
+
+
+def test_tensorboard_on_a_full_disk_is_one_message(tmp_path):
+    """The run goes on without it."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    done = subprocess.run([sys.executable, "-c", FULL_EVENTS, tmp_path], text=True, timeout=100, **pipes)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "TensorBoard" in done.stderr
+    assert steps_in(tmp_path) == list(range(1, 161))
+
+
 def test_without_tensorboard_there_are_lines(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     recorded(tmp_path, [1])
@@ -212,6 +235,15 @@ def test_what_was_derived_is_printed_as_it_is(tmp_path):
     assert "parameters  2,345,678" in log.getvalue()
     assert "[/tmp/a folder]" in log.getvalue()
     assert "[bold] stays" in log.getvalue()
+
+
+def test_nothing_that_is_printed_commands_the_terminal(tmp_path):
+    log = io.StringIO()
+    with Recorder(tmp_path, total_steps=1, resume_step=None, console=Console(file=log, width=100)) as recorder:
+        recorder.derived({"model": "a\x1b]0;title\x07b"})
+        recorder.say("c\x1b[2Jd\te\nf")
+    assert "\x1b" not in log.getvalue()
+    assert "c\\x1b[2Jd" in log.getvalue()
 
 
 ON_A_TERMINAL = """

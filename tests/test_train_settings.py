@@ -4,6 +4,7 @@ import dataclasses
 import json
 import tomllib
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,8 @@ def test_what_tyro_refuses_ends_with_status_2(capsys):
         ({"reference_batch": 8}, "--reference-batch belong together"),
         ({"shard_ranks": 2}, "--shard-ranks is for --parallel hsdp"),
         ({"model": ""}, "--model"),
+        ({"out": "runs/\0x"}, "--out must not hold a NUL"),
+        ({"data": ("a", "b\0")}, "--data must not hold a NUL"),
         ({"micro": "tokens:"}, "--micro must be"),
         ({"micro": "tokens:0"}, "--micro must be"),
         ({"micro": "0"}, "--micro must be"),
@@ -99,7 +102,11 @@ def test_the_file_that_is_printed_says_the_same(tmp_path):
     assert dataclasses.replace(again, config=None) == chosen
 
 
-@given(st.builds(Settings, lr=st.floats(0, 1e6), data=st.lists(st.text()).map(tuple), seed=st.integers(0, 2**63 - 1)))
+WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))).map(tuple)
+
+
+@given(st.builds(Settings, lr=st.floats(0, 1e6), data=WORDS, seed=st.integers(0, 2**63 - 1)))
+@hypothesis.settings(deadline=None)
 def test_any_settings_survive_a_file(chosen):
     values = tomllib.loads(chosen.toml())
     values["data"] = tuple(values["data"])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import macrobatch
 from macrobatch import bench
-from macrobatch.errors import MacrobatchError, UsageError, printable
+from macrobatch.errors import FitError, MacrobatchError, UsageError, printable
 
 if TYPE_CHECKING:
     from macrobatch.train.settings import Settings
@@ -184,6 +184,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _trained(chosen: Settings) -> int:
+    from macrobatch.fit import asked_for, is_out_of_memory
     from macrobatch.train.trainer import train
     from macrobatch.train.world import OtherRankError
 
@@ -191,6 +192,14 @@ def _trained(chosen: Settings) -> int:
         return train(chosen)
     except OtherRankError:
         return UNUSABLE  # that rank says why
+    except (RuntimeError, MemoryError) as error:
+        if chosen.debug or not is_out_of_memory(error):
+            raise
+        raise FitError(
+            f"memory ran out: {asked_for(error)} more was asked for, with --micro {chosen.micro}. Say --micro auto or "
+            "a smaller --micro, keep fewer activations (--checkpoint-activations), or take a smaller --seq-len or "
+            "--model. The last checkpoint, if there is one, is as it was."
+        ) from error
     except OSError as error:
         if chosen.debug or isinstance(error, BrokenPipeError):
             raise

@@ -9,15 +9,17 @@ takes anew: written aside, then renamed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import resource
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -115,7 +117,10 @@ class Recorder(Silent):
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
+        self._excepthook = threading.excepthook
         self._events = _events(folder / EVENTS, resume_step)
+        if self._events is not None:
+            threading.excepthook = self._thread_failed
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
         self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
@@ -133,15 +138,13 @@ class Recorder(Silent):
     def step(self, row: Mapping[str, Any]) -> None:
         self._metrics.append(row)
         step = int(row["step"])
-        if self._events is not None:
-            for name, value in _numbers(row):
-                self._events.add_scalar(name, value, step)
+        self._add_events(step, _numbers(row))
         self._show(step, row)
 
     def validation(self, step: int, loss: float) -> None:
         self._validation.append({"step": step, "loss": loss})
-        if self._events is not None and math.isfinite(loss):
-            self._events.add_scalar("validation/loss", loss, step)
+        if math.isfinite(loss):
+            self._add_events(step, [("validation/loss", loss)])
         self._last_validation = f"validation {loss:.3f}  "
         if self._bar is None:
             self.say(f"step {step}  validation loss {loss:.4f}")
@@ -157,9 +160,32 @@ class Recorder(Silent):
         self._bar = None
         self._metrics.close()
         self._validation.close()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        self._close_events()
+
+    # ------------------------------------------------------------------------------------------ TensorBoard
+
+    def _add_events(self, step: int, numbers: Iterable[tuple[str, float]]) -> None:
+        if self._events is None:
+            return
+        try:
+            for name, value in numbers:
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            logger.warning("TensorBoard's events are no longer written: %s", error.strerror or error)
+            self._close_events()
+
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            with contextlib.suppress(OSError):  # what it has not written is in the lines too
+                events.close()
+        threading.excepthook = self._excepthook
+
+    def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
+        """Its thread stores what happened, for whoever writes next, and would print a traceback besides."""
+        if type(thread.thread).__module__.startswith("tensorboard."):
+            return
+        self._excepthook(thread)
 
     # ------------------------------------------------------------------------------------------ on the screen
 

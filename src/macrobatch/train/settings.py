@@ -182,6 +182,9 @@ def _check_types(settings: Settings) -> None:
         value, wanted = getattr(settings, field.name), hints[field.name]
         if not _is_of(value, wanted):
             raise UsageError(f"{_flag(field.name)} must be {_words(wanted)}: got {value!r}.")
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and "\0" in text for text in texts):
+            raise UsageError(f"{_flag(field.name)} must not hold a NUL character: got {value!r}.")
 
 
 def _is_of(value: object, wanted: Any) -> bool:

@@ -283,7 +283,7 @@ class Learner:
         self.optimizer = _adamw(self.model, settings)
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)
-        self._padded = 0  # tokens of this window, with padding
+        self._widths: dict[int, int] = {}  # of the micro-batch that each sample of this window was last put into
         kind, size = settings.cut
         longest = max(plan.lengths)
         self.micro_size = (
@@ -311,7 +311,7 @@ class Learner:
             samples = [corpus[index] for index in mine]
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate(step)
-        self._padded = 0
+        self._widths.clear()
         try:
             result = self._train(samples)
             loss = result.loss.item()
@@ -320,7 +320,12 @@ class Learner:
         if not math.isfinite(loss):
             raise _blown_up(step)
         with self.clock.part("communication"):
-            numbers = [signals.received, self._padded, result.micro_batches, peak_memory(self.world.device)]
+            numbers = [
+                signals.received,
+                sum(self._widths.values()),
+                result.micro_batches,
+                peak_memory(self.world.device),
+            ]
             received, padded, parts, memory = zip(*self.world.gathered(numbers), strict=True)
         lap = self.clock.lap()
         lengths = [self.plan.lengths[index] for index in batch]
@@ -371,7 +376,7 @@ class Learner:
 
     def _collated(self, samples: list[Sample]) -> Sample:
         batch = collated(samples, few_widths=self.settings.cuda_graph and self.world.device.type == "cuda")
-        self._padded += batch["input_ids"].numel()
+        self._widths |= dict.fromkeys(map(id, samples), batch["input_ids"].shape[1])  # not added up: some come twice
         return batch
 
     # -------------------------------------------------------------------------------------------------- checkpoints

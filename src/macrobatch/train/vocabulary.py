@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from macrobatch.errors import UsageError
 from macrobatch.train.cache import digest, kept
@@ -30,6 +30,8 @@ _HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(?<!\.json)")
 _BYTES = 256
 _ENOUGH = 64_000_000  # characters that a vocabulary is trained on; more would take long, and change little
 _AT_ONCE = 4_000_000  # characters that are encoded together: the library takes some hundred bytes for each
+_WORD = 256  # bytes of a word that merges are learnt from: they take time by the square of its length
+_LONG = re.compile(rf"\s{{{_WORD // 4},}}|\S{{{_WORD // 4},}}")  # a character has at most four bytes
 _BLOCK = 250_000  # characters of a text that are encoded together
 
 
@@ -169,7 +171,7 @@ class Vocabulary:
                 f"a vocabulary has at least {_BYTES + 1} ids, one for each byte and the end: got {size!r}."
             )
         texts = _some(documents)
-        name = f"vocabulary-{size}-{digest([END, *texts])}"
+        name = f"vocabulary-{size}-{digest([END, str(_WORD), *texts])}"
         content = kept(cache, name, lambda: _byte_pairs(texts, size).to_str().encode())
         tokenizer = Tokenizer.from_str(content.decode())
         end = tokenizer.token_to_id(END)
@@ -207,7 +209,10 @@ def _some(documents: Sequence[Document]) -> list[str]:
 
 def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bounded = pre_tokenizers.Split(Regex(f"(?m:.){{1,{_WORD}}}"), behavior="isolated")
+    has_long = any(_LONG.search(text) for text in texts)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bounded]) if has_long else words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
@@ -217,6 +222,7 @@ def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words  # encoding a long word is fast
     return tokenizer
 
 
