@@ -266,6 +266,71 @@ def test_resuming_where_there_is_no_run(data, tmp_path, capsys, exists):
     assert exists or not (tmp_path / "typo").exists()
 
 
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+
+
+def validations(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture
+def overfitting(tmp_path) -> list[str]:
+    """A run that soon gets worse on what it does not see."""
+    few = json_lines(tmp_path / "few.jsonl", [{"text": text} for text in sentences(12)])
+    held = json_lines(tmp_path / "held.jsonl", [{"text": text[::-1]} for text in sentences(20, seed=2)])
+    flags = ("--validation-data", held, "--lr", 0.03, "--warmup", 0, "--steps", 40, "--validate-every", 2)
+    return arguments(few, tmp_path / "run", *flags, "--save-every", 10, "--batch-size", 12)
+
+
+def test_other_data_to_validate_on(overfitting, tmp_path, capsys):
+    """All of the data is trained on; the best checkpoint stays beside the last ones, and its model is exported."""
+    assert main(overfitting) == 0
+    found = validations(tmp_path / "run")
+    best = min(found, key=found.get)
+    assert best < 30, found
+    assert checkpoints(tmp_path / "run") == [best, 30, 40]
+    assert metrics(tmp_path / "run")[0]["samples"] == 12
+    assert f"best validation, after step {best}: {tmp_path / 'run' / 'model-best'}" in capsys.readouterr().out
+    again = arguments(tmp_path / "held.jsonl", tmp_path / "again", "--model", tmp_path / "run" / "model-best")
+    assert main([*again, "--lr", "0", "--validation-data", str(tmp_path / "held.jsonl"), "--steps", "1"]) == 0
+    assert validations(tmp_path / "again")[1] == pytest.approx(found[best], rel=1e-5)
+
+
+def test_the_run_stops_when_validations_get_no_better(overfitting, tmp_path, capsys):
+    """And is complete then; a killed one stops where it would have."""
+    assert main([*overfitting, "--early-stop", "3"]) == 0
+    run = tmp_path / "run"
+    found = validations(run)
+    best = min(found, key=found.get)
+    assert max(found) == best + 6 < 40
+    assert f"stopped after step {best + 6}" in capsys.readouterr().out
+    assert checkpoints(run)[-1] == best + 6
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert validations(run) == found
+    shutil.rmtree(run / "checkpoints" / f"step-{best + 6:08d}")
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert validations(run) == found
+
+
+def test_few_samples_to_validate_on_are_told(data, tmp_path, caplog):
+    assert main(arguments(data, tmp_path / "run", "--steps", 1)) == 0
+    assert "to validate on: that loss says little" in caplog.text
+
+
+def test_the_last_line_has_the_last_numbers(data, tmp_path, capsys):
+    assert main(arguments(data, tmp_path / "run", "--steps", 3)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (validation,) = validations(tmp_path / "run").values()
+    loss = metrics(tmp_path / "run")[-1]["loss"]
+    assert printed[-1].startswith("step 3/3  epoch 0.")
+    assert f"loss {loss:.4f}  validation {validation:.3f}" in printed[-1]
+
+
 # ------------------------------------------------------------------------------------------------------------ extended
 
 

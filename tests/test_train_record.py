@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -272,6 +273,55 @@ def test_a_terminal_gets_a_bar(tmp_path):
     assert "1,234 tokens/s" in text
     assert "said 2" in text
     assert "━" in text
+
+
+def shown(written: str, width: int) -> list[str]:
+    """The lines that a terminal of that width shows, with all that has scrolled by."""
+    lines, row, column = [""], 0, 0
+    for _, number, what, character in re.findall(r"(\x1b\[\??([0-9;]*)([A-Za-z]))|([^\x1b])", written, re.DOTALL):
+        if what == "A":
+            row = max(row - int(number or 1), 0)
+        elif what == "K":
+            lines[row] = "" if number == "2" else lines[row][:column]
+        elif character == "\r":
+            column = 0
+        elif character and (character == "\n" or column == width):
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        if character and character not in "\r\n":
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+MANY_STEPS = """
+import logging, sys
+from pathlib import Path
+from macrobatch.train.record import Recorder
+with Recorder(Path(sys.argv[1]), total_steps=6, resume_step=None) as recorder:
+    for step in range(1, 7):
+        recorder.step({"step": step, "epoch": step / 4, "loss": 5.0 - step, "tokens_per_second": 1234.0})
+        recorder.say(f"said {step}")
+        logging.getLogger("macrobatch").warning("warned")
+    recorder.validation(6, 2.5)
+    recorder.finish(["report: here"])
+"""
+
+
+@pytest.mark.parametrize("width", [40, 72, 200])
+def test_there_is_one_bar_and_the_last_numbers_come_last(tmp_path, width):
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(width), "LINES": "30"}
+    command = [sys.executable, "-c", MANY_STEPS, tmp_path]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.STDOUT, env=environment) as running:
+        os.close(theirs)
+        screen = shown(b"".join(output_of(ours)).decode(), width)
+        assert running.wait(60) == 0, screen
+    os.close(ours)
+    assert not [line for line in screen if "━" in line], screen  # its place is taken by the last line
+    assert [line for line in screen if line.startswith("said")] == [f"said {step}" for step in range(1, 7)]
+    last = "".join(screen[screen.index("report: here") + 1 :])
+    assert last == "step 6/6  epoch 1.50  loss -1.0000  validation 2.500  1,234 tokens/s"
 
 
 def output_of(terminal):

@@ -48,6 +48,15 @@ class CheckpointError(MacrobatchError):
     """A checkpoint that cannot be written, or is damaged, or belongs to another model."""
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "sample"), counted(2_000, "sample")
+    ('1 sample', '2,000 samples')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def printable(text: str) -> str:
     r"""The text, with whatever could command a terminal written out. Lines and tabs stay.
 

@@ -83,8 +83,8 @@ class Checkpoints:
         self._verified: dict[Path, Json] = {}  # those whose every byte was compared, with their manifests
         self._damaged: set[Path] = set()
 
-    def save(self, step: int, tensors: Mapping[str, Any], facts: Json) -> Path:
-        """Write a checkpoint; when this returns, it is on the disk, whole.
+    def save(self, step: int, tensors: Mapping[str, Any], facts: Json, *, spared: int | None = None) -> Path:
+        """Write a checkpoint; when this returns, it is on the disk, whole. That of the step `spared` stays as well.
 
         `tensors` is a dict of tensors and DTensors, or of such dicts; `facts`, of which the first rank's count, what
         JSON can hold.
@@ -104,8 +104,12 @@ class Checkpoints:
             ) from None
         self._verified.pop(path, None)  # of one that had the name before
         if rank() == 0:
-            self._prune(path)
+            self._prune(path, spared)
         return path
+
+    def of_step(self, step: int) -> Path | None:
+        """The newest checkpoint of that step, which need not be whole."""
+        return next((path for path in by_the_first(self._found) if _numbers(path)[0] == step), None)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; None where there has never been one.
@@ -190,9 +194,10 @@ class Checkpoints:
         times = [time for number, time in map(_numbers, self._found()) if number == step]
         return self.folder / (f"step-{step:08d}-{max(times) + 1}" if times else f"step-{step:08d}")
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path, spared: int | None) -> None:
         """Remove all but the newest ones. What cannot be removed is no reason to stop."""
         others = [path for path in self._found() if path not in self._damaged and path != newest]
+        others = [path for path in others if _numbers(path)[0] != spared]
         with contextlib.suppress(OSError):
             for path in others[self.keep - 1 :]:
                 going = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")

@@ -125,9 +125,15 @@ def described(
 
 def note_saved(folder: Path) -> None:
     """Remember that the run has had a checkpoint: where none is found later, it does not begin again."""
+    if not description(folder).get("saved"):
+        note(folder, saved=True)
+
+
+def note(folder: Path, **facts: object) -> None:
+    """Add what became of the run: its exit status, a text."""
     content = description(folder)
-    if not content.get("saved"):
-        _write(folder, content | {"saved": True})
+    if any(content.get(name) != value for name, value in facts.items()):
+        _write(folder, content | facts)
 
 
 def _write(folder: Path, content: Json) -> None:

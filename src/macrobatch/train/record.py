@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from macrobatch.errors import UsageError, printable
 
@@ -63,6 +63,9 @@ class Silent:
 
     def validation(self, step: int, loss: float) -> None:
         """Record the loss on samples that are not trained on, after that many steps."""
+
+    def finish(self, lines: Sequence[str]) -> None:
+        """The run has ended well: say this, and the last numbers."""
 
     def flush(self) -> None:
         """See to it that all lines are on the disk: before a checkpoint is, which counts on them."""
@@ -112,7 +115,7 @@ class Recorder(Silent):
         console: Console | None = None,
         unread: Callable[[], None] = lambda: None,
     ) -> None:
-        self.console = Screen(soft_wrap=True) if console is None else console
+        self.console = Screen() if console is None else console
         self._unread = unread
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
@@ -125,6 +128,7 @@ class Recorder(Silent):
         self._bar: Progress | None = None
         self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
         self._last_validation = ""
+        self._row: Mapping[str, Any] = {}  # of the last step
 
     def derived(self, facts: Mapping[str, str]) -> None:
         table = Table.grid(padding=(0, 2))
@@ -149,15 +153,21 @@ class Recorder(Silent):
         if self._bar is None:
             self.say(f"step {step}  validation loss {loss:.4f}")
 
+    def finish(self, lines: Sequence[str]) -> None:
+        self._stop_bar()
+        for line in lines:
+            self.say(line)
+        if self._row:
+            self.say(self._line())
+
     def flush(self) -> None:
         self._metrics.sync()
         self._validation.sync()
 
     def close(self) -> None:
-        with self._screen():
-            if self._bar is not None:
-                self._bar.stop()
-        self._bar = None
+        if self._bar is not None:
+            self._stop_bar()
+            self.say(self._line())
         self._metrics.close()
         self._validation.close()
         self._close_events()
@@ -189,9 +199,15 @@ class Recorder(Silent):
 
     # ------------------------------------------------------------------------------------------ on the screen
 
+    def _stop_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._screen():
+                bar.stop()
+
     def _print(self, what: Any, **options: Any) -> None:
         with self._screen():
-            self.console.print(what, **options)
+            self.console.print(what, soft_wrap=True, **options)
 
     @contextmanager
     def _screen(self) -> Iterator[None]:
@@ -204,18 +220,30 @@ class Recorder(Silent):
 
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
         left = clock_time(self._pace.left(step))
-        facts = f"loss {row['loss']:.4f}  {self._last_validation}{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
+        self._row = row
+        facts = self._facts()
         if self.console.is_terminal:
             with self._screen():
                 self._draw(step, f"{facts}  {left} left")
         elif self._is_due(step):
             self.say(f"step {step}/{self._total}  {facts}  {left} left")
 
+    def _line(self) -> str:
+        return f"step {self._row['step']}/{self._total}  {self._facts()}"
+
+    def _facts(self) -> str:
+        """The numbers of the last step."""
+        row = self._row
+        epoch = f"epoch {row['epoch']:.2f}  " if "epoch" in row else ""
+        speed = f"{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
+        return f"{epoch}loss {row['loss']:.4f}  {self._last_validation}{speed}"
+
     def _draw(self, step: int, text: str) -> None:
         if self._bar is None:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
+            numbers = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), numbers)
             # Drawn after each step, and by no thread of its own, which nobody could keep from a screen that is gone.
-            self._bar = Progress(*columns, console=self.console, expand=True, auto_refresh=False)
+            self._bar = Progress(*columns, console=self.console, expand=True, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self._total, text="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=step, text=text)

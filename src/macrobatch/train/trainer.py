@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from macrobatch.macrostep import MacroStep
 from macrobatch.plan import plan_by_count, plan_by_tokens
 from macrobatch.split import by_tokens
 from macrobatch.train import checkpoint, folder, generate, models, report
+from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
@@ -66,6 +68,8 @@ def train(settings: Settings) -> int:
             derived["steps"] += f", extended from {past.steps:,} to {plan.steps:,} steps"
         if world.is_first:
             checkpoints.sweep()
+            if past is not None:
+                folder.note(run, status=None)  # it goes on
             if past is None or plan.steps != past.steps:
                 folder.described(run, settings=settings, derived=derived, identity=identity, past=past)
         recorder: Silent = Silent()
@@ -75,21 +79,28 @@ def train(settings: Settings) -> int:
             if first == plan.steps:  # what a killed process may not have finished is made again
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
             status = _loop(learner, data, first, checkpoints, recorder, signals)
-            return _ended(learner, data, run, recorder, status)
+            return _ended(learner, data, run, recorder, checkpoints, status)
 
 
 def _loop(
     learner: Learner, data: Data, first: int, checkpoints: Checkpoints, recorder: Silent, signals: Signals
 ) -> int:
     settings, steps = learner.settings, learner.plan.steps
+    best = learner.best
     for done in range(first + 1, steps + 1):
+        if best.is_over(settings.early_stop):
+            recorder.say(f"stopped after step {done - 1}: no validation was better than that of step {best.step}.")
+            return 0
         row, received = learner.step(done - 1, data.train, signals)
         recorder.step(row)
-        is_last = done == steps or received > 0
+        is_best = False
         if len(data.validation) and _is_due(done, settings.validate_every, done == steps):
             with learner.clock.aside("validation"):
-                recorder.validation(done, learner.validated(data.validation))
-        if _is_due(done, settings.save_every, is_last):
+                loss = learner.validated(data.validation)
+                recorder.validation(done, loss)
+                is_best = best.is_improved(done, loss) and settings.save_every > 0
+        is_last = done == steps or received > 0 or best.is_over(settings.early_stop)
+        if is_best or _is_due(done, settings.save_every, is_last):
             with learner.clock.aside("checkpoint"):
                 recorder.flush()
                 learner.save(checkpoints, done)
@@ -105,16 +116,30 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
     return is_last or (every > 0 and step % every == 0)
 
 
-def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, status: int) -> int:
-    """What a run leaves for people: the model, a report, a text."""
+def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, checkpoints: Checkpoints, status: int) -> int:
+    """What a run leaves for people: the model, the best one too where that is another, a report, a text."""
     exported = models.exported(learner.model, run / "model", data.vocabulary, learner.origin, learner.world)
+    said = [f"model: {exported}"]
+    if learner.best.step == learner.taken and learner.world.is_first:
+        shutil.rmtree(run / "model-best", ignore_errors=True)  # of before it was extended
+    if status == 0 and learner.restored_best(checkpoints):
+        best = models.exported(learner.model, run / "model-best", data.vocabulary, learner.origin, learner.world)
+        said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
-        recorder.say(f"report: {report.written(run)}")
-        recorder.say(f"model: {exported}")
-        if status == 0 and (tokens := learner.settings.sample_tokens):
-            prompt = learner.settings.prompt or data.opening
-            recorder.say(f"\n{generate.from_folder(exported, prompt, tokens=tokens, seed=learner.settings.seed)}")
+        sample = _sample(learner, data, exported) if status == 0 else None
+        folder.note(run, status=status, sample=sample)
+        said.append(f"report: {report.written(run)}")
+        recorder.finish([*said, *([f"\n{sample}\n"] if sample else [])])
     return status
+
+
+def _sample(learner: Learner, data: Data, exported: Path) -> str | None:
+    """A text by the model."""
+    settings = learner.settings
+    if not settings.sample_tokens:
+        return None
+    prompt = settings.prompt or data.opening
+    return generate.from_folder(exported, prompt, tokens=settings.sample_tokens, seed=settings.seed)
 
 
 # --------------------------------------------------------------------------------------------------- before the run
@@ -283,6 +308,8 @@ class Learner:
         self.optimizer = _adamw(self.model, settings)
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)
+        self.best = Best()
+        self.taken = 0  # steps
         self._widths: dict[int, int] = {}  # of the micro-batch that each sample of this window was last put into
         kind, size = settings.cut
         longest = max(plan.lengths)
@@ -328,6 +355,7 @@ class Learner:
             ]
             received, padded, parts, memory = zip(*self.world.gathered(numbers), strict=True)
         lap = self.clock.lap()
+        self.taken = step + 1
         lengths = [self.plan.lengths[index] for index in batch]
         row = {
             "step": step + 1,
@@ -340,6 +368,7 @@ class Learner:
             "micro_batches": sum(parts),
             "samples": len(batch),
             "tokens": sum(lengths),
+            "epoch": round(self.stream.progress, 4),
             "padded_tokens": sum(padded),
             "padded_in_order": padded_in_order(lengths, sum(parts)),
             "memory_bytes": max(memory),
@@ -388,8 +417,9 @@ class Learner:
             "accumulator": self._train.state_dict(),
             "stream": self.stream.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "best": self.best.state_dict(),
         }
-        checkpoints.save(step, checkpoint.state(self.model, self.optimizer), facts)
+        checkpoints.save(step, checkpoint.state(self.model, self.optimizer), facts, spared=self.best.step)
 
     def resumed(self, checkpoints: Checkpoints) -> int:
         """Go on from the newest checkpoint. Returns its step; 0 where there is none."""
@@ -407,9 +437,24 @@ class Learner:
             self.stream.load_state_dict(facts["stream"])
             if self.scaler is not None:
                 self.scaler.load_state_dict(facts["scaler"])
-            return int(facts["step"])
+            self.taken = int(facts["step"])
+            if "best" in facts:
+                self.best.load_state_dict(facts["best"])
+            return self.taken
         except (UsageError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{path} does not say where the run was: {error}") from error
+
+    def restored_best(self, checkpoints: Checkpoints) -> bool:
+        """Put back the weights of the best validation, where they are others than those of the end."""
+        path = checkpoints.of_step(self.best.step)
+        if path is None or self.best.step in (0, self.taken):
+            return False
+        try:
+            checkpoint.restore(checkpoints, path, self.model, self.optimizer)
+        except CheckpointError as error:
+            checkpoints.pass_over(path, error)
+            return False
+        return True
 
 
 def _blown_up(step: int) -> NonFiniteError:
