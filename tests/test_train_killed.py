@@ -70,10 +70,12 @@ class Command:
             env=environment(folder),
         )  # fmt: skip
 
-    def start(self, *arguments: object, ranks: int = 1) -> Started:
+    def start(self, *arguments: object, ranks: int = 1, crash: tuple[str, int] | None = None) -> Started:
+        """With `crash`, it kills itself just before so many uses of files whose names begin so."""
         self._starts += 1
         screen = self.folder / f"screen-{self._starts}"
-        pids = self.asked({"start": ["train", *map(str, arguments)], "ranks": ranks, "screen": str(screen)})
+        question = {"start": ["train", *map(str, arguments)], "ranks": ranks, "screen": str(screen), "crash": crash}
+        pids = self.asked(question)
         self.running.append(Started(self, pids, screen))
         return self.running[-1]
 
@@ -136,6 +138,8 @@ def forked(question: dict, rank: int, port: int | None) -> int:
     if port is not None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(question["ranks"]), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(question["ranks"])}
+    if question["crash"] is not None:
+        kill_before(*question["crash"])
     status = 99
     try:
         status = macrobatch.cli.main(question["start"])
@@ -146,6 +150,21 @@ def forked(question: dict, rank: int, port: int | None) -> int:
     finally:
         sys.stdout.flush()
         os._exit(status)
+
+
+def kill_before(folder: str, uses: int) -> None:
+    """Let this process kill itself when it opens, makes, renames or removes something there for the so-many-th time."""
+    left = uses
+
+    def see(event: str, arguments: tuple) -> None:
+        nonlocal left
+        if event == "open" or event.startswith(("os.", "shutil.")):
+            left -= any(isinstance(one, str | os.PathLike) and str(one).startswith(folder) for one in arguments)
+            if left == 0:
+                left = -1  # to kill is an event too
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(see)
 
 
 def waited(pid: int, seconds: float) -> int | None:
@@ -282,6 +301,24 @@ def test_killed_twenty_times(command, settings, undisturbed):
     assert killed >= 15, f"most were killed too late: {moments}"
     assert len(set(moments)) >= 10, f"not many moments: {moments}"
     command.run(*settings, "--out", run, *again(run))
+    same(run, undisturbed(1))
+
+
+def test_killed_at_every_use_of_a_file(command, settings, undisturbed):
+    """Before one is opened, made, renamed or removed: some of the places, another stride away each time.
+
+    `make chaos` does this by the hundred.
+    """
+    run, uses, killed = command.folder / "crashed", 3, 0
+    while True:
+        started = command.start(*settings, "--out", run, *again(run), crash=(str(run), uses))
+        status = started.wait()
+        assert status in ([-signal.SIGKILL], [0]), started.output
+        if status == [0]:
+            break
+        killed += 1
+        uses += 7
+    assert killed >= 10
     same(run, undisturbed(1))
 
 
