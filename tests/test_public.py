@@ -37,7 +37,10 @@ LAYERS = [
     {"verify.causes"},
     {"verify.verify"},
     {"verify"},
-    {f"train.{name}" for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record", "best")},
+    {
+        f"train.{name}"
+        for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record", "best", "charts")
+    },
     {f"train.{name}" for name in ("documents", "pretrained", "manifest", "schedule", "folder", "world", "report")},
     {"train.checkpoint"},
     {"train.vocabulary"},

@@ -109,8 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--seed", type=int, default=0)
     text.set_defaults(run=_generate)
 
-    page = commands.add_parser("report", help="write report.html of a run again")
-    page.add_argument("folder", metavar="RUN", type=Path)
+    page = commands.add_parser("report", help="write report.html of a run again, or of several beside each other")
+    page.add_argument("folders", metavar="RUN", type=Path, nargs="+")
+    page.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run, or beside several")
     page.set_defaults(run=_report)
 
     check = commands.add_parser(
@@ -229,7 +230,7 @@ def _generate(parsed: argparse.Namespace) -> int:
 def _report(parsed: argparse.Namespace) -> int:
     from macrobatch.train import report
 
-    print(report.written(parsed.folder))
+    print(report.written(*parsed.folders, out=parsed.out))
     return RIGHT
 
 

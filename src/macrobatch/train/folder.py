@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,6 +119,8 @@ def described(
         "versions": versions(),
         "identity": identity,
         "launch": launch(),
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+        "command": shlex.join(["macrobatch", *sys.argv[1:]]),
     }
     if past is not None:
         content |= {"saved": past.is_saved, "earlier": list(past.owners)}
