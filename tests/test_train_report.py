@@ -242,6 +242,22 @@ def test_ticks_are_on_the_axis_and_told_apart(low, width):
     assert all(-1e-6 <= scale.share(tick) <= 1 + 1e-6 for tick in ticks)
 
 
+def test_a_narrow_logarithmic_scale_has_ticks_too():
+    scale = Scale(6.9, 8.85, log=True)
+    assert [scale.label(tick) for tick in scale.ticks()] == [
+        "7.0",
+        "7.2",
+        "7.4",
+        "7.6",
+        "7.8",
+        "8.0",
+        "8.2",
+        "8.4",
+        "8.6",
+        "8.8",
+    ]
+
+
 @pytest.mark.parametrize("scale", [Scale(0, 1), Scale(4.02, 8.3), Scale(0, 0.00105), Scale(0, 44_000), Scale(1, 301)])
 def test_labels_tell_ticks_apart(scale):
     labels = [scale.label(tick) for tick in scale.ticks()]

@@ -161,7 +161,9 @@ class Scale:
             lowest, highest = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             factors = (1,) if highest - lowest > 1 else (1, 2, 5)
             candidates = [f * 10.0**power for power in range(lowest - 1, highest + 1) for f in factors]
-            return [tick for tick in candidates if self.low <= tick <= self.high]
+            found = [tick for tick in candidates if self.low <= tick <= self.high]
+            if len(found) > 1:
+                return found
         widest = (self.high - self.low) / (3 if whole else 4)
         power = 10.0 ** math.floor(math.log10(widest))
         size = next(factor * power for factor in (10, 5, 2, 1, 0.5) if factor * power <= widest * 1.000001)
@@ -185,7 +187,8 @@ class Scale:
             return f"{digits.removesuffix('.0')}e{int(power)}"
         if largest >= 10_000:
             return short(tick)
-        gap = tick if self.log else min((b - a for a, b in pairwise(ticks)), default=abs(tick))
+        are_powers = self.log and all(float(f"{one:.0e}") == one for one in ticks)
+        gap = tick if are_powers else min((b - a for a, b in pairwise(ticks)), default=abs(tick))
         return f"{tick:,.{max(0, -math.floor(math.log10(gap) + 1e-9))}f}"
 
 
