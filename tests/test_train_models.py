@@ -144,6 +144,17 @@ def test_what_came_with_the_weights_stays_with_them(model, begins, tmp_path, dty
     assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.3
 
 
+def test_a_folder_that_goes_while_its_weights_are_trained(model, begins, tmp_path, monkeypatch):
+    """Hours later nothing is asked of it any more."""
+    from macrobatch.train import trainer
+
+    (model / "generation_config.json").write_text("{}")
+    loop = trainer._loop
+    monkeypatch.setattr(trainer, "_loop", lambda *words: (shutil.rmtree(model), loop(*words))[1])
+    assert main(begins(model)) == 0
+    assert (tmp_path / "out" / "model" / "generation_config.json").read_text() == "{}"
+
+
 def test_the_chat_template_of_another_tokenizer(model, begins, tmp_path):
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "inside"}))

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch.errors import BackendError, UsageError
-from macrobatch.train.pretrained import GENERATION, INDEX, Origin, check_index, find, read_json
+from macrobatch.train.pretrained import GENERATION, INDEX, Kept, Origin, check_index, find, read_json
 from macrobatch.train.settings import Settings
 from macrobatch.train.vocabulary import Vocabulary, hub_is_out_of_reach
 from macrobatch.train.world import World
@@ -97,7 +97,7 @@ def _require_causal(model: nn.Module, name: str) -> None:
     ids = torch.arange(8) % min(vocabulary_size_of(model), 8)
     others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
     model.eval()
-    one, other = (model(input_ids=row.unsqueeze(0), use_cache=False).logits[0, :4].double() for row in (ids, others))
+    one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
     if (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UsageError(
             f"--model {name}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
@@ -304,7 +304,7 @@ def _mesh(settings: Settings, world: World) -> Any:
 # --------------------------------------------------------------------------------------------------------- for others
 
 
-def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, origin: Origin, world: World) -> Path:
+def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept, world: World) -> Path:
     """Write the model as transformers does, with its tokenizer: ``AutoModelForCausalLM.from_pretrained`` reads it.
 
     Weights that were loaded keep the dtype they had on disk. All ranks take part, as each may hold a shard only. An
@@ -319,15 +319,15 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, origin: Ori
         tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in plain.named_parameters()}
         own = {n: v.contiguous() for n, v in weights.items() if n not in tied and isinstance(v, torch.Tensor)}
-        dtype = origin.dtype or next(plain.parameters()).dtype
+        dtype = kept.dtype or next(plain.parameters()).dtype
         own = {name: _as_saved(tensor, dtype) for name, tensor in own.items()}
         save_file(own, aside / "model.safetensors", metadata={"format": "pt"})
         config: Any = copy.deepcopy(plain.config)
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
         config.dtype = dtype
         config.save_pretrained(aside)
-        if (generation := origin.file(GENERATION)) is not None:
-            shutil.copyfile(generation, aside / GENERATION)
+        if kept.generation is not None:
+            (aside / GENERATION).write_bytes(kept.generation)
         vocabulary.save(aside)
         before = folder.with_name(f"{folder.name}.before")
         if folder.exists():

@@ -38,6 +38,14 @@ Kind = Literal["size", "config", "weights", "hub"]
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What an export keeps of the weights that a run began with: their dtype on disk, and how to generate."""
+
+    dtype: torch.dtype | None
+    generation: bytes | None
+
+
+@dataclass(frozen=True)
 class Origin:
     """What ``--model`` names.
 
@@ -82,8 +90,12 @@ class Origin:
         found = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
         return None if found is None else Path(found)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
+    def kept(self) -> Kept:
+        """What an export keeps of it. Read before the training: hours later it may be gone, or out of reach."""
+        generation = self.file(GENERATION)
+        return Kept(self._dtype(), None if generation is None else generation.read_bytes())
+
+    def _dtype(self) -> torch.dtype | None:
         """Of most of its weights, as they are saved; None where there are none."""
         if not self.has_weights:
             return None

@@ -118,12 +118,12 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 
 def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, checkpoints: Checkpoints, status: int) -> int:
     """What a run leaves for people: the model, the best one too where that is another, a report, a text."""
-    exported = models.exported(learner.model, run / "model", data.vocabulary, learner.origin, learner.world)
+    exported = models.exported(learner.model, run / "model", data.vocabulary, learner.kept, learner.world)
     said = [f"model: {exported}"]
     if learner.best.step == learner.taken and learner.world.is_first:
         shutil.rmtree(run / "model-best", ignore_errors=True)  # of before it was extended
     if status == 0 and learner.restored_best(checkpoints):
-        best = models.exported(learner.model, run / "model-best", data.vocabulary, learner.origin, learner.world)
+        best = models.exported(learner.model, run / "model-best", data.vocabulary, learner.kept, learner.world)
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
         sample = _sample(learner, data, exported) if status == 0 else None
@@ -302,6 +302,7 @@ class Learner:
     def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World) -> None:
         self.settings, self.plan, self.world = settings, plan, world
         self.origin = models.origin_of(settings)
+        self.kept = self.origin.kept()
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
