@@ -46,6 +46,7 @@ LAYERS = [
     {"train.vocabulary"},
     {"train.corpus", "train.models"},
     {"train.data", "train.generate"},
+    {"train.learner"},
     {"train.trainer"},
     {"train"},
     {"__init__", "cli"},

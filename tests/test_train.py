@@ -603,7 +603,7 @@ def test_memory_that_runs_out_is_one_message(data, tmp_path, capsys, monkeypatch
     def runs_out(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("macrobatch.train.trainer.causal_lm_loss", runs_out)
+    monkeypatch.setattr("macrobatch.train.learner.causal_lm_loss", runs_out)
     refused(arguments(data, tmp_path / "run", "--micro", 4), capsys, "memory ran out", "--micro auto", "--seq-len")
 
 
