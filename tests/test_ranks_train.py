@@ -135,7 +135,7 @@ def test_the_first_rank_speaks_for_all(on_two):
     assert "macrobatch: " not in on_two.output  # no warning
 
 
-def test_the_model_of_shards_is_whole(place, on_two, capsys):
+def test_the_model_of_shards_is_whole(place, alone, on_two, capsys):
     from safetensors.torch import load_file
 
     whole = load_file(place / "alone-float64" / "model" / "model.safetensors")

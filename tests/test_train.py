@@ -319,7 +319,7 @@ def test_the_run_stops_when_validations_get_no_better(overfitting, tmp_path, cap
 
 def test_few_samples_to_validate_on_are_told(data, tmp_path, caplog):
     assert main(arguments(data, tmp_path / "run", "--steps", 1)) == 0
-    assert "to validate on: that loss says little" in caplog.text
+    assert "the validation has only 4 samples: its loss says little" in caplog.text
 
 
 def test_the_last_line_has_the_last_numbers(data, tmp_path, capsys):

@@ -45,7 +45,7 @@ class Data:
             train, validation = corpus.split(part, settings.seed)
         if 0 < len(validation) < FEW:
             logger.warning(
-                "there is only %s to validate on: that loss says little. Name more with --validation-data, or a larger "
+                "the validation has only %s: its loss says little. Name more with --validation-data, or a larger "
                 "--validation.", counted(len(validation), "sample"),
             )  # fmt: skip
         return cls(train=train, validation=validation, vocabulary=vocabulary)
