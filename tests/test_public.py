@@ -39,11 +39,16 @@ LAYERS = [
     {"verify.causes"},
     {"verify.verify"},
     {"verify"},
-    {f"train.{name}" for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record")},
-    {f"train.{name}" for name in ("documents", "checkpoint", "schedule", "folder", "world", "report")},
+    {
+        f"train.{name}"
+        for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record", "best", "charts")
+    },
+    {f"train.{name}" for name in ("documents", "pretrained", "manifest", "schedule", "folder", "world", "report")},
+    {"train.checkpoint"},
     {"train.vocabulary"},
     {"train.corpus", "train.models"},
     {"train.data", "train.generate"},
+    {"train.learner"},
     {"train.trainer"},
     {"train"},
     {"__init__", "cli"},
@@ -114,3 +119,19 @@ def wrong_imports(source, allowed, others_allowed=frozenset()):
     return [name for name in own if name not in allowed] + sorted(
         others - {"torch"} - others_allowed - sys.stdlib_module_names
     )
+
+
+LAZY = """
+import sys, macrobatch, macrobatch.cli
+assert "torch" not in sys.modules
+import macrobatch.verify.report
+from macrobatch import verify
+assert callable(verify) and verify is macrobatch.verify, verify
+assert macrobatch.errors.UsageError
+assert not hasattr(macrobatch, "no_such_name")
+"""
+
+
+def test_torch_is_imported_when_it_is_needed():
+    """And the function `verify` is not hidden by the module of its name, whichever is imported first."""
+    subprocess.run([sys.executable, "-c", LAZY], timeout=120, check=True)
