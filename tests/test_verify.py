@@ -15,9 +15,9 @@ from torch import nn
 
 from macrobatch import MacrobatchError, verify
 from macrobatch.errors import BatchError, FitError, UsageError
-from macrobatch.verify import Report
-from macrobatch.verify.rows import micro_batches_of
-from macrobatch.verify.witness import Call
+from macrobatch.verification import Report
+from macrobatch.verification.rows import micro_batches_of
+from macrobatch.verification.witness import Call
 
 BATCH = batch_of(items=UNEQUAL)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from macrobatch import bench
 from macrobatch.errors import MacrobatchError, UsageError
-from macrobatch.verify import verify
+from macrobatch.verification import verify
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
 EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [train] installs

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from macrobatch.verify.bigbatch import Term
-from macrobatch.verify.comparison import Case, Compared
-from macrobatch.verify.gradient import Gradient, projection
-from macrobatch.verify.report import Cause
-from macrobatch.verify.witness import removed
+from macrobatch.verification.bigbatch import Term
+from macrobatch.verification.comparison import Case, Compared
+from macrobatch.verification.gradient import Gradient, projection
+from macrobatch.verification.report import Cause
+from macrobatch.verification.witness import removed
 
 
 def coupled(case: Case, wrong: list[Compared]) -> Cause | None:

@@ -5,7 +5,7 @@ batch (`rows`); what one big batch gives is computed (`bigbatch`) and compared (
 (`causes`, `coupling`, `weights`) and told (`report`).
 """
 
-from macrobatch.verify.report import Cause, Report
-from macrobatch.verify.verify import verify
+from macrobatch.verification.main import verify
+from macrobatch.verification.report import Cause, Report
 
 __all__ = ["Cause", "Report", "verify"]

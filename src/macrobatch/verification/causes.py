@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from macrobatch.verify.comparison import Case, Compared
-from macrobatch.verify.coupling import coupled
-from macrobatch.verify.gradient import Gradient
-from macrobatch.verify.report import Cause
-from macrobatch.verify.weights import causes_of_window, left_over
+from macrobatch.verification.comparison import Case, Compared
+from macrobatch.verification.coupling import coupled
+from macrobatch.verification.gradient import Gradient
+from macrobatch.verification.report import Cause
+from macrobatch.verification.weights import causes_of_window, left_over
 
 DIAGNOSED = 4  # windows that are looked into
 

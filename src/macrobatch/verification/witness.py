@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch.collectives import local
 from macrobatch.split import leaves
-from macrobatch.verify.gradient import Named
-from macrobatch.verify.keep import Keep
+from macrobatch.verification.gradient import Named
+from macrobatch.verification.keep import Keep
 
 Step = Callable[[nn.Module, Any], Any]
 

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
-from macrobatch.verify.bigbatch import BigBatch, Term
-from macrobatch.verify.gradient import Gradient
-from macrobatch.verify.witness import Seen, Window
+from macrobatch.verification.bigbatch import BigBatch, Term
+from macrobatch.verification.gradient import Gradient
+from macrobatch.verification.witness import Seen, Window
 from macrobatch.window import Reduction
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

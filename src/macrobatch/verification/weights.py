@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from macrobatch.split import IGNORED, leaves
-from macrobatch.verify.comparison import Case, Compared
-from macrobatch.verify.gradient import Gradient, projection
-from macrobatch.verify.report import Cause
+from macrobatch.verification.comparison import Case, Compared
+from macrobatch.verification.gradient import Gradient, projection
+from macrobatch.verification.report import Cause
 
 HALF = (torch.bfloat16, torch.float16)
 CLEARED = "gradients cleared inside the window"

@@ -19,14 +19,14 @@ from macrobatch.errors import BatchError, UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.split import ByCount, ByTokens, Tree
 from macrobatch.sync import backend_of, sync_for
-from macrobatch.verify.bigbatch import BigBatch, LossFunction
-from macrobatch.verify.causes import explain
-from macrobatch.verify.comparison import Case, Compared, Precision
-from macrobatch.verify.gradient import Gradient, Ranks
-from macrobatch.verify.keep import Keep, Quiet
-from macrobatch.verify.report import ParameterError, Report, WindowReport
-from macrobatch.verify.rows import micro_batches_of
-from macrobatch.verify.witness import Call, Seen, Step, Window, watch
+from macrobatch.verification.bigbatch import BigBatch, LossFunction
+from macrobatch.verification.causes import explain
+from macrobatch.verification.comparison import Case, Compared, Precision
+from macrobatch.verification.gradient import Gradient, Ranks
+from macrobatch.verification.keep import Keep, Quiet
+from macrobatch.verification.report import ParameterError, Report, WindowReport
+from macrobatch.verification.rows import micro_batches_of
+from macrobatch.verification.witness import Call, Seen, Step, Window, watch
 from macrobatch.window import Reduction
 
 WORST = 5  # parameters that a report names

@@ -20,8 +20,8 @@ from macrobatch.collectives import Group, local
 from macrobatch.errors import BatchError, FitError
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import Part, Tree, transformed
-from macrobatch.verify.gradient import Gradient, Named, Ranks, reduced
-from macrobatch.verify.witness import Call, bare, dense, entries_of, recorded_calls
+from macrobatch.verification.gradient import Gradient, Named, Ranks, reduced
+from macrobatch.verification.witness import Call, bare, dense, entries_of, recorded_calls
 
 LossFunction = Callable[[Any, Any], Any]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from macrobatch.verify.witness import Call
+from macrobatch.verification.witness import Call
 
 
 def micro_batches_of(calls: Sequence[Call], whole: Sequence[Call], count: int) -> list[list[int]] | None:
