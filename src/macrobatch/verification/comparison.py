@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,8 @@ import torch
 
 from macrobatch.verification.bigbatch import BigBatch, Term
 from macrobatch.verification.gradient import Gradient
-from macrobatch.verification.witness import Seen, Window
+from macrobatch.verification.rows import Rows
+from macrobatch.verification.seen import Call, Seen, Window
 from macrobatch.window import Reduction
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -25,7 +27,7 @@ class Compared:
     """A window, with what it should have been.
 
     Attributes:
-        parts: for each micro-batch of this rank, its samples; None where they cannot be told.
+        rows: the samples of its calls on this rank; None where they cannot be told.
         samples: those of this rank that the window was compared with; None: the whole batch.
         micro_batches: how many it has, on the rank that has most.
         bound: what its error may be.
@@ -33,7 +35,7 @@ class Compared:
     """
 
     window: Window
-    parts: list[list[int]] | None
+    rows: Rows | None
     samples: list[int] | None
     micro_batches: int
     found: Gradient
@@ -42,10 +44,17 @@ class Compared:
     clipped: float | None = None
     own_factor: float = 1.0  # that is left when the way its micro-batches are weighed is explained
 
+    @property
+    def parts(self) -> list[list[int]] | None:
+        """For each micro-batch of this rank, its samples; None where they cannot be told."""
+        return None if self.rows is None else self.rows.parts
+
     @cached_property
     def errors(self) -> dict[str, float]:
         """For each parameter, the difference as a share of the largest gradient of the model."""
         scale = self.right.largest or 1.0
+        if not math.isfinite(scale):  # there is nothing to compare with
+            return dict.fromkeys(self.found.parts, math.inf)
         factor = 1.0 if self.clipped is None else self.factor
         return {name: apart / scale / factor for name, apart in self.found.distances(self.right, factor).items()}
 
@@ -65,7 +74,7 @@ class Compared:
     @property
     def tolerance(self) -> float:
         """How well an explanation has to fit."""
-        return max(min(max(10 * self.bound, 1e-9), 0.05), 1.5 * self.bound)
+        return tolerance_for(self.bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,21 +122,44 @@ class Precision:
         return max(self.bound, min(times * error, MEANINGLESS))
 
 
+def tolerance_for(bound: float) -> float:
+    """How well an explanation has to fit where errors up to the bound are rounding."""
+    return max(min(max(10 * bound, 1e-9), 0.05), 1.5 * bound)
+
+
 def _floor(dtype: torch.dtype) -> float:
     return FLOOR.get(dtype, FLOOR[torch.bfloat16])
 
 
 @dataclass(eq=False)
 class Case:
-    """All that is known about a step."""
+    """All that is known about a step.
+
+    Attributes:
+        again: what it did when it ran once more.
+        divides: whether sums are made means over samples where the loss counts no items.
+        expected: how many optimizer steps it should have taken; None: any number.
+        whole: the calls of the model for one big batch.
+        unrepeatable: how far one big batch is from itself, where that is more than rounding.
+        unlinear: how far the gradient of twice its loss is from twice its gradient, where that is more than rounding.
+    """
 
     seen: Seen
     again: Seen | None
     big: BigBatch
     reduction: Reduction
     divides: bool
+    expected: int | None
     precision: Precision
+    whole: list[Call]
     windows: list[Compared] = field(default_factory=list)
+    unrepeatable: float = 0.0
+    unlinear: float = 0.0
+
+    @property
+    def has_wrong_count(self) -> bool:
+        """Whether the step took another number of optimizer steps than it should have."""
+        return self.expected is not None and len(self.seen.windows) != self.expected
 
     @cached_property
     def in_step(self) -> bool:

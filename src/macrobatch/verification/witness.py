@@ -1,15 +1,14 @@
-"""What happens inside a training step that nobody looks into: which inputs, which gradients, which optimizer steps.
+"""Watches a training step that nobody looks into: which inputs, which gradients, which optimizer steps.
 
-`watch(step, model, batch, keep)` runs it once under hooks. The weights are put back after every optimizer step, so that
+`watch(step, model, batch, ...)` runs it once under hooks. The weights are put back after every optimizer step, so that
 all windows of a step are gradients at the same weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,110 +19,36 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch.collectives import local
 from macrobatch.split import leaves
-from macrobatch.verification.gradient import Named
+from macrobatch.verification.gradient import Named, dense
 from macrobatch.verification.keep import Keep
+from macrobatch.verification.names import Names, is_compiled
+from macrobatch.verification.seen import Aim, Arrival, Call, Seen, Sizes, Window, trained
 
 Step = Callable[[nn.Module, Any], Any]
 
 
-@dataclass(eq=False)
-class Call:
-    """One call of the model, with a graph.
-
-    Attributes:
-        inputs: the tensors that went in, by their path in the arguments.
-        micro: calls with the same number had their backward at the same time.
-        arrived: the largest gradients that came back through what it returned.
-        nearby: those that reached a parameter in its backward, perhaps through something else.
-    """
-
-    inputs: dict[str, Tensor]
-    micro: int
-    arrived: list[Tensor] = field(default_factory=list)
-    nearby: list[Tensor] = field(default_factory=list)
-
-    @property
-    def counts(self) -> bool:
-        """Whether a backward went through it that was not weighed with zero."""
-        return any(float(largest) != 0 for largest in self.arrived or self.nearby)
-
-
-@dataclass(eq=False)
-class Window:
-    """What led to one optimizer step: the calls of the model, and the gradients that the optimizer was handed.
-
-    Attributes:
-        held: the parameters that the optimizer holds, by name; of a step without an optimizer, all.
-        sizes: for each parameter, the norm of its gradient when the last backward ended.
-        repeats: how often the optimizer stepped again without a backward in between.
-    """
-
-    calls: list[Call]
-    gradients: Named
-    held: set[str]
-    optimizers: list[Optimizer] = field(default_factory=list)
-    sizes: dict[str, Tensor] = field(default_factory=dict)
-    repeats: int = 0
-
-    @property
-    def size_before(self) -> float:
-        """The norm of the gradient before anybody clipped or divided it."""
-        return math.sqrt(sum(float(size) ** 2 for name, size in self.sizes.items() if name in self.held))
-
-    @property
-    def micro_batches(self) -> int:
-        return len({call.micro for call in self.calls})
-
-
-@dataclass(eq=False)
-class Seen:
-    """What a step did.
-
-    Attributes:
-        open: the calls after the last optimizer step, whose gradients no optimizer has seen.
-        before, left: the gradients that it found when it began, and left when it returned.
-        strangers: how often an optimizer stepped that holds no parameter of the model.
-        unheld: parameters that require a gradient, and that no optimizer holds which stepped.
-        modes: for each module, whether it was in training mode when the model was called.
-        autocast: the dtype that autocast had on then.
-        lowest: the dtype of the lowest precision that the first layer computed in.
-    """
-
-    windows: list[Window] = field(default_factory=list)
-    open: list[Call] = field(default_factory=list)
-    before: Named = field(default_factory=dict)
-    left: Named = field(default_factory=dict)
-    strangers: int = 0
-    unheld: list[str] = field(default_factory=list)
-    modes: list[bool] | None = None
-    autocast: torch.dtype | None = None
-    lowest: torch.dtype = torch.float64
-
-    @property
-    def stepped(self) -> bool:
-        return any(window.optimizers for window in self.windows)
-
-
-def watch(step: Step, model: nn.Module, batch: Any, keep: Keep, entries: Sequence[nn.Module]) -> Seen:
+def watch(step: Step, model: nn.Module, batch: Any, keep: Keep, names: Names, entries: Sequence[nn.Module]) -> Seen:
     """Run a step once, and put everything back but the gradients that it left.
 
     The calls of `entries` are taken for the calls of the model.
     """
-    witness = Witness(model, keep)
+    witness = Witness(model, names, keep)
     try:
         with witness.recording_calls(entries), witness.recording_precision(), witness.recording_steps():
             step(model, batch)
+        return witness.finish()
     finally:
         keep.restore_all_but_gradients()
-    return witness.finish()
 
 
-def recorded_calls(run: Callable[[], object], model: nn.Module, entries: Sequence[nn.Module]) -> list[Call]:
+def recorded_calls(
+    run: Callable[[], object], model: nn.Module, names: Names, entries: Sequence[nn.Module]
+) -> list[Call]:
     """The calls of the model that happen in `run`."""
-    witness = Witness(model, None)
+    witness = Witness(model, names, None)
     with witness.recording_calls(entries):
         run()
-    return witness.seen.open
+    return witness.calls
 
 
 def entries_of(run: Callable[[], object], model: nn.Module) -> list[str]:
@@ -149,7 +74,7 @@ def entries_of(run: Callable[[], object], model: nn.Module) -> list[str]:
     named = dict(model.named_modules())
     hooks = [module.register_forward_pre_hook(enter(name)) for name, module in named.items()]
     hooks += [module.register_forward_hook(leave, always_call=True) for module in named.values()]
-    with removed(hooks):
+    with removed(hooks), eager():
         run()
     return found
 
@@ -157,16 +82,22 @@ def entries_of(run: Callable[[], object], model: nn.Module) -> list[str]:
 class Witness:
     """Hooks on a model and on all optimizers, for the length of one step."""
 
-    def __init__(self, model: nn.Module, keep: Keep | None) -> None:
-        self._named = {bare(name): p for name, p in model.named_parameters() if p.requires_grad}
-        self._names = {id(p): name for name, p in self._named.items()}
-        self._keep = keep
-        self._micro = 0
-        self._backward_came = False
+    def __init__(self, model: nn.Module, names: Names, keep: Keep | None) -> None:
+        self._model, self._names, self._keep = model, names, keep
+        self._named = names.parameters()
+        self._before = {id(p): name for name, p in self._named.items()}
+        self._hooks: list[RemovableHandle] = []  # on parameters
+        self._watched: set[int] = set()
         self._depth = 0
-        self._backward = -1  # the last one that was seen
-        self._sizes: dict[str, Tensor] = {}
-        self._model = model
+        self._call: Call | None = None  # that is under way
+        self._backwards = 0
+        self._graph: int | None = None  # the backward that is under way
+        self._sizes: dict[str, Tensor] = {}  # norms of gradients when the last backward ended
+        self._between: list[Sizes] = []
+        self._begins = dict.fromkeys(self._named, 0)  # the first backward of each parameter's open window
+        self._stepped_at: int | None = None  # the last optimizer step, by the number of backwards before it
+        self._cleared: list[tuple[int, dict[str, Tensor]]] = []  # norms at the first backward after a step
+        self.calls: list[Call] = []
         self.seen = Seen(before=gradients_of(self._named))
 
     # ------------------------------------------------------------------------------------------ calls of the model
@@ -174,81 +105,109 @@ class Witness:
     @contextlib.contextmanager
     def recording_calls(self, entries: Sequence[nn.Module]) -> Iterator[None]:
         """What goes into the model, and whether a backward comes back through it."""
-        hooks = [m.register_forward_pre_hook(self._before_call, with_kwargs=True) for m in entries]
-        hooks += [m.register_forward_hook(self._after_call, always_call=True) for m in entries]
-        hooks += [p.register_hook(self._reached_parameter) for p in self._named.values()]  # type: ignore[no-untyped-call]
-        with removed(hooks):
+        before, after = outside_graphs(self._before_call), outside_graphs(self._after_call)
+        hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in entries]
+        hooks += [m.register_forward_hook(after, always_call=True) for m in entries]
+        self._watch_parameters()
+        with removed(hooks), removed(self._hooks):
             yield
 
     @contextlib.contextmanager
     def recording_precision(self) -> Iterator[None]:
         """In which precision the first layer computes; wrappers and libraries may decide that inside the forward."""
         layers = (m for m in self._model.modules() if any(True for _ in m.parameters(recurse=False)))
-        layer = None if hasattr(self._model, "_orig_mod") else next(layers, None)  # a hook inside would break its graph
-        with removed([] if layer is None else [layer.register_forward_pre_hook(self._note_precision)]):
+        layer = None if is_compiled(self._model) else next(layers, None)
+        with removed([] if layer is None else [layer.register_forward_pre_hook(outside_graphs(self._note_precision))]):
             yield
+
+    def _watch_parameters(self) -> None:
+        """Hooks on those that the model has now, and that learn now: a step may replace, freeze and thaw them."""
+        self._named = self._names.parameters()
+        for parameter in self._named.values():
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                self._hooks.append(parameter.register_hook(self._reached_parameter))  # type: ignore[no-untyped-call]
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth == 1 and self._is_training_call():
-            if self._backward_came:
-                self._micro, self._backward_came = self._micro + 1, False
-            tensors = {
+        if self._depth > 1 or not self._is_training_call():
+            return
+        self._graph = None  # whatever became of the last one
+        self._watch_parameters()
+        self._call = Call(
+            {
                 path: leaf.detach().clone()
                 for path, leaf in leaves((args, kwargs), "inputs")
                 if isinstance(leaf, Tensor) and leaf.ndim > 0
-            }
-            self.seen.open.append(Call(tensors, self._micro))
-            if self.seen.modes is None:
-                self.seen.modes = [module.training for module in self._model.modules()]
+            },
+            number=len(self.calls),
+            after=self._backwards,
+            modes={module: module.training for module in self._model.modules()},
+            learning=frozenset(name for name, p in self._named.items() if p.requires_grad),
+        )
 
     def _note_precision(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._is_training_call():
+        if torch.compiler.is_compiling() or self._call is None:  # the step may have compiled the model
             return
         for tensor in (*args, *layer.parameters(recurse=False)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self.seen.lowest = min(self.seen.lowest, tensor.dtype, key=lambda dtype: dtype.itemsize)
+                self._call.lowest = min(self._call.lowest, tensor.dtype, key=lambda dtype: dtype.itemsize)
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):
-                self.seen.autocast = torch.get_autocast_dtype(device)
+                self._call.autocast = torch.get_autocast_dtype(device)
 
     def _after_call(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth > 0 or not self._is_training_call():
+        if self._depth > 0 or self._call is None:
             return
-        call, reached = self.seen.open[-1], False
-        for _, leaf in leaves(output, "output"):
+        call, self._call = self._call, None
+        for path, leaf in leaves(output, "output"):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                reached = True
-                leaf.register_hook(lambda gradient: self._came_back(call.arrived, gradient))  # type: ignore[no-untyped-call]
-        if not reached:
-            self.seen.open.remove(call)  # nothing to train here
-
-    def _came_back(self, sizes: list[Tensor], gradient: Tensor) -> None:
-        self._backward_came = True
-        gradient = dense(local(gradient).detach())
-        sizes.append(gradient.abs().max() if gradient.numel() else gradient.new_zeros(()))
-
-    def _reached_parameter(self, gradient: Tensor) -> None:
-        for call in self.seen.open:
-            if call.micro == self._micro:
-                self._came_back(call.nearby, gradient)
-        if self._backward != (backward := torch._C._current_graph_task_id()):
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_sizes)
-
-    def _note_sizes(self) -> None:
-        gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
-        self._sizes = {name: dense(local(grad).detach()).double().norm() for name, grad in gradients.items()}
-
-    def _trained(self) -> list[Call]:
-        """The open calls that a backward went through. Losses may use what a model computes without returning it."""
-        direct = {call.micro for call in self.seen.open if call.arrived}
-        return [call for call in self.seen.open if call.arrived or (call.nearby and call.micro not in direct)]
+                leaf.register_hook(self._came_back(call, path))  # type: ignore[no-untyped-call]
+                if call not in self.calls[-1:]:  # else there is nothing to train
+                    self.calls.append(call)
 
     def _is_training_call(self) -> bool:
         """Not an evaluation, and not checkpointing's second forward."""
         return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    # ------------------------------------------------------------------------------------------ backwards
+
+    def _came_back(self, call: Call, path: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            gradient = dense(local(gradient).detach())
+            call.arrived.append(Arrival(self._enter_backward(), _largest(gradient), path, _aim(gradient)))
+
+        return hook
+
+    def _reached_parameter(self, gradient: Tensor) -> None:
+        backward = self._enter_backward()
+        largest = _largest(dense(local(gradient).detach()))
+        for call in self.calls:
+            if call.after == backward:
+                call.nearby.append(Arrival(backward, largest))
+
+    def _enter_backward(self) -> int:
+        """The number of the backward that is under way. Reentrant checkpointing has others inside of it."""
+        if self._graph is None:
+            self._graph = torch._C._current_graph_task_id()
+            began = self._measure()
+            if self._stepped_at == self._backwards:
+                self._cleared.append((self._backwards, began))
+            elif self._backwards:
+                self._between.append(Sizes(self._backwards - 1, self._sizes, began))
+            self._backwards += 1
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+        return self._backwards - 1
+
+    def _leave_backward(self) -> None:
+        self._graph = None
+        self._sizes = self._measure()
+
+    def _measure(self) -> dict[str, Tensor]:
+        """The norms of the gradients, left where they are: the host does not look at them here."""
+        gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
+        return {name: dense(local(gradient).detach()).double().norm() for name, gradient in gradients.items()}
 
     # ------------------------------------------------------------------------------------------ optimizer steps
 
@@ -260,17 +219,29 @@ class Witness:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         assert self._keep is not None, "steps are recorded where they can be undone"
-        if not self._held_by(optimizer):
+        self._keep.include(optimizer)
+        self._watch_parameters()
+        own = {id(parameter) for parameter in self._named.values()}
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.seen.replaced += [self._before[each] for each in held - own if each in self._before]
+        if not held & own:
             self.seen.strangers += 1
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._close(optimizer)
             return None
+        evaluations = 0
 
         def closed() -> Any:  # the last backward of the window is in there: the gradients are known after it
+            nonlocal evaluations
             loss = closure()
-            self._close(optimizer)
+            evaluations += 1
+            if evaluations == 1:
+                self._close(optimizer)
+            else:  # of the same window, but at other weights
+                self.seen.evaluations += 1
+                self._begin_windows(self._held_by(optimizer))
             return loss
 
         return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
@@ -280,36 +251,58 @@ class Witness:
             self._keep.restore_weights({id(p) for group in optimizer.param_groups for p in group["params"]})
 
     def _held_by(self, optimizer: Optimizer) -> set[str]:
-        held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        return {self._names[each] for each in held if each in self._names}
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {name for name, parameter in self._named.items() if id(parameter) in held}
 
     def _close(self, optimizer: Optimizer) -> None:
-        """Take the gradients of a window. Several optimizers may step one after the other: that is one window."""
-        held, windows = self._held_by(optimizer), self.seen.windows
+        """Take the gradients of a window: of those parameters of an optimizer whose window began at the same time."""
+        self.seen.stepped = True
+        self._note_cleared()
+        held = self._held_by(optimizer)
+        for begin in sorted({self._begins[name] for name in held}):
+            self._close_since(begin, {name for name in held if self._begins[name] == begin}, optimizer)
+        self._begin_windows(held)
+
+    def _note_cleared(self) -> None:
+        """Whoever clears all gradients after one optimizer's step begins a new window for the other optimizers too."""
+        for backward, sizes in self._cleared:
+            for name in self._named:
+                if name not in sizes or not sizes[name]:
+                    self._begins[name] = backward
+        self._cleared.clear()
+
+    def _begin_windows(self, held: set[str]) -> None:
+        self._stepped_at = self._backwards
+        self._begins |= dict.fromkeys(held, self._backwards)
+
+    def _close_since(self, begin: int, held: set[str], optimizer: Optimizer) -> None:
+        """Several optimizers may step one after the other on the same calls: that is one window."""
+        windows, calls = self.seen.windows, trained(self.calls, begin)
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
-        gradients = gradients_of({name: p for name, p in self._named.items() if name in held}, scale)
-        calls = self._trained()
-        again = bool(windows) and any(own is optimizer for own in windows[-1].optimizers)
-        if calls or not windows or (again and not _is_old(gradients, windows[-1].gradients)):
-            self.seen.open = []
-            windows.append(Window(calls, gradients, held, [optimizer], self._sizes))
-        elif again:
-            windows[-1].repeats += any(gradient is not None for gradient in gradients.values())
-        else:
+        gradients = gradients_of({name: self._named[name] for name in held}, scale)
+        before = next((window for window in reversed(windows) if window.held & held), None)
+        if not calls and before is not None and _is_old(gradients, before.gradients):
+            before.repeats += any(gradient is not None for gradient in gradients.values())
+        elif windows and before is not windows[-1] and _same(calls, windows[-1].calls):
             windows[-1].gradients |= gradients
             windows[-1].held |= held
-            windows[-1].optimizers.append(optimizer)
+        else:
+            between = [sizes for sizes in self._between if sizes.backward >= begin]
+            windows.append(Window(calls, gradients, held, self._sizes, between))
 
     def finish(self) -> Seen:
         """What was seen. Without any optimizer step, what the step left in ``.grad`` is its one window."""
-        seen = self.seen
-        seen.open = self._trained()
+        seen, self._named = self.seen, self._names.parameters()
+        seen.calls, seen.backwards = trained(self.calls), self._backwards
         seen.left = gradients_of(self._named)
-        if not seen.windows:
-            seen.windows.append(Window(seen.open, seen.left, set(self._named), sizes=self._sizes))
-            seen.open = []
+        seen.added = self._names.strange()
+        if seen.stepped:
+            seen.open = trained(self.calls, self._stepped_at or 0)
+        else:
+            seen.windows.append(Window(seen.calls, seen.left, set(self._named), self._sizes, self._between))
+            seen.moved = self._keep is not None and self._keep.has_moved()
         held = set().union(*(window.held for window in seen.windows))
-        seen.unheld = [name for name in self._named if name not in held]
+        seen.unheld = [name for name, p in self._named.items() if p.requires_grad and name not in held]
         return seen
 
 
@@ -323,6 +316,29 @@ def removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
             hook.remove()
 
 
+def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` does not look into: it would compile it again for every state that it sees."""
+    if "torch._dynamo" not in sys.modules:  # nothing can be compiled yet, and loading it takes seconds
+        return hook
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def eager() -> contextlib.AbstractContextManager[object]:
+    """Nothing runs compiled in here, so that no hook breaks a graph."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def _largest(gradient: Tensor) -> Tensor:
+    return gradient.abs().max() if gradient.numel() else gradient.new_zeros(())
+
+
+def _aim(gradient: Tensor) -> Aim | None:
+    if gradient.ndim != 3 or not gradient.numel():
+        return None
+    return Aim(gradient.abs().amax(-1) > 0, gradient.argmin(-1), gradient.shape[-1])
+
+
 def gradients_of(named: dict[str, nn.Parameter], scale: Tensor | None = None) -> Named:
     """A copy of the gradients, this rank's part of them, divided by `scale`."""
     return {name: None if p.grad is None else _copied(p.grad, scale) for name, p in named.items()}
@@ -333,11 +349,6 @@ def _copied(gradient: Tensor, scale: Tensor | None) -> Tensor:
     return gradient.clone() if scale is None else gradient.double() / scale.to(gradient.device, torch.float64)
 
 
-def dense(gradient: Tensor) -> Tensor:
-    """Embeddings may have sparse gradients."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
 def _is_old(gradients: Named, before: Named) -> bool:
     """Whether nothing was added since: they are the same still, or cleared."""
     return all(
@@ -346,6 +357,5 @@ def _is_old(gradients: Named, before: Named) -> bool:
     )
 
 
-def bare(name: str) -> str:
-    """The name of a parameter without what wrappers put before it."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
+def _same(calls: list[Call], others: list[Call]) -> bool:
+    return [call.number for call in calls] == [call.number for call in others]
