@@ -219,6 +219,11 @@ def by_value(model: nn.Module) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.003)
 
 
+def by_four(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad /= 4
+
+
 def now_and_then(model: nn.Module) -> None:
     """Only gradients that are large, as those of later micro-batches are here."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -364,6 +369,10 @@ MISTAKES = {
     "clipped by hooks": Mistake(causes=("clip per micro-batch",), before=with_clamping_hooks),
     "clipped by hooks, float32": Mistake(
         causes=("clip per micro-batch",), before=with_clamping_hooks, step=Loop(weight=by_items), dtype=torch.float32
+    ),
+    "divided each time": Mistake(causes=("divided inside the window",), step=clipped_each_time(by_four, always(1.0))),
+    "divided each time, float32": Mistake(
+        causes=("divided inside the window",), step=clipped_each_time(by_four), dtype=torch.float32
     ),
     "Accelerate, clipped each time": Mistake(
         causes=("clip per micro-batch",), step=accelerate_clipping, batch=batch_of(40), dtype=torch.float32

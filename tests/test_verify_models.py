@@ -118,6 +118,27 @@ def test_buffers_called_like_parameters():
     assert verify(Scaled().double(), squares, numbers(), step=by_hand()).ok
 
 
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64])
+def test_complex_parameters(dtype):
+    """Both parts of a number count, in the precision that they have."""
+
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 1, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    def turn(model: nn.Module) -> None:
+        model.weight.grad.imag *= 1.001
+
+    report = verify(Waves(), squares, numbers(dtype.to_real()), step=by_hand())
+    assert report.ok, str(report)
+    assert report.bound <= 2e-6
+    assert not verify(Waves(), squares, numbers(dtype.to_real()), step=by_hand(last=turn)).ok
+
+
 def test_parameters_that_nothing_uses():
     class Spare(nn.Linear):
         def __init__(self) -> None:

@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
-from loops import Pair, Step, by_hand, causes, layers, numbers, squares, thirds
+import torch.nn.functional as F
+from loops import Pair, Step, batch_of, by_hand, causes, layers, loss_fn, numbers, pieces, squares, thirds
+from reference import Attention, mean_loss
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
 from macrobatch import MacroStep, verify
 from macrobatch.errors import UsageError
@@ -83,6 +86,79 @@ def test_a_closure_that_is_called_again_and_again(weight):
     report = verify(layers(), squares, numbers(), step=step)
     assert report.ok == (weight == 1 / 3)
     assert "an optimizer called its closure 3 times more: the first call was compared" in report.notes
+
+
+def test_an_optimizer_inside_another():
+    """One that wraps another steps once, not twice."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            super().__init__(inner.param_groups, {})
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    def step(times):
+        def loop(model, batch):
+            optimizer = Outer(torch.optim.AdamW(model.parameters()))
+            for micro in thirds(batch):
+                (squares(model, micro) / 3).backward()
+            for _ in range(times):
+                optimizer.step()
+            optimizer.zero_grad()
+
+        return loop
+
+    assert verify(layers(), squares, numbers(), step=step(1)).ok
+    assert causes(verify(layers(), squares, numbers(), step=step(2))) == ["window closed twice"]
+
+
+def test_an_optimizer_of_parameters_whose_true_gradient_is_zero():
+    """Errors are shares of the largest gradient of the whole model, not of what one optimizer holds."""
+
+    def step(model, batch):
+        zero = torch.optim.SGD([model.key.bias], 0.1)
+        others = torch.optim.SGD([p for name, p in model.named_parameters() if name != "key.bias"], 0.1)
+        micro_batches = list(pieces(batch, 5))
+        for micro in micro_batches:
+            mean_loss(model, micro).backward()
+            others.step()
+            others.zero_grad()
+        model.key.bias.grad /= len(micro_batches)
+        zero.step()
+        zero.zero_grad()
+
+    report = verify(Attention().double(), loss_fn, batch_of(), step=step)
+    assert report.ok, str(report)
+
+
+def test_gradients_that_no_backward_makes():
+    """Those of functions of functions, one sample at a time."""
+
+    def step(model, batch):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(weights, x, y):
+            return F.mse_loss(functional_call(model, weights, (x[None],)), y[None])
+
+        gradients = vmap(grad(loss), (None, 0, 0))(weights, *batch)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].mean(0)
+
+    assert verify(layers(), squares, numbers(), step=step).ok
+
+
+def test_a_step_that_forgets_to_switch_gradients_on_again():
+    def step(model, batch):
+        by_hand()(model, batch)
+        torch.set_grad_enabled(False)
+
+    try:
+        assert verify(layers(), squares, numbers(), step=step).ok
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def test_weights_that_change_without_an_optimizer():
@@ -177,6 +253,33 @@ def test_a_list_of_samples():
     ]
     with pytest.raises(UsageError, match="collate must be a function"):
         verify(layers(), squares, samples(), collate=3)
+
+
+def test_a_step_that_changes_its_batch():
+    """It is compared with the batch as it was, which is put back."""
+
+    def step(model, batch):
+        batch[1].add_(1.0)
+        by_hand()(model, batch)
+
+    batch = numbers()
+    report = verify(layers(), squares, batch, step=step)
+    assert not report.ok
+    assert "the step changed the batch that it was given: batch[1]" in report.notes
+    torch.testing.assert_close(batch, numbers(), rtol=0, atol=0)
+
+
+def test_a_batch_that_is_taken_apart():
+    """As with ``labels = batch.pop("labels")``, in the step and in the loss."""
+
+    def loss_of(model, batch):
+        wanted = batch.pop("y")
+        return F.mse_loss(model(batch["x"]), wanted)
+
+    batch = dict(zip("xy", numbers(), strict=True))
+    assert verify(layers(), loss_of, batch, step=lambda model, batch: loss_of(model, batch).backward()).ok
+    assert verify(layers(), loss_of, batch).ok
+    assert list(batch) == ["x", "y"]
 
 
 def in_this_order(order: list[int]) -> Step:

@@ -27,6 +27,7 @@ from macrobatch.verification.names import Names, unwrapped
 from macrobatch.verification.seen import Call
 from macrobatch.verification.witness import eager, entries_of, recorded_calls, removed
 
+WIDE = (torch.float64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
 
 
@@ -77,6 +78,8 @@ class BigBatch:
             return "a sharded model cannot be copied"
         try:
             twin = copy.deepcopy(self._own).double()
+            for parameter in twin.parameters():
+                parameter.data = _widened(parameter.data)  # complex ones too
         except Exception as error:
             return f"the model cannot be copied ({_first_line(error)})"
         twin.zero_grad()
@@ -158,7 +161,7 @@ class BigBatch:
         else:
             assert self.samples is not None, "asked for where samples can be told apart"
             part = self.samples.take(Part(sorted(samples)))
-        return transformed(part, _widened) if self.copied else part
+        return transformed(part, _widened if self.copied else lambda tensor: tensor)  # it may be taken apart
 
     def gradient(self, terms: Sequence[Term]) -> Gradient:
         """The sum of the terms' gradients, each so many times, over all ranks."""
@@ -290,7 +293,7 @@ def _is_finite(gradient: Named) -> bool:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return tensor.to(WIDE[tensor.is_complex()]) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _first_line(error: Exception) -> str:
@@ -306,7 +309,7 @@ def _summed(found: Named, parameters: dict[str, nn.Parameter], group: Group) -> 
         if not ranks:
             summed[name] = None
             continue
-        total = torch.zeros_like(parameters[name]) if part is None else part.clone()
+        total = dense(torch.zeros_like(parameters[name])) if part is None else part.clone()
         dist.all_reduce(total, group=group)
         summed[name] = total
     return summed

@@ -56,14 +56,14 @@ def _measure(case: Case, notes: list[str]) -> None:
     Not by rounding where it changes from one time to the next, or where twice the loss has not twice the gradient.
     """
     wrong = [window for window in case.windows if window.is_wrong]
-    if not wrong or not math.isfinite(wrong[0].right.largest):
+    if not wrong or not math.isfinite(wrong[0].scale):
         return
     case.unrepeatable = _apart(case, wrong[0], 1.0)
     case.unlinear = 0.0 if case.unrepeatable else _apart(case, wrong[0], 2.0)
     if case.unrepeatable or case.unlinear:
         return
     for window in wrong:
-        window.bound = case.precision.bound_for(case, window.samples, window.right)
+        window.bound = case.precision.bound_for(case, window)
     most = max((window.bound for window in wrong), default=0.0)
     if most > max(1e-3, case.precision.bound):
         notes.append(f"one big batch is itself inexact in the step's precision: errors up to {most:.2g} were allowed")
@@ -72,7 +72,7 @@ def _measure(case: Case, notes: list[str]) -> None:
 def _apart(case: Case, window: Compared, times: float) -> float:
     """How far one big batch, so many times its loss, is from so many times its gradient; 0 if that is rounding."""
     again = case.right(window.samples, times).only(window.window.held)
-    apart = again.distance(window.right, times) / (times * window.right.largest or 1.0)
+    apart = again.distance(window.right, times) / (times * window.scale)
     return 0.0 if apart <= case.precision.bound else apart
 
 
@@ -93,6 +93,8 @@ def _mention(case: Case, notes: list[str]) -> None:
         notes.append(f"the step gave the model new parameters, {_listed(seen.added)}: they were not compared")
     if seen.changing:
         notes.append(f"{_listed(seen.changing)} learned in some micro-batches and were frozen in others")
+    if seen.changed:
+        notes.append(f"the step changed the batch that it was given: {_listed(seen.changed)}")
     if seen.evaluations:
         notes.append(f"an optimizer called its closure {seen.evaluations} times more: the first call was compared")
     if seen.moved:
@@ -205,10 +207,10 @@ def _is_other(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _without_reference(case: Case) -> Cause | None:
-    bad = [window for window in case.windows if not math.isfinite(window.right.largest)]
+    bad = [window for window in case.windows if not math.isfinite(window.scale)]
     if not bad:
         return None
-    names = [name for name, size in bad[0].right.sizes().items() if not math.isfinite(size)]
+    names = [name for name, size in case.right(bad[0].samples).sizes().items() if not math.isfinite(size)]
     return Cause(
         name="not finite",
         evidence=f"one big batch itself gives {_listed(names)} an infinite or NaN gradient: nothing can be compared.",

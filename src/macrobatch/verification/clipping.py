@@ -103,36 +103,46 @@ def _norm(case: Case, gradient: Gradient) -> float:
 
 
 def shares_left(window: Compared) -> list[float] | None:
-    """What is left of each micro-batch's gradient in the end, if all that was there was made smaller in between."""
+    """What is left in the end of each micro-batch's gradient, if somebody multiplied it in between; None: unknown."""
     seen, held = window.window, window.window.held
     micro_batches = sorted({call.micro for call in seen.calls})
     if window.parts is None or len(window.parts) != len(micro_batches):
         return None
     factors = {sizes.backward: sizes.factor(held) for sizes in seen.between if sizes.is_alike(held)}
-    if all(abs(factor - 1) < 1e-6 for factor in factors.values()) or not all(factors.values()):
-        return None
     return [math.prod(f for backward, f in factors.items() if backward >= micro) for micro in micro_batches]
 
 
-def evidence_of_clipping(window: Compared) -> str:
-    """How often gradients were made smaller in mid-window."""
-    seen, held = window.window, window.window.held
-    smaller = [sizes for sizes in seen.between if sizes.factor(held) < 1 - 1e-6]
-    times = " ".join(f"{sizes.factor(held):.3g}" for sizes in smaller[:6]) + (" ..." if len(smaller) > 6 else "")
-    alike = "" if all(sizes.is_alike(held) for sizes in smaller) else ", not all parameters alike"
-    return (
-        f"gradients became smaller after {len(smaller)} of the window's first {window.micro_batches - 1} backwards, "
-        f"before the next: {times} times what they were{alike}. So the first micro-batches count less than the last."
-    )
-
-
 def touched_between(case: Case, window: Compared) -> Cause | None:
-    """Where no weights explain a gradient: somebody may have made it smaller in mid-window all the same."""
-    held = window.window.held
-    smaller = any(0 < sizes.factor(held) < 1 - 1e-6 for sizes in window.window.between)
-    if not case.big.ranks.largest(float(smaller)):
+    """The cause, if a gradient became smaller in mid-window."""
+    factors = _factors(window)
+    if not case.big.ranks.largest(float(bool(factors))):
         return None
-    return Cause(name=CLIPPED, evidence=evidence_of_clipping(window), cure=CLIP_ONCE)
+    times = " ".join(f"{factor:.3g}" for factor in factors[:6]) + (" ..." if len(factors) > 6 else "")
+    said = (
+        f"gradients became smaller after {len(factors)} of the window's first {window.micro_batches - 1} backwards, "
+        f"before the next: {times} times what they were."
+        if factors
+        else "gradients became smaller between the backwards of a window, on another rank than the first."
+    )
+    if factors and _is_a_division(factors):
+        return Cause(
+            name="divided inside the window",
+            evidence=f"{said} So a micro-batch counts less for each that follows.",
+            cure="Divide once: the loss of each micro-batch, or .grad between the last backward and optimizer.step().",
+        )
+    return Cause(name=CLIPPED, evidence=f"{said} So the first micro-batches count less than the last.", cure=CLIP_ONCE)
+
+
+def _factors(window: Compared) -> list[float]:
+    """What gradients were multiplied with between the backwards of a window, where that made them smaller."""
+    factors = [sizes.factor(window.window.held) for sizes in window.window.between]
+    return [factor for factor in factors if 0 < factor < 1 - 1e-6]
+
+
+def _is_a_division(factors: list[float]) -> bool:
+    """Whether it was the same whole number each time."""
+    divisor = 1 / factors[0]
+    return all(abs(factor * round(divisor) - 1) < 1e-5 for factor in factors)
 
 
 def clipped_by_hooks(case: Case) -> Cause | None:

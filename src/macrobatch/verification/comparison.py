@@ -30,6 +30,7 @@ class Compared:
         rows: the samples of its calls on this rank; None where they cannot be told.
         samples: those of this rank that the window was compared with; None: the whole batch.
         micro_batches: how many it has, on the rank that has most.
+        scale: the largest number in the right gradient of the whole model, which errors are shares of.
         bound: what its error may be.
         clipped: the norm that its gradient was clipped to, if it was.
     """
@@ -40,6 +41,7 @@ class Compared:
     micro_batches: int
     found: Gradient
     right: Gradient
+    scale: float
     bound: float
     clipped: float | None = None
     own_factor: float = 1.0  # that is left when the way its micro-batches are weighed is explained
@@ -52,11 +54,10 @@ class Compared:
     @cached_property
     def errors(self) -> dict[str, float]:
         """For each parameter, the difference as a share of the largest gradient of the model."""
-        scale = self.right.largest or 1.0
-        if not math.isfinite(scale):  # there is nothing to compare with
+        if not math.isfinite(self.scale):  # there is nothing to compare with
             return dict.fromkeys(self.found.parts, math.inf)
         factor = 1.0 if self.clipped is None else self.factor
-        return {name: apart / scale / factor for name, apart in self.found.distances(self.right, factor).items()}
+        return {name: apart / self.scale / factor for name, apart in self.found.distances(self.right, factor).items()}
 
     @property
     def error(self) -> float:
@@ -88,18 +89,18 @@ class Precision:
 
     @staticmethod
     def of(big: BigBatch, seen: Seen) -> Precision:
-        dtypes = {p.dtype for p in big.model.parameters() if p.requires_grad}
+        dtypes = {p.dtype.to_real() for p in big.model.parameters() if p.requires_grad}
         if seen.autocast is not None:
             dtypes.add(seen.autocast)
         lowest = min({*dtypes, seen.lowest}, key=lambda dtype: dtype.itemsize)
         name = str(lowest).removeprefix("torch.")
         if dtypes == {torch.float64}:
-            return Precision(bound=FLOOR[lowest], reference="one big batch in float64", why_not=None, autocast=None)
+            return Precision(bound=_floor(lowest), reference="one big batch in float64", why_not=None, autocast=None)
         why_not = big.copy()
         if why_not is not None:  # the reference is rounded too
             bound = _floor(lowest) * (5 if lowest == torch.float32 else 1)
             return Precision(bound=bound, reference=f"one big batch in {name}", why_not=why_not, autocast=seen.autocast)
-        weights = max(_floor(p.dtype) for p in big.model_itself.parameters() if p.requires_grad)
+        weights = max(_floor(p.dtype.to_real()) for p in big.model_itself.parameters() if p.requires_grad)
         return Precision(
             bound=max(weights, _floor(lowest) / 4),
             reference=f"one big batch in float64 (the step ran in {name})",
@@ -107,7 +108,7 @@ class Precision:
             autocast=seen.autocast,
         )
 
-    def bound_for(self, case: Case, samples: list[int] | None, right: Gradient) -> float:
+    def bound_for(self, case: Case, window: Compared) -> float:
         """With what one big batch is off itself, in the step's own precision.
 
         Without a float64 copy that shows by multiplying the loss with a number: exactly, all would be multiplied. (A
@@ -115,10 +116,10 @@ class Precision:
         """
         if case.big.copied:
             with case.big.in_own_precision(self.autocast):
-                own, number, times = case.right(samples), 1.0, LIKE_ONE_BIG_BATCH
+                own, number, times = case.right(window.samples), 1.0, LIKE_ONE_BIG_BATCH
         else:
-            own, number, times = case.right(samples, ODD), ODD, LIKE_ITSELF
-        error = own.only(set(right.parts)).distance(right, number) / (number * right.largest or 1.0)
+            own, number, times = case.right(window.samples, ODD), ODD, LIKE_ITSELF
+        error = own.only(window.window.held).distance(window.right, number) / (number * window.scale)
         return max(self.bound, min(times * error, MEANINGLESS))
 
 

@@ -95,8 +95,9 @@ class Gradient:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Embeddings may have sparse gradients."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+    """All its numbers: embeddings may have sparse gradients, and complex parameters complex ones."""
+    gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def reduced(numbers: list[float], group: Group, how: Any) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.collectives import local
 from macrobatch.snapshot import Snapshot
+from macrobatch.split import leaves
 from macrobatch.verification.names import wrapper_of
 
 
@@ -30,10 +32,17 @@ class Saved(NamedTuple):
     def of(tensor: Tensor) -> Saved:
         return Saved(tensor, local(tensor).detach().clone())
 
+    def has_changed(self) -> bool:
+        return self._is_another() or not torch.equal(local(self.tensor).detach(), self.value)
+
+    def _is_another(self) -> bool:
+        own = local(self.tensor)
+        return (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape)
+
     def restored(self) -> Tensor:
         """The tensor, with its old value."""
         own = local(self.tensor)
-        if (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape):
+        if self._is_another():
             self.tensor.data = self.value.clone()  # e.g. a library has made the whole model bf16
             return self.tensor
         with torch.no_grad():
@@ -52,10 +61,12 @@ class Keep:
     True
 
     Args:
+        batch: whose tensors are kept too.
         shards: whether the parameters of the model come and go, so that they are not to be put back into their places.
     """
 
-    def __init__(self, model: nn.Module, *, shards: bool = False) -> None:
+    def __init__(self, model: nn.Module, batch: Any = None, *, shards: bool = False) -> None:
+        self._batch = {path: Saved.of(leaf) for path, leaf in leaves(batch, "batch") if _is_writable(leaf)}
         self._attributes = Attributes(model, shards=shards)
         self._parameters: dict[int, tuple[Tensor, Saved, bool]] = {}
         self._gradients: list[tuple[Tensor, Saved | None]] = []
@@ -64,9 +75,9 @@ class Keep:
         self._schedulers = _schedulers_of([state.optimizer for state in self._optimizers])
         self._snapshot = Snapshot([model])
 
-    def include_leaves(self, leaves: Iterable[Tensor]) -> None:
+    def include_leaves(self, tensors: Iterable[Tensor]) -> None:
         """Keep tensors outside of the model too, which its loss trains."""
-        for leaf in leaves:
+        for leaf in tensors:
             if id(leaf) not in self._parameters:
                 self._parameters[id(leaf)] = leaf, Saved.of(leaf), leaf.requires_grad
                 self._gradients.append((leaf, None if leaf.grad is None else Saved.of(leaf.grad)))
@@ -81,7 +92,11 @@ class Keep:
 
     def has_moved(self) -> bool:
         """Whether any value of a parameter has changed."""
-        return any(not torch.equal(local(p).detach(), saved.value) for p, saved, _ in self._parameters.values())
+        return any(saved.has_changed() for _, saved, _ in self._parameters.values())
+
+    def changed(self) -> list[str]:
+        """The tensors of the batch that have changed, by their paths."""
+        return [path for path, saved in self._batch.items() if saved.has_changed()]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -91,6 +106,9 @@ class Keep:
     def restore_all_but_gradients(self) -> None:
         """Put back the model, the optimizers and the random numbers."""
         self._attributes.restore()
+        for saved in self._batch.values():
+            if saved.has_changed():
+                saved.restored()
         self._snapshot.restore()
         self.restore_weights(None)
         for parameter, _, requires_grad in self._parameters.values():
@@ -110,6 +128,9 @@ class Keep:
         """Put back ``.grad``: the tensors themselves, and what was in them."""
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.restored()
+
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 class Attributes:
@@ -133,7 +154,7 @@ class Attributes:
             values = dict(vars(module))
             if shards or wrapper_of(module) is not None:
                 values = {name: values[name] for name in ("training", "_buffers", "forward") if name in values}
-            contents = [(value, value.copy()) for value in values.values() if isinstance(value, dict | list | set)]
+            contents = [(value, copy.copy(value)) for value in values.values() if type(value) in CONTAINERS]
             tensors = [Saved.of(value) for value in values.values() if _is_writable(value)]
             generators = [(v, v.get_state()) for v in values.values() if isinstance(v, torch.Generator)]
             self._saved.append((module, "_modules" in values, values, contents, tensors, generators))
@@ -157,7 +178,7 @@ def _refill(container: Any, content: Any) -> None:
     if _identities(container) == _identities(content):
         return
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, list | deque):
         container.extend(content)
     else:
         container.update(content)

@@ -6,6 +6,7 @@ inside a step is seen by `witness`, references come from `bigbatch`, explanation
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -94,9 +95,12 @@ def verify(
     """
     _check(model, loss_fn, step, reduction, collate, windows)
     ranks = Ranks.of(model)
-    quiet = Quiet(model)
-    keep = Keep(model, shards=ranks.shards)
-    try:
+    with contextlib.ExitStack() as afterwards:
+        quiet = Quiet(model)
+        afterwards.callback(quiet.restore)
+        keep = Keep(model, batch, shards=ranks.shards)
+        afterwards.callback(keep.restore)
+        afterwards.callback(_let_go, model)
         big = BigBatch(model, loss_fn, batch, ranks, collate)
         entries = big.entries()
         keep.include_leaves(big.foreign)
@@ -108,11 +112,7 @@ def verify(
         _enter_setting(big.names, seen)
         case = compare(seen, again, big, reduction, divides=step is None, expected=windows)
         report: Report = ranks.same(report_of(case, quiet.names))
-        return report
-    finally:
-        _let_go(model)
-        keep.restore()
-        quiet.restore()
+    return report
 
 
 def _check(
@@ -222,7 +222,7 @@ def _rows(window: Window, case: Case, used: set[int]) -> Rows | None:
 
 def _compared(case: Case, window: Window, rows: Rows | None, samples: list[int] | None) -> Compared:
     found = Gradient(window.gradients, case.big.ranks.group).only(window.held)
-    right = case.right(samples).only(window.held)
+    right = case.right(samples)
     own = window.micro_batches if rows is None else len(rows.parts)
     return Compared(
         window=window,
@@ -230,7 +230,8 @@ def _compared(case: Case, window: Window, rows: Rows | None, samples: list[int] 
         samples=samples,
         micro_batches=int(case.big.ranks.largest(own)),
         found=found,
-        right=right,
+        right=right.only(window.held),
+        scale=right.largest or 1.0,
         bound=case.precision.bound,
     )
 

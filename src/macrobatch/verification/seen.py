@@ -158,6 +158,7 @@ class Seen:
         replaced: parameters that an optimizer holds as they were before the step gave the model others.
         added: parameters that the model did not have before.
         unheld: parameters that require a gradient, and that no optimizer holds which stepped.
+        changed: the tensors of the batch that it changed, by their paths.
         evaluations: how often an optimizer called its closure again, with other weights.
         moved: whether the weights changed without an optimizer of torch.
     """
@@ -173,6 +174,7 @@ class Seen:
     replaced: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     unheld: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
     evaluations: int = 0
     moved: bool = False
 

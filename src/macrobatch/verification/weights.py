@@ -15,13 +15,12 @@ import torch
 
 from macrobatch.split import IGNORED
 from macrobatch.verification.aims import PADDED, sequences
-from macrobatch.verification.clipping import CLIP_ONCE, CLIPPED, evidence_of_clipping, shares_left, touched_between
+from macrobatch.verification.clipping import shares_left, touched_between
 from macrobatch.verification.comparison import Case, Compared
 from macrobatch.verification.gradient import Gradient, projection
 from macrobatch.verification.report import Cause
 
 HALF = (torch.bfloat16, torch.float16)
-CLEARED = "gradients cleared inside the window"
 
 
 class Family(NamedTuple):
@@ -31,6 +30,7 @@ class Family(NamedTuple):
     gradient: Gradient
     evidence: str = ""
     cure: str = ""
+    has_factor: bool = True  # whether a factor is a mistake of its own, on top of this one
 
 
 class Fit(NamedTuple):
@@ -53,7 +53,7 @@ def causes_of_window(case: Case, window: Compared) -> list[Cause]:
     if fit.family.name is not None:
         causes.append(Cause(name=fit.family.name, evidence=fit.family.evidence, cure=fit.family.cure))
     window.own_factor = fit.factor
-    if abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.family.name not in (CLEARED, CLIPPED):
+    if abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.family.has_factor:
         causes.append(_of_a_factor(case, window, fit.factor))
     return causes or [_rounding(window)]
 
@@ -134,10 +134,11 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
     yield from _families_of_clipping(case, window, parts, items)
     if count > 1 and ranks.world == 1:
         yield Family(
-            CLEARED,
+            "gradients cleared inside the window",
             case.weighted(parts[-1:], [1.0]).only(held),
             f"only the last of {count} micro-batches counts.",
             "Call zero_grad() once a window, after optimizer.step(), not before every backward.",
+            has_factor=False,
         )
 
 
@@ -171,13 +172,14 @@ def _positions(window: Compared) -> list[float]:
 
 def _families_of_clipping(case: Case, window: Compared, parts: list[list[int]], items: list[float]) -> Iterator[Family]:
     """Where the gradient was made smaller in mid-window."""
-    left = shares_left(window)
-    if case.big.ranks.largest(float(left is None)) or left is None:
+    left, cause = shares_left(window), touched_between(case, window)
+    if case.big.ranks.largest(float(left is None)) or left is None or cause is None:
         return
     for weights in (items, [1.0] * len(parts)):
         shrunk = [weight * share for weight, share in zip(weights, left, strict=True)]
-        gradient = case.weighted(parts, shrunk).only(window.window.held)
-        yield Family(CLIPPED, gradient, evidence_of_clipping(window), CLIP_ONCE)
+        yield Family(
+            cause.name, case.weighted(parts, shrunk).only(window.window.held), cause.evidence, cause.cure, False
+        )
 
 
 def _unequal(case: Case, window: Compared, parts: list[list[int]], items: list[float]) -> str:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch.collectives import local
-from macrobatch.split import leaves
+from macrobatch.split import leaves, transformed
 from macrobatch.verification.gradient import Named, dense
 from macrobatch.verification.keep import Keep
 from macrobatch.verification.names import Names, is_compiled
@@ -34,8 +34,13 @@ def watch(step: Step, model: nn.Module, batch: Any, keep: Keep, names: Names, en
     """
     witness = Witness(model, names, keep)
     try:
-        with witness.recording_calls(entries), witness.recording_precision(), witness.recording_steps():
-            step(model, batch)
+        with (
+            witness.recording_calls(entries),
+            witness.recording_precision(),
+            witness.recording_steps(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),  # a step may leave it switched off
+        ):
+            step(model, transformed(batch, lambda tensor: tensor))  # and may take its batch apart
         return witness.finish()
     finally:
         keep.restore_all_but_gradients()
@@ -96,6 +101,8 @@ class Witness:
         self._between: list[Sizes] = []
         self._begins = dict.fromkeys(self._named, 0)  # the first backward of each parameter's open window
         self._stepped_at: int | None = None  # the last optimizer step, by the number of backwards before it
+        self._stepping: list[Optimizer] = []  # those whose step is under way
+        self._evaluating = False  # whether one of them has called its closure
         self._cleared: list[tuple[int, dict[str, Tensor]]] = []  # norms at the first backward after a step
         self.calls: list[Call] = []
         self.seen = Seen(before=gradients_of(self._named))
@@ -130,16 +137,15 @@ class Witness:
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth > 1 or not self._is_training_call():
+        if self._depth > 1 or not self._is_training_call() or _is_mapped():
             return
         self._graph = None  # whatever became of the last one
+        if not self._evaluating:
+            self._stepping = []  # one may have failed
         self._watch_parameters()
+        tensors = {path: leaf for path, leaf in leaves((args, kwargs), "inputs") if isinstance(leaf, Tensor)}
         self._call = Call(
-            {
-                path: leaf.detach().clone()
-                for path, leaf in leaves((args, kwargs), "inputs")
-                if isinstance(leaf, Tensor) and leaf.ndim > 0
-            },
+            {path: tensor.detach().clone() for path, tensor in tensors.items() if tensor.ndim > 0},
             number=len(self.calls),
             after=self._backwards,
             modes={module: module.training for module in self._model.modules()},
@@ -220,6 +226,9 @@ class Witness:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         assert self._keep is not None, "steps are recorded where they can be undone"
         self._keep.include(optimizer)
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
+            return None  # inside the step of another, which has been seen
         self._watch_parameters()
         own = {id(parameter) for parameter in self._named.values()}
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -235,7 +244,9 @@ class Witness:
 
         def closed() -> Any:  # the last backward of the window is in there: the gradients are known after it
             nonlocal evaluations
+            self._evaluating = True
             loss = closure()
+            self._evaluating = False
             evaluations += 1
             if evaluations == 1:
                 self._close(optimizer)
@@ -247,6 +258,7 @@ class Witness:
         return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepping = [other for other in self._stepping if other is not optimizer]
         if self._keep is not None:
             self._keep.restore_weights({id(p) for group in optimizer.param_groups for p in group["params"]})
 
@@ -296,6 +308,7 @@ class Witness:
         seen.calls, seen.backwards = trained(self.calls), self._backwards
         seen.left = gradients_of(self._named)
         seen.added = self._names.strange()
+        seen.changed = [] if self._keep is None else self._keep.changed()
         if seen.stepped:
             seen.open = trained(self.calls, self._stepped_at or 0)
         else:
@@ -322,6 +335,12 @@ def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def _is_mapped() -> bool:
+    """Whether `torch.func.vmap` is at work: no tensor has values then."""
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(transform.key() == vmap for transform in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def eager() -> contextlib.AbstractContextManager[object]:
