@@ -186,14 +186,32 @@ def test_gradients_from_before_are_not_those_of_a_step():
     assert "no backward reached a parameter" in report.causes[0].evidence
 
 
-def test_dividing_once_more_is_not_clipping():
-    """Though it makes a right gradient smaller after the last backward, as clipping does."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.25, 0.8, 0.7135])
+def test_making_gradients_smaller_is_not_clipping(dtype, factor):
+    """Though it does the same to a right gradient: twice as large, it would not be clipped to the same."""
 
-    def quarter(model: nn.Module) -> None:
+    def shrink(model: nn.Module) -> None:
         for parameter in model.parameters():
-            parameter.grad /= 4
+            parameter.grad *= factor
 
-    assert not verify(layers(), squares, numbers(), step=by_hand(last=quarter)).ok
+    report = verify(layers().to(dtype), squares, numbers(dtype), step=by_hand(last=shrink))
+    assert not report.ok
+    assert causes(report)[0] in ("constant factor", "divided twice", "short window")
+
+
+def test_clipping_in_a_step_that_cannot_be_repeated():
+    """Then what it looks like has to do."""
+    calls = []
+
+    def step(model, batch):
+        calls.append(1)
+        assert len(calls) == 1
+        by_hand(last=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05))(model, batch)
+
+    report = verify(layers(), squares, numbers(), step=step)
+    assert report.ok, str(report)
+    assert "clipped, to a norm of 0.05" in report.notes[0]
 
 
 def test_clipping_by_value_is_no_mistake():

@@ -45,7 +45,16 @@ def _clipped_by_norm(case: Case, wrong: list[Compared]) -> list[tuple[Compared, 
         fits = window.found.distance(window.right, window.factor) <= window.tolerance * window.found.largest
         if fits and _was_reduced(case, window, size):
             candidates.append((window, size))
-    return [(window, size) for window, size in candidates if _looks_clipped(case, window, size, candidates)]
+    return [(window, size) for window, size in candidates if _is_clipped(case, window, size, candidates)]
+
+
+def _is_clipped(case: Case, window: Compared, size: float, candidates: list[tuple[Compared, float]]) -> bool:
+    """Whether a gradient twice as large becomes the same: a factor would make it twice as large, too."""
+    if case.doubled is None:
+        return _looks_clipped(case, window, size, candidates)
+    doubled = case.doubled.windows[case.windows.index(window)]
+    twice = Gradient(doubled.gradients, window.found.group).only(window.window.held)
+    return twice.fit(window.found) < 1.5
 
 
 def _looks_clipped(case: Case, window: Compared, size: float, candidates: list[tuple[Compared, float]]) -> bool:

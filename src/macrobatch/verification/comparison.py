@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -141,6 +141,7 @@ class Case:
         divides: whether sums are made means over samples where the loss counts no items.
         expected: how many optimizer steps it should have taken; None: any number.
         whole: the calls of the model for one big batch.
+        run_doubled: what the step does when all gradients that reach its parameters are doubled, if it can be told.
         unrepeatable: how far one big batch is from itself, where that is more than rounding.
         unlinear: how far the gradient of twice its loss is from twice its gradient, where that is more than rounding.
     """
@@ -154,8 +155,16 @@ class Case:
     precision: Precision
     whole: list[Call]
     windows: list[Compared] = field(default_factory=list)
+    run_doubled: Callable[[], Seen | None] = lambda: None
     unrepeatable: float = 0.0
     unlinear: float = 0.0
+
+    @cached_property
+    def doubled(self) -> Seen | None:
+        """What the step does to gradients that are twice as large; None on all ranks where some rank cannot tell."""
+        seen = None if self.big.ranks.shards else self.run_doubled()
+        unknown = seen is None or len(seen.windows) != len(self.seen.windows)
+        return None if self.big.ranks.largest(float(unknown)) else seen
 
     @property
     def has_wrong_count(self) -> bool:

@@ -111,6 +111,7 @@ def verify(
         keep.restore_gradients()
         _enter_setting(big.names, seen)
         case = compare(seen, again, big, reduction, divides=step is None, expected=windows)
+        case.run_doubled = functools.partial(_run_doubled, run, keep, big.names, seen)
         report: Report = ranks.same(report_of(case, quiet.names))
     return report
 
@@ -169,6 +170,18 @@ def _run_again(run: Callable[[], Seen], seen: Seen) -> Seen | None:
         return run()
     except Exception:  # it cannot be called twice, e.g. as its loader is used up: then that much is not known
         return None
+
+
+def _run_doubled(run: Callable[..., Seen], keep: Keep, names: Names, seen: Seen) -> Seen | None:
+    """Run a step once more, with gradients twice as large: are they clipped to the same?"""
+    keep.restore()
+    try:
+        return run(times=2.0)
+    except Exception:  # it cannot be called twice
+        return None
+    finally:
+        keep.restore_gradients()
+        _enter_setting(names, seen)
 
 
 def _enter_setting(names: Names, seen: Seen) -> None:

@@ -27,12 +27,22 @@ from macrobatch.verification.seen import Aim, Arrival, Call, Seen, Sizes, Window
 Step = Callable[[nn.Module, Any], Any]
 
 
-def watch(step: Step, model: nn.Module, batch: Any, keep: Keep, names: Names, entries: Sequence[nn.Module]) -> Seen:
+def watch(
+    step: Step,
+    model: nn.Module,
+    batch: Any,
+    keep: Keep,
+    names: Names,
+    entries: Sequence[nn.Module],
+    *,
+    times: float = 1.0,
+) -> Seen:
     """Run a step once, and put everything back but the gradients that it left.
 
-    The calls of `entries` are taken for the calls of the model.
+    The calls of `entries` are taken for the calls of the model. All gradients are made so many times as large, on
+    their way to the parameters.
     """
-    witness = Witness(model, names, keep)
+    witness = Witness(model, names, keep, times)
     try:
         with (
             witness.recording_calls(entries),
@@ -87,8 +97,8 @@ def entries_of(run: Callable[[], object], model: nn.Module) -> list[str]:
 class Witness:
     """Hooks on a model and on all optimizers, for the length of one step."""
 
-    def __init__(self, model: nn.Module, names: Names, keep: Keep | None) -> None:
-        self._model, self._names, self._keep = model, names, keep
+    def __init__(self, model: nn.Module, names: Names, keep: Keep | None, times: float = 1.0) -> None:
+        self._model, self._names, self._keep, self._times = model, names, keep, times
         self._named = names.parameters()
         self._before = {id(p): name for name, p in self._named.items()}
         self._hooks: list[RemovableHandle] = []  # on parameters
@@ -186,12 +196,13 @@ class Witness:
 
         return hook
 
-    def _reached_parameter(self, gradient: Tensor) -> None:
+    def _reached_parameter(self, gradient: Tensor) -> Tensor | None:
         backward = self._enter_backward()
         largest = _largest(dense(local(gradient).detach()))
         for call in self.calls:
             if call.after == backward:
                 call.nearby.append(Arrival(backward, largest))
+        return None if self._times == 1.0 else gradient * self._times
 
     def _enter_backward(self) -> int:
         """The number of the backward that is under way. Reentrant checkpointing has others inside of it."""
