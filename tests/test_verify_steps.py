@@ -41,6 +41,23 @@ def test_optimizers_that_step_at_different_times():
     assert causes(verify(layers(), squares, numbers(), step=two_paces(1))) == ["not divided"]
 
 
+def test_optimizers_that_step_at_different_times_and_do_not_clear():
+    def step(model, batch):
+        fast, slow = torch.optim.SGD(model[1].parameters(), 0.1), torch.optim.SGD(model[0].parameters(), 0.1)
+        for _ in range(2):
+            for micro in thirds(batch):
+                (squares(model, micro) / 3).backward()
+                for parameter in model[1].parameters():
+                    parameter.grad *= 3
+                fast.step()
+                fast.zero_grad()
+            slow.step()
+
+    report = verify(layers(), squares, numbers(), step=step)
+    assert causes(report)[0] == "gradients left over"
+    assert "the gradient of window 4" in report.causes[0].evidence
+
+
 def test_optimizers_that_take_turns():
     """Each has the gradients of the other's turns cleared away."""
 

@@ -22,6 +22,7 @@ from macrobatch.verification.rows import lookalikes
 from macrobatch.verification.weights import causes_of_window, left_over
 
 DIAGNOSED = 4  # windows that are looked into
+NOISE = 1e-5  # what sums in float32 may be off from one time to the next, on a GPU
 
 
 def explain(case: Case) -> tuple[list[Cause], list[str]]:
@@ -73,7 +74,7 @@ def _apart(case: Case, window: Compared, times: float) -> float:
     """How far one big batch, so many times its loss, is from so many times its gradient; 0 if that is rounding."""
     again = case.right(window.samples, times).only(window.window.held)
     apart = again.distance(window.right, times) / (times * window.scale)
-    return 0.0 if apart <= case.precision.bound else apart
+    return 0.0 if apart <= max(case.precision.bound, NOISE) else apart
 
 
 def _to_diagnose(wrong: list[Compared]) -> list[Compared]:
@@ -113,8 +114,9 @@ def _mention_samples(case: Case, notes: list[str]) -> None:
     left_out = 0.0 if case.is_open else case.big.ranks.sum(case.big.samples.count - len(used))
     if left_out:
         notes.append(f"{left_out:.0f} samples of the batch reached no backward")
-    alike = lookalikes(case.whole, case.big.part(None), case.big.samples.count)
-    if any(window.is_wrong for window in case.windows) and case.big.ranks.largest(alike):
+    if not any(window.is_wrong for window in case.windows):
+        return
+    if case.big.ranks.largest(lookalikes(case.whole, case.big.part(None), case.big.samples.count)):
         notes.append(
             "some samples are the same to the model, but not in the rest of the batch, e.g. in their labels. Which of "
             "them went into which optimizer step cannot be told: it was taken to be in the batch's order"

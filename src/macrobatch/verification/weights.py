@@ -75,12 +75,11 @@ def _best_fit(case: Case, window: Compared) -> Fit | None:
 
 def _without_left_over(case: Case, window: Compared) -> list[tuple[str, Gradient]]:
     """The gradient without what may have been there before the window began."""
-    index, group = case.windows.index(window), window.found.group
-    if index == 0:
-        before, what = case.seen.before, "what was in .grad when step was called"
-    else:
-        before, what = case.windows[index - 1].window.gradients, f"the gradient of window {index}"
-    left = Gradient(before, group).only(window.window.held)
+    held, before, what = window.window.held, case.seen.before, "what was in .grad when step was called"
+    for number, other in enumerate(case.windows[: case.windows.index(window)], start=1):
+        if other.window.held & held:
+            before, what = other.window.gradients, f"the gradient of window {number}"
+    left = Gradient(before, window.found.group).only(held)
     return [(what, window.found.plus(left, -1.0))] if left.largest else []
 
 
