@@ -41,6 +41,18 @@ def right():
     return model, loss_fn, batch
 
 
+def impatient(model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in zip(*(tensor.split(4) for tensor in batch)):
+        loss_fn(model, (x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several():
+    return model, loss_fn, batch, impatient
+
+
 def wrong():
     return model, loss_fn, batch, loop
 
@@ -213,6 +225,18 @@ def test_in_this_process(here, capsys):
     assert main(["verify", "my_training:right"]) == 0
     assert main(["verify", "my_training:wrong"]) == 1
     assert "cause 1: mean of means" in capsys.readouterr().out
+
+
+def test_the_number_of_optimizer_steps(here, capsys):
+    """Right for each alone; wrong where one is expected."""
+    assert main(["verify", "my_training:several"]) == 0
+    assert "3 optimizer steps, each compared with its own samples" in capsys.readouterr().out
+    assert main(["verify", "my_training:several", "--windows", "3"]) == 0
+    assert main(["verify", "my_training:several", "--windows", "1"]) == 1
+    assert "the step took 3 optimizer steps where 1 was expected" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "my_training:several", "--windows", "0"])
+    assert ended.value.code == 2
 
 
 def test_no_command_and_help(capsys):

@@ -31,13 +31,16 @@ LAYERS = [
     {"accelerate.accumulation", "accelerate.resuming"},
     {"accelerate.accelerator"},
     {"accelerate", "accelerate.utils"},
-    {"verify.report", "verify.gradient", "verify.keep"},
-    {"verify.witness"},
-    {"verify.rows", "verify.bigbatch"},
-    {"verify.comparison"},
-    {"verify.coupling", "verify.weights"},
-    {"verify.causes"},
-    {"verify.verify"},
+    {"verification.report", "verification.gradient", "verification.names"},
+    {"verification.keep", "verification.seen"},
+    {"verification.witness", "verification.rows"},
+    {"verification.bigbatch"},
+    {"verification.comparison"},
+    {"verification.coupling", "verification.aims", "verification.clipping"},
+    {"verification.weights"},
+    {"verification.causes"},
+    {"verification.main"},
+    {"verification"},
     {"verify"},
     {
         f"train.{name}"
@@ -124,7 +127,7 @@ def wrong_imports(source, allowed, others_allowed=frozenset()):
 LAZY = """
 import sys, macrobatch, macrobatch.cli
 assert "torch" not in sys.modules
-import macrobatch.verify.report
+import macrobatch.verification.report
 from macrobatch import verify
 assert callable(verify) and verify is macrobatch.verify, verify
 assert macrobatch.errors.UsageError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from macrobatch.macrostep import MacroStep
     from macrobatch.split import by_count, by_tokens
     from macrobatch.update import StepResult
-    from macrobatch.verify.verify import verify
+    from macrobatch.verification import verify
 
 __all__ = [
     "Accumulator",

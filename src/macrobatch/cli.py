@@ -128,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         "if it is not to be a MacroStep, step",
     )
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--windows", type=_count, metavar="N", help="how many optimizer steps the step must take; without: any number"
+    )
     check.set_defaults(run=_verify)
 
     measure = commands.add_parser(
@@ -256,7 +259,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     function = _function(parsed.target)
     try:
         model, loss_fn, batch, step = _returned(function(), parsed.target)
-        report = verify(model, loss_fn, batch, step=step)
+        report = verify(model, loss_fn, batch, step=step, windows=parsed.windows)
     except MacrobatchError:
         raise
     except Exception:
