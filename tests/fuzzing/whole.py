@@ -1,0 +1,202 @@
+"""Programs that hand over whole batches: `MacroStep`, with batches of many kinds, memory that runs out, and mistakes."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuzzing.mistakes import BAD, SPOILS
+from fuzzing.model import LENGTH, Batch, Failing, make_batch
+from fuzzing.run import Run, Spoiled, Wrong
+from macrobatch import MacrobatchError, MacroStep, by_count, by_tokens
+from macrobatch.errors import NonFiniteError
+
+
+class Whole(Run):
+    def run(self) -> None:
+        torch.set_default_dtype(getattr(torch, self.p.default_dtype))
+        self.train = self.macro_step()
+        for window, (samples,) in enumerate(self.p.epochs):
+            self.events = self.p.events_at(window, 0)
+            self.batch = make_batch(self.p, window, 0, samples)
+            self.watch(*self.batch.tensors())
+            self.handed_over = pack(self.p.container, self.batch)
+            self.window()
+            self.between(self.events)
+            if "restart" in self.events:
+                state = self.train.state_dict()
+                self.train = self.macro_step()
+                self.train.load_state_dict(state)
+        self.finish()
+
+    def macro_step(self) -> MacroStep:
+        p = self.p
+        micro: Any = {"int": p.size, "by_count": by_count(p.size), "auto": "auto"}.get(p.cut)
+        if p.cut == "by_tokens":
+            micro = by_tokens(max(LENGTH, p.size * LENGTH // 2), LENGTHS.get(p.container))
+        collate = stack if p.container == "samples" else None
+        return MacroStep(self.models(), self.optimizers(), self.loss_fn, micro=micro, collate=collate, **self.options())
+
+    def window(self) -> None:
+        """One call; and another one, without the mistake, where it was noticed."""
+        mistake = next((event for event in self.events if event in BAD or event in SPOILS or "plain" in event), None)
+        self.parts: list[tuple[Batch, bool]] = []  # that went through, and which of them had an infinite or NaN gradient
+        self.calls, fails = 0, "forward fails, again" in self.events
+        try:
+            result = self.train(self.handed_over)
+        except Failing:
+            pass
+        except NonFiniteError:
+            self.account()
+            if not self.reference.is_poisoned or self.p.nonfinite != "raise" or self.own.scaler is not None:
+                raise
+            self.reference.discard()
+            self.same_state()
+            return
+        except MacrobatchError:
+            if mistake is None:
+                raise
+            if mistake == "optimizer.step":
+                raise Spoiled from None
+        else:
+            if fails and self.calls:
+                raise Wrong("silent", "an exception in the loss was lost")
+            self.compare_window(result)
+            return
+        self.same_state()
+        self.events = []
+        self.window()
+
+    def compare_window(self, result: Any) -> None:
+        found = torch.cat([part.ids for part, _ in self.parts])
+        if not torch.equal(found.sort().values, self.batch.ids):
+            raise Wrong("silent", f"samples {found.tolist()} were trained on, not {self.batch.ids.tolist()}")
+        self.account()
+        if self.reference.is_poisoned and self.p.nonfinite == "raise" and self.own.scaler is None:
+            raise Wrong("silent", "a gradient that is not finite")
+        expected = self.reference.close()
+        expected.micro_batches = len(self.parts)
+        self.compare(result, expected)
+
+    def account(self) -> None:
+        """Hand the reference what went through: as a whole, or in parts where these differ from it."""
+        is_poisoned = any(is_poisoned for _, is_poisoned in self.parts)
+        for part in [part for part, _ in self.parts] if self.reference.in_parts else [self.batch]:
+            self.reference.add(part, self.reference.forward(part), is_poisoned=is_poisoned)
+
+    # ---------------------------------------------------------------------------------------------------- the loss
+
+    def loss_fn(self, model: Any, handed_over: Any) -> Any:
+        if model is not self.models() and not self.p.split:
+            raise Wrong("silent", "loss_fn got another model")
+        part = unpack(self.p.container, handed_over)
+        self.calls += 1
+        is_late = self.p.seed % 3 == 0  # memory runs out in the last micro-batch
+        if self.p.cut == "auto" and len(part.ids) > self.p.size and (not is_late or self.batch.ids[-1] in part.ids):
+            return self.run_out_of_memory(part)
+        is_first = bool((part.ids == self.batch.ids[0]).any())
+        events = self.events if is_first else []
+        self.change(events, part)
+        for event in self.events if self.batch.ids[-1] in part.ids else []:
+            self.disturb(event, part)
+        loss, items = self.loss(part, events), self.items(part)
+        self.parts.append((part, bool({"nan", "inf"} & set(events)) and part.items > 0))
+        mistake = next((event for event in events if event in BAD), None)
+        if mistake is not None:
+            loss, items = BAD[mistake](loss, items)
+        return loss if items is None else (loss, items)
+
+    def run_out_of_memory(self, part: Batch) -> Any:
+        """Memory runs out in the forward, or in the backward; perhaps not in the first micro-batch."""
+        self.parts = []
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if self.p.seed % 2 or self.p.stem == "frozen":
+            self.loss(part)  # random numbers and buffers have moved
+            raise error
+        self.net.fails = error
+        try:
+            loss, items = self.loss(part), self.items(part)
+            return loss if items is None else (loss, items)
+        finally:
+            self.net.fails = None
+
+    def disturb(self, event: str, part: Batch) -> None:
+        if event == "forward fails, again":
+            raise Failing
+        if event in SPOILS and any(q.grad is not None for q in self.net.parameters()):
+            SPOILS[event](self)
+        if event == "plain backward before":
+            self.loss(part).backward()
+            for other in self.net.others:
+                other.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------- kinds of batches
+
+Named = namedtuple("Named", ["x", "y", "w", "ids"])  # noqa: PYI024
+LENGTHS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda batch: (batch[2] > 0).sum(1),
+    "named tuple": lambda batch: (batch.w > 0).sum(1),
+    "dataclass": lambda batch: (batch.w > 0).sum(1),
+    "nested": lambda batch: (batch["targets"][1][0] > 0).sum(1),
+    "samples": lambda sample: int((sample["w"] > 0).sum()),
+}
+
+
+@dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+    w: Tensor
+    ids: Tensor
+    note: str = "one note for all"
+
+
+def names(ids: Tensor) -> list[str]:
+    return [f"sample {number}" for number in ids.tolist()]
+
+
+def pack(container: str, batch: Batch) -> Any:
+    x, y, w, ids = batch.tensors()
+    match container:
+        case "dict":
+            mask = {"attention_mask": w > 0} if w.dim() == 2 else {}
+            return {"x": x, "y": y, "w": w, "ids": ids, "names": names(ids), "rate": 0.5, "note": "all", **mask}
+        case "tuple":
+            return (x, y, w, ids)
+        case "named tuple":
+            return Named(x, y, w, ids)
+        case "dataclass":
+            return Record(x, y, w, ids)
+        case "nested":
+            return {"inputs": {"x": x, "none": None}, "targets": [y, (w, ids)], "number": torch.tensor(3.0)}
+        case "samples":
+            return [{"x": x[i], "y": y[i], "w": w[i], "ids": ids[i]} for i in range(len(x))]
+    raise AssertionError(container)
+
+
+def unpack(container: str, part: Any) -> Batch:
+    match container:
+        case "dict":
+            if part["names"] != names(part["ids"]):
+                raise Wrong("silent", "the names of a micro-batch belong to other samples")
+            if part["rate"] != 0.5 or part["note"] != "all":
+                raise Wrong("silent", "a number or a text was changed")
+            return Batch(part["x"], part["y"], part["w"], part["ids"])
+        case "tuple":
+            return Batch(*part)
+        case "named tuple" | "dataclass":
+            return Batch(part.x, part.y, part.w, part.ids)
+        case "nested":
+            y, (w, ids) = part["targets"]
+            if part["number"].item() != 3.0 or part["inputs"]["none"] is not None:
+                raise Wrong("silent", "a number, or None, was changed")
+            return Batch(part["inputs"]["x"], y, w, ids)
+    return part
+
+
+def stack(samples: list[dict[str, Tensor]]) -> Batch:
+    return Batch(*(torch.stack([sample[key] for sample in samples]) for key in ("x", "y", "w", "ids")))
