@@ -245,7 +245,10 @@ class Loop(Run):
                 self.plain_backward(event, batch)
             elif event in SPOILS and self.reference.window:
                 self.suspect = event
-                SPOILS[event](self)
+                try:
+                    SPOILS[event](self)
+                except RuntimeError:  # torch's own answer, e.g. to a step with gradients of another dtype
+                    raise Spoiled from None
 
     def plain_backward(self, event: str, batch: Batch) -> None:
         self.suspect = event

@@ -220,6 +220,7 @@ class Net(nn.Module):
             if "running" in buffer_name:
                 values = torch.rand(buffer.shape, generator=generator, dtype=torch.float64) + 0.5
                 buffer.data = values.to(dtype)
+        self.named = dict(self.named_parameters())
         self.others = [Dense(1).to(dtype)] if p.other else []  # in the graph, but no part of this model
         for parameter in (q for other in self.others for q in other.parameters()):
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype) / 2
@@ -245,6 +246,10 @@ class Net(nn.Module):
         if self.fails is not None:
             h = Fails.apply(h, self.fails)
         return sum(part(h) for part in (self.tail.head, *self.others)).squeeze(-1)
+
+    def clear(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def shift(self) -> Tensor | None:
         """The offset, as a scalar."""
@@ -297,7 +302,7 @@ class Trainee:
     seen: list[dict[str, Tensor | None]] = field(default_factory=list)  # gradients handed to the last optimizer
 
     def __post_init__(self) -> None:
-        p, parameters = self.p, list(self.net.parameters())
+        p, parameters = self.p, list(self.net.named.values())
         if p.partial:
             parameters.pop()
         many = [parameters[i :: p.optimizers] for i in range(p.optimizers)]
@@ -351,8 +356,8 @@ def make_scheduler(kind: str, optimizer: torch.optim.Optimizer) -> Any:
     raise AssertionError(kind)
 
 
-def gradients(net: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if q.grad is None else q.grad.detach().clone() for name, q in net.named_parameters()}
+def gradients(net: Net) -> dict[str, Tensor | None]:
+    return {name: None if q.grad is None else q.grad.detach().clone() for name, q in net.named.items()}
 
 
 def rates(trainee: Trainee) -> tuple[float, ...]:

@@ -73,7 +73,7 @@ class Reference:
         if self.in_parts:
             total = self.total(batch, losses, share)
             self.sum += total.item()
-            self.net.zero_grad()
+            self.net.clear()
             total.backward()
             own = gradients(self.net)
         self.window.append((batch, share, own))
@@ -88,7 +88,7 @@ class Reference:
     def close(self) -> Expected:
         window, items, loss_sum, is_poisoned = self.window, self.items, self.sum, self.is_poisoned
         self.discard()
-        self.net.zero_grad()
+        self.net.clear()
         if items and not is_poisoned:
             loss_sum += self.backward(window, items)
         loss = loss_sum / items if items else math.nan
@@ -106,7 +106,7 @@ class Reference:
     def backward(self, window: list[Any], items: float) -> float:
         """Leave the gradient of the whole window's mean loss in `.grad`; return the sum that is not known yet."""
         if self.in_parts:
-            for name, parameter in self.net.named_parameters():
+            for name, parameter in self.net.named.items():
                 parts = [own[name] for *_, own in window if own[name] is not None]
                 parameter.grad = sum(parts) / items if parts else None
             return 0.0
@@ -121,7 +121,7 @@ class Reference:
         if scaler is not None:
             self.scale()
         if self.p.max_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.net.parameters(), self.p.max_norm))
+            norm = float(nn.utils.clip_grad_norm_(self.net.named.values(), self.p.max_norm))
         scaled = list(self.with_gradients()) if scaler is not None else []
         for optimizer in trainee.optimizers:
             scaler.step(optimizer) if optimizer in scaled else optimizer.step()
@@ -141,13 +141,13 @@ class Reference:
         """Scale and unscale: that leaves the gradients as they are (scales are powers of two), but not the scaler."""
         scaler, unscaled = self.trainee.scaler, set()
         factor = scaler.scale(torch.ones((), dtype=torch.float32)).item()
-        for parameter in self.net.parameters():
+        for parameter in self.net.named.values():
             if parameter.grad is not None:
                 parameter.grad *= factor
         for optimizer in self.with_gradients():
             scaler.unscale_(optimizer)
             unscaled |= {q for group in optimizer.param_groups for q in group["params"]}
-        for parameter in self.net.parameters():
+        for parameter in self.net.named.values():
             if parameter.grad is not None and parameter not in unscaled:
                 parameter.grad /= factor
 
@@ -155,10 +155,10 @@ class Reference:
         """What a scaler makes of an infinite gradient."""
         if self.trainee.scaler is None:
             return
-        for parameter in self.net.parameters():
+        for parameter in self.net.named.values():
             parameter.grad = torch.full_like(parameter, math.inf)
         self.trainee.scaler.scale(torch.ones((), dtype=torch.float32))
         for optimizer in self.trainee.optimizers:
             self.trainee.scaler.unscale_(optimizer)
         self.trainee.scaler.update()
-        self.net.zero_grad()
+        self.net.clear()

@@ -102,7 +102,7 @@ class Run:
                     self.reference.forward(batch)
             if event == "own grad":
                 self.reference.forward(batch)
-                parameters = [q for q in self.net.parameters() if q.requires_grad]
+                parameters = [q for q in self.net.named.values() if q.requires_grad]
                 torch.autograd.grad(self.loss(batch), parameters, allow_unused=True)
 
     def between(self, events: list[str]) -> None:
@@ -141,14 +141,14 @@ class Run:
         if self.p.hook == "watch":
             theirs = self.reference.trainee.seen[-1]
             same_tensors("the gradient in the optimizer", self.own.seen[-1], theirs, tolerance(self.p))
-        for name, parameter in self.net.named_parameters():
+        for name, parameter in self.net.named.items():
             if expected.gradients[name] is None and parameter.grad is not None:
                 raise Wrong("silent", f"{name} was not used, and has a gradient")
 
     def same_state(self) -> None:
         """Weights, optimizer state, buffers, schedule and scale."""
         own, twin, bound = self.own, self.reference.trainee, 1e-9 if self.p.dtype == "float64" else 2e-3
-        same_tensors("the weight", dict(own.net.named_parameters()), dict(twin.net.named_parameters()), bound)
+        same_tensors("the weight", own.net.named, twin.net.named, bound)
         same_tensors("the buffer", dict(own.net.named_buffers()), dict(twin.net.named_buffers()), bound)
         same_tensors("optimizer state", state_of(own), state_of(twin), bound)
         same_number("the learning rate", rates(own), rates(twin))
@@ -181,16 +181,17 @@ def same_tensors(what: str, found: dict[str, Any], expected: dict[str, Any], bou
     """As close as `bound`, as a part of the largest number of all. None must meet None."""
     if found.keys() != expected.keys():
         raise Wrong("silent", f"{what}: {min(found.keys() ^ expected.keys())} is in one of the two only")
-    largest = max((e.abs().max().item() for e in expected.values() if e is not None and e.numel()), default=0.0)
-    for name, e in expected.items():
-        f = found[name]
-        if (f is None) != (e is None):
-            raise Wrong("silent", f"{what} of {name} is {'there' if e is None else 'None'}")
-        if e is None or torch.equal(f, e):
-            continue
-        error = (f.double() - e.double()).abs().max().item() / max(largest, 1e-3)
-        if not error <= bound:
-            raise Wrong("silent", f"{what} of {name} is off by {error:.1e}")
+    names = [name for name, value in expected.items() if value is not None]
+    if wrong := [name for name in found if (found[name] is None) == (name in names)]:
+        raise Wrong("silent", f"{what} of {wrong[0]} is {'None' if found[wrong[0]] is None else 'there'}")
+    if not names:
+        return
+    all_found, all_expected = (torch.cat([v[name].detach().reshape(-1).double() for name in names]) for v in (found, expected))
+    errors = (all_found - all_expected).abs() / max(all_expected.abs().max().item(), 1e-3)
+    if not errors.max().item() <= bound:
+        each = errors.split([expected[name].numel() for name in names])
+        worst = max(range(len(names)), key=lambda i: each[i].nan_to_num(torch.inf).max().item())
+        raise Wrong("silent", f"{what} of {names[worst]} is off by {errors.max().item():.1e}")
 
 
 def same_number(what: str, found: Any, expected: Any, bound: float = 0.0) -> None:
@@ -211,7 +212,7 @@ def state_of(trainee: Trainee) -> dict[str, Tensor]:
     return {
         f"{number} {name} {key}": value.detach()
         for number, optimizer in enumerate(trainee.optimizers)
-        for name, parameter in trainee.net.named_parameters()
+        for name, parameter in trainee.net.named.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor) and value.count_nonzero()
     }
