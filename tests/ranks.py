@@ -387,7 +387,7 @@ class Record:
         self.acc, self.model, self.counting = acc, model, counting
         self.before, self.undisturbed = flags(model) if flags_before is None else flags_before, True
         self.fed: list[list[tuple[int, bool]]] = [[]]  # by window: number and is_repeat of every batch
-        self.weights = [full_weights(model)]
+        self.weights = [self.weights_now()]
         self.results: list[Any] = []
 
     def epoch(self, loader: Iterable[tuple[int, Batch]]) -> None:
@@ -406,7 +406,10 @@ class Record:
         if result is not None:
             self.fed.append([])
             self.results.append(result)
-            self.weights.append(full_weights(self.model))
+            self.weights.append(self.weights_now())
+
+    def weights_now(self) -> dict[str, Tensor]:
+        return full_weights(self.model)
 
     def outcome(self) -> Outcome:
         return {

@@ -16,8 +16,9 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 # may import what its extra installs.
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
-    {"errors", "snapshot", "collectives", "capture", "plan"},
-    {"window", "sync", "split", "bench"},
+    {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
+    {"window", "placements", "split", "bench"},
+    {"sync"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
     {"update", "recording"},
     {"cuda_graph"},

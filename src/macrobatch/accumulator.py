@@ -6,8 +6,9 @@ The main path is `batches` -> `backward` -> `step`; everything below it checks a
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from macrobatch import arguments
 from macrobatch.collectives import all_reduce_later, gathered, largest
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.gradients import Gradients, Parameters, num_nodes, run_backward
-from macrobatch.loader import Remainder, Turn, agreed_turns, exchanged_lengths, planned_turns
+from macrobatch.gradients import Gradients, Parameters
+from macrobatch.graph import UNCONFINED, Confinement, confinement_of, gradients_aside, reach_of, run_backward
+from macrobatch.loader import ReadAhead, Remainder, Turn, agreed_turns, exchanged_lengths, length_of, planned_turns
 from macrobatch.order import Order
 from macrobatch.recording import Recording
 from macrobatch.snapshot import Snapshot
@@ -28,7 +30,12 @@ from macrobatch.update import NonFinite, StepResult, Update
 from macrobatch.window import Items, Reduction, Window
 
 Batch = TypeVar("Batch")
-FEW = 16  # parameters to look at, spread over all, where only a loss function could have cleared or clipped gradients
+NO_PARAMETER = (
+    "the loss reached no parameter of the given models: its graph belongs to others, or the parameters that it uses are "
+    "frozen. Hand over the loss of the model that this Accumulator was made for."
+)
+
+logger = logging.getLogger("macrobatch")
 
 
 class Options(TypedDict, total=False):
@@ -119,23 +126,25 @@ class Accumulator:
             max_norm=arguments.checked_norm(max_norm),
             nonfinite=arguments.checked_choice("nonfinite", nonfinite, NonFinite),
             counts_on_host=callable(steps),
+            window_is_open=self._is_accumulating,
         )
         self._parameters = Parameters(self._models, self._optimizers)
+        self._shrinks = self._sync.narrows() or any(p.dtype == torch.float16 for p in self._parameters.named().values())
         self._windows = 0  # how many were closed or discarded
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
-        self._inputs: Sequence[nn.Parameter] | None = None  # what backwards are confined to ...
-        self._nodes = 0  # ... where the graph has as many nodes as the last one that was looked at
-        self._nodes_before = 0  # how many there were when this micro-batch began
         self._order = Order()
         self._turn = Turn()  # how the current micro-batch was begun
         self._is_last = False
         self._is_repeat = False
         self._before_repeat: Snapshot | None = None
         self._others_go_on = False
-        self._has_one_loss = False  # of a `MacroStep`: nothing else runs between its backwards
+        self._may_repeat = False  # whether ranks may repeat batches, so that they must tell each other what they used
+        self._used: set[str] = set()  # the parameters that this rank's window has used, where `_may_repeat`
+        self._told_of_stale = False
         self._epoch: object = None  # which `batches` is the current one
+        self._stream: ReadAhead[Any] | None = None  # the last loader without a length, with what was read of it
 
     # ------------------------------------------------------------------------------------------ the main path
 
@@ -147,6 +156,8 @@ class Accumulator:
         self._order.require_new_epoch(self._window)
         self._give_up_turn()
         self._epoch = object()
+        if length_of(loader) is None:
+            loader = self._read_ahead(loader)
         return self._iterate(loader, self._epoch)
 
     def backward(self, loss: Tensor, items: Items = None) -> None:
@@ -162,8 +173,7 @@ class Accumulator:
         self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
-        self._sync.check(loss, gradients.named)
-        self._look_at_graph(loss, gradients)
+        confinement, awaited = self._look_at_graph(loss, gradients)
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
@@ -173,7 +183,8 @@ class Accumulator:
             self._send(window)  # it travels during the backward
         try:
             counts = not (self._is_repeat or window.counts_for_nothing(items))
-            self._run_backward(loss, seed, gradients, counts=counts, is_first=window.turns == 1)
+            with self._noting_used(gradients, awaited):
+                self._run_backward(loss, seed, gradients, confinement, counts=counts)
         finally:
             self._end_turn()
         self._order.expects = "step"
@@ -197,11 +208,11 @@ class Accumulator:
         try:
             if not self._is_due(window):
                 return None
-            self._sync.finish(gradients.named)
+            self._sync.finish(gradients.named, gradients.named.keys() - self._used if self._may_repeat else None)
             window.average = self._sync.average
-            return self._update.close(window, gradients)
+            return self._update.close(window, gradients, shared=self._parameters.shared)
         finally:
-            if self._scaler is not None:
+            if self._scaler is not None or self._shrinks:
                 self._typical_items = window.typical_items()
             self._drop_window()
             self._order.expects = "batch"
@@ -214,6 +225,7 @@ class Accumulator:
         self._is_last = False
         if self._order.expects == "backward":  # with the model's flags as they are: this may be after an exception
             self._open_window().slots += self._turn.slots
+            self._open_gradients()
             self._is_last = self._turn.ends or self._open_window().slots >= self._open_window().length
         else:
             self._order.expects = "batch"
@@ -268,6 +280,7 @@ class Accumulator:
             raise UsageError(f"the state of an Accumulator is a count for each of {keys}: got {dict(state)!r}.")
         self._update.taken, self._windows = state["optimizer_step"], state["windows"]
         self._window = None  # one that was opened, but holds nothing yet, was numbered by the old state
+        self._drop_gradients()
 
     # ------------------------------------------------------------------------------------------ epochs
 
@@ -285,10 +298,18 @@ class Accumulator:
             self._order.require_finished(self._window, self._is_last)
         self._end_epoch()
 
+    def _read_ahead(self, loader: Iterable[Batch]) -> ReadAhead[Batch]:
+        """A loader without a length. One that goes on where it was left begins with the batch read ahead then."""
+        if self._stream is None or not self._stream.reads(loader):
+            self._stream = ReadAhead(loader)
+        return self._stream
+
     def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
         group, longest = self._sync.group, None
+        self._may_repeat = False
         if group is not None:
-            loader, lengths = self._exchange_lengths(loader)
+            lengths = self._exchange_lengths(loader)
+            self._may_repeat = lengths.count(lengths[0]) < len(lengths) or None in lengths
             if None in lengths:
                 self._others_go_on = True
                 return agreed_turns(loader, self._open_window, lambda: self._others_go_on, lockstep=self._sync.lockstep)
@@ -297,9 +318,9 @@ class Accumulator:
             loader, longest, self._open_window, remainder=self._remainder, lockstep=self._sync.lockstep
         )
 
-    def _exchange_lengths(self, loader: Iterable[Batch]) -> tuple[Iterable[Batch], list[int | None]]:
+    def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:
         group, device = self._sync.group, self._device
-        loader, lengths = exchanged_lengths(loader, lambda own: [n for (n,) in gathered([own], group, device)])
+        lengths = exchanged_lengths(loader, lambda own: [n for (n,) in gathered([own], group, device)])
         if None in lengths and self._remainder == "carry":
             raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
         if lengths.count(lengths[0]) < len(lengths) or None in lengths:
@@ -307,7 +328,7 @@ class Accumulator:
                 f"loaders of lengths {lengths}: a rank that has run out takes part with a repeated batch, which would "
                 "change the others' statistics. Make the lengths equal."
             )
-        return loader, lengths
+        return lengths
 
     def _require_own_statistics(self, why: str) -> None:
         """No layer may take its statistics from the micro-batches of all ranks together."""
@@ -345,8 +366,8 @@ class Accumulator:
         self._is_last = window.slots >= window.length if turn.last is None else turn.last
         self._is_repeat = turn.repeat
         self._before_repeat = Snapshot(self._models) if turn.repeat else None
+        self._open_gradients()
         self._sync.begin(self._is_last)
-        self._nodes_before = num_nodes()
         self._order.expects = "backward"
 
     def _end_turn(self) -> None:
@@ -363,43 +384,83 @@ class Accumulator:
             self._order.expects = "batch"
             if self._window is not None:
                 self._window.slots -= self._turn.slots
+            if not self._accumulated:
+                self._drop_gradients()
 
-    def _look_at_graph(self, loss: Tensor, gradients: Gradients) -> None:
-        """What this backward is to be confined to; the same as before where the forward made as many nodes."""
-        nodes = num_nodes() - self._nodes_before
-        if nodes != self._nodes or nodes == 0:
-            self._inputs, self._nodes = self._sync.backward_inputs(loss, gradients.parameters), nodes
+    def _look_at_graph(self, loss: Tensor, gradients: Gradients) -> tuple[Confinement, Sequence[str]]:
+        """What this backward is to be confined to, and which parameters must turn out to get a gradient in it.
 
-    def _run_backward(self, loss: Tensor, seed: Tensor, gradients: Gradients, *, counts: bool, is_first: bool) -> None:
+        Every graph is walked: another model may be a part of this one, and none of the last.
+        """
+        if not self._sync.confines:
+            return UNCONFINED, ()
+        reach = reach_of(loss)
+        gradients.include(reach.leaves)
+        if not (reach.may_nest or self._accumulated or any(id(leaf) in gradients.own for leaf in reach.leaves)):
+            raise BatchError(NO_PARAMETER)
+        return confinement_of(reach, gradients.own), self._sync.check(reach, gradients.named)
+
+    def _run_backward(
+        self, loss: Tensor, seed: Tensor, gradients: Gradients, confinement: Confinement, *, counts: bool
+    ) -> None:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
         hooks = [] if counts else self._sync.zeroed(gradients.parameters)
         try:
-            run_backward(loss, seed, self._inputs)
+            with gradients_aside(confinement.aside):
+                run_backward(loss, seed, confinement.inputs)
         except BaseException:
-            if is_first:
-                self._undo_first_turn()
-            else:
-                self._order.broken = True
+            self._undo_turn()
             raise
         finally:
             for hook in hooks:
                 hook.remove()
-        if not self._sync.shows_gradients:
-            return
         gradients.mark()
-        if is_first and not gradients.any():
-            self._undo_first_turn()
-            raise BatchError(
-                "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
-                "that it uses are frozen. Hand over the loss of the model that this Accumulator was made for."
+        if self._sync.confines and self._open_window().turns == 1 and not gradients.any():
+            self._undo_turn()
+            raise BatchError(NO_PARAMETER)
+
+    @contextlib.contextmanager
+    def _noting_used(self, gradients: Gradients, awaited: Sequence[str]) -> Iterator[None]:
+        """Note which parameters a backward uses, where ranks must tell each other or where its graph hides them."""
+        if not (awaited or (self._may_repeat and self._sync.confines)):
+            yield
+            return
+        used: set[str] = set()
+        hooks = [
+            p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
+            for name, p in gradients.named.items()
+            if p.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not self._is_repeat:
+            self._used |= used
+        if missing := [name for name in awaited if name not in used]:
+            self._order.broken = True
+            raise BackendError(
+                f"{len(missing)} parameters got no gradient in this rank's last micro-batch of the window, the first "
+                f"of them {missing[0]!r}: DistributedDataParallel has not synchronised what they have accumulated. Use "
+                "every parameter in every micro-batch, or wrap the model with find_unused_parameters=True, which needs "
+                "checkpoint(..., use_reentrant=False)."
             )
+
+    def _undo_turn(self) -> None:
+        """A backward failed half-way. Where it was the window's first, the window is as before it."""
+        if self._open_window().turns == 1:
+            self._undo_first_turn()
+        else:
+            self._order.broken = True
 
     def _undo_first_turn(self) -> None:
         """The backward that would have been a window's first failed: the window is as before it."""
         self._window = None
         self._drop_window()
         self._open_window().slots += self._turn.slots
+        self._open_gradients()
 
     def _require_epoch(self, epoch: object) -> None:
         if self._epoch is not epoch:
@@ -426,12 +487,15 @@ class Accumulator:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._parameters.trainable().values())).device
+        return next(iter(self._parameters.named().values())).device
 
     @property
     def _accumulated(self) -> bool:
         """Whether the window holds anything."""
         return self._window is not None and self._window.turns > 0
+
+    def _is_accumulating(self) -> bool:
+        return self._accumulated
 
     def _open_window(self) -> Window:
         if self._window is None:
@@ -444,24 +508,35 @@ class Accumulator:
                 scaler=self._scaler,
                 typical_items=self._typical_items,
                 alone=self._sync.group is None,
+                shrinks=self._shrinks,
             )
         return self._window
 
     def _open_gradients(self) -> Gradients:
-        """The gradients of the window, made at its first backward: what is there by then belongs to no window."""
+        """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
         if self._gradients is None:
+            sync = self._sync
             self._gradients = Gradients(
-                self._parameters.trainable(),
-                self._accumulate_dtype if self._sync.shows_gradients else None,
-                self._sync.shards,
-                watched=FEW if self._has_one_loss else None,
+                self._parameters.named(),
+                self._accumulate_dtype if sync.confines else None,
+                sync.shards,
+                held=None if sync.held() is None else sync.held,  # type: ignore[arg-type]
+                may_move=sync.may_move,
             )
+            if self._gradients.had_stale and not self._told_of_stale:
+                self._told_of_stale = True
+                logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
             self._update.begin()
         return self._gradients
 
+    def _drop_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.clear()
+        self._gradients = None
+
     def _agree_on_items(self, loss: Tensor, items: Items) -> None:
         """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
-        if self._scaler is None or self._sync.group is None or self._typical_items is not None:
+        if not (self._scaler or self._shrinks) or self._sync.group is None or self._typical_items is not None:
             return
         self._typical_items = largest(1.0 if items is None else items, self._sync.group, loss.device)
         if self._window is not None:
@@ -469,10 +544,9 @@ class Accumulator:
 
     def _drop_window(self) -> None:
         self._windows += self._accumulated
-        if self._gradients is not None:
-            self._gradients.clear()
-        self._window = self._gradients = None
-        self._nodes = 0
+        self._drop_gradients()
+        self._window = None
+        self._used = set()
         self._order.carries = self._order.broken = False
 
     # ------------------------------------------------------------------------------------------ for whole batches
@@ -483,14 +557,14 @@ class Accumulator:
         """This rank adds nothing to the window that others fill, but will be there at its close."""
         self._catch_up()
         self._turn, self._is_last, self._is_repeat = Turn(), False, False
-        nothing = torch.zeros((), device=self._device)
+        nothing = torch.zeros((), device=self._device, dtype=torch.float32)
         self._open_window().add_nothing(nothing)
         self._open_gradients()
 
     def _skip(self) -> StepResult:
         """A window in which no rank has anything."""
         window = self._open_window()
-        window.add_nothing(torch.zeros((), device=self._device))
+        window.add_nothing(torch.zeros((), device=self._device, dtype=torch.float32))
         try:
             return self._update.close(window, self._open_gradients())
         finally:
@@ -509,7 +583,7 @@ class Accumulator:
 
     def _catch_up(self) -> None:
         """What this rank would have done together with the others, had it not failed in the window."""
-        self._agree_on_items(torch.zeros((), device=self._device), 0)
+        self._agree_on_items(torch.zeros((), device=self._device, dtype=torch.float32), 0)
 
     def _mark(self) -> tuple[int, float | Tensor | None]:
         """Where `_rewind` goes back to."""

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from macrobatch.collectives import whole
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.window import Items
 
@@ -28,7 +29,7 @@ T = TypeVar("T")
 def checked_loss(loss: Tensor) -> Tensor:
     """`loss` as handed to `backward`, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
-        return loss
+        return whole(loss)
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
     if loss.numel() != 1:
@@ -54,7 +55,7 @@ def checked_items(items: object) -> Items:
                 f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
                 "Count them first, e.g. items=(labels != -100).sum()."
             )
-        return items
+        return whole(items)
     if not isinstance(items, Real) or isinstance(items, bool):
         raise BatchError(f"items must be a number, a tensor with one, or None: got {items!r}.")
     if not math.isfinite(items) or items < 0:
@@ -77,7 +78,9 @@ def checked_steps(steps: object, name: str) -> int:
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several of a kind, as a tuple."""
     several = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for one in several:
+    for index, one in enumerate(several):
+        if any(one is other for other in several[:index]):
+            raise UsageError(f"{name} lists the same {type(one).__name__} twice: hand over each once.")
         if not isinstance(one, kind):
             raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
@@ -90,7 +93,7 @@ def checked_choice(name: str, value: T, choices: object) -> T:
 
 
 def checked_norm(max_norm: float | None) -> float | None:
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and (not isinstance(max_norm, Real) or isinstance(max_norm, bool) or not max_norm > 0):
         raise UsageError(f"max_norm must be positive (inf measures without clipping), or None: got {max_norm!r}.")
     return max_norm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,25 @@ from torch.distributed.tensor import DTensor
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
-def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, host: Group, bucket_bytes: int = 32 * 2**20) -> None:
+def all_reduce_flat(
+    named: dict[str, nn.Parameter],
+    group: Group,
+    host: Group,
+    unused: Collection[str] = (),
+    bucket_bytes: int = 32 * 2**20,
+) -> None:
     """Sum all gradients over the ranks, a bucket at a time. One that only other ranks have is made here, of zeros.
 
-    `host` is the `host_group` of `group`, on which they tell each other what they have.
+    `host` is the `host_group` of `group`, on which they tell each other what they have. What this rank has of the
+    `unused` counts for nothing.
     """
     parameters = list(named.values())
-    used = torch.tensor([float(p.grad is not None) for p in parameters])
-    dist.all_reduce(used, group=host)
-    for parameter, ranks in zip(parameters, used.tolist(), strict=True):
-        if parameter.grad is None and ranks:
+    absent = {name for name, parameter in named.items() if parameter.grad is None}
+    of_none = set(unused_by_all(named, absent.union(unused), host))
+    for name, parameter in named.items():
+        if name in of_none:
+            parameter.grad = None
+        elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     bucket: list[Tensor] = []
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -37,6 +46,13 @@ def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, host: Group, b
             parts = torch.split(flat, [g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
             bucket.clear()
+
+
+def unused_by_all(named: dict[str, nn.Parameter], unused: Collection[str], host: Group) -> list[str]:
+    """The parameters that are among the `unused` on every rank."""
+    users = torch.tensor([name not in unused for name in named], dtype=torch.int32, device="cpu")
+    dist.all_reduce(users, group=host)
+    return [name for name, ranks in zip(named, users.tolist(), strict=True) if not ranks]
 
 
 def all_reduce_later(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
@@ -68,6 +84,11 @@ def largest(number: float | Tensor, group: Group, device: torch.device) -> Tenso
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, as a plain one, with its graph. All ranks that hold a part must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def host_group(group: Group) -> Group:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from macrobatch.capture import Claim, captured, joined, milliseconds, uncached_autocast, without_collecting
 from macrobatch.fit import is_out_of_memory, release
-from macrobatch.gradients import Gradients, run_backward
+from macrobatch.gradients import Gradients
+from macrobatch.graph import confinement_of, gradients_aside, reach_of, run_backward
 from macrobatch.recordable import (
     NotRecordableError,
     Traces,
@@ -68,7 +69,6 @@ class Graphs:
             their wrappers (`unwrapped`), which do things in Python that a replay would leave out.
         reduction: what those losses are.
         scaled: whether a scaler multiplies them.
-        backward_inputs: what a backward may be confined to.
     """
 
     def __init__(
@@ -78,13 +78,11 @@ class Graphs:
         *,
         reduction: Reduction,
         scaled: bool,
-        backward_inputs: Callable[[Tensor, Sequence[nn.Parameter]], Sequence[nn.Parameter] | None],
     ) -> None:
         self._models = models
         self._loss_of = loss_of
         self._reduction: Reduction = reduction
         self._scaled = scaled
-        self._backward_inputs = backward_inputs
         self._situation: object = None
         self._refused = False  # nothing is recorded any more
         self._warms_up_apart = False  # whether each shape is warmed up outside of the pool first
@@ -131,6 +129,7 @@ class Graphs:
         if self._ledger is not None:
             self._ledger.clear()
         self._lay_out(gradients.parameters)
+        gradients.mark()
 
     def of(self, micro_batch: Any, samples: int, known_before: Hashable) -> Recording | None:
         """The recording for a micro-batch; None: it is to run eagerly."""
@@ -346,7 +345,9 @@ class Graphs:
             raise _NothingThereError
         require_leaves(loss, leaves_of)
         seed = window.weigh(loss, items)
-        run_backward(loss, seed, self._backward_inputs(loss, list(leaves_of.values())))
+        confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
+        with gradients_aside(confinement.aside):
+            run_backward(loss, seed, confinement.inputs)
         window.add(loss, items)
         ledger.add(window.totals())
         return window

@@ -9,45 +9,26 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-try:
-    from torch.autograd.graph import _engine_run_backward
-except ImportError:  # not a public name: without it everything works, a little slower
-    _engine_run_backward = None  # type: ignore[assignment]
-
+from macrobatch.collectives import local
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
 from macrobatch.window import wide
 
 HALF = (torch.float16, torch.bfloat16)
+UNDIVIDED = (
+    "Until step() they are undivided sums: leave zero_grad() and clip_grad_norm_() out of the loop (step() clears, and "
+    "clips with max_norm=, once a window), and call discard() to drop what was accumulated."
+)
 GRADIENT_OF = operator.attrgetter("grad")
 VERSION_OF = operator.attrgetter("_version")
-_get_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
-
-
-def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[nn.Parameter] | None) -> None:
-    """``torch.autograd.backward(loss, seed, inputs=inputs)``, by its last line alone.
-
-    What that function does before it, checking what is known to be right here, takes as long as the backward of a small
-    layer.
-    """
-    if type(loss) is Tensor and _engine_run_backward is not None:
-        inputs = inputs or ()
-        _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
-    else:
-        torch.autograd.backward(loss, seed, inputs=inputs)
-
-
-def num_nodes() -> int:
-    """How many nodes this thread has added to graphs so far; always 0 where torch does not tell."""
-    return 0 if _get_sequence_nr is None else int(_get_sequence_nr())
 
 
 class Kind(NamedTuple):
@@ -56,7 +37,7 @@ class Kind(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     widened: bool
-    shards: tuple[Any, ...]  # the groups of ranks that hold other parts of the same parameters
+    spread: Spread  # over ranks
 
 
 class Parameters:
@@ -66,19 +47,19 @@ class Parameters:
         self._models = models
         self._optimizers = optimizers
         self._seen: object = None
-        self.trainable()  # an optimizer of some other model is an error already
+        self.shared = False  # whether optimizers hold one of them twice
+        if not any(parameter.requires_grad for parameter in self.named().values()):
+            raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """Those that require a gradient now, each once: they may be frozen, thawed or replaced between windows."""
+    def named(self) -> dict[str, nn.Parameter]:
+        """All of them, frozen ones too, each once: they may be frozen, thawed or replaced at any time."""
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         seen = [(id(p), p.requires_grad) for p in held]
         if seen != self._seen:
             self._all = self._look_through(held)
             self._seen = seen
-        trainable = {name: parameter for name, parameter in self._all.items() if parameter.requires_grad}
-        if not trainable:
-            raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
-        return trainable
+            self.shared = len(set(map(id, held))) < len(held)
+        return self._all
 
     def _look_through(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
         known: set[int] = set()
@@ -101,10 +82,12 @@ class Gradients:
     """The gradients that one window accumulates.
 
     Args:
-        named: the trainable parameters, each once, by the name that errors call it.
+        named: all parameters of the models, each once, by the name that errors call it. Frozen ones may be thawed
+            inside the window.
         accumulate_dtype: sums gradients of narrower parameters in this dtype.
         shards: the groups of ranks that hold other parts of plain gradients. (A DTensor knows its own.)
-        watched: how many parameters are looked at between backwards, spread over all of them; None: all.
+        held: where else than in ``.grad`` the backend keeps what is accumulated, as it is now.
+        may_move: whether the backend may copy a gradient to another place between backwards.
     """
 
     def __init__(
@@ -112,65 +95,141 @@ class Gradients:
         named: dict[str, nn.Parameter],
         accumulate_dtype: torch.dtype | None = None,
         shards: tuple[Any, ...] = (),
-        watched: int | None = None,
+        held: Callable[[], list[Tensor | None]] | None = None,
+        may_move: bool = False,
     ) -> None:
-        self.parameters = list(named.values())
         self.named = named
-        self._watched = self.parameters[:: -(-len(self.parameters) // watched)] if watched else self.parameters
-        self._shards = shards
-        self._left: list[Tensor | None] | None = None  # for each that is watched, what the last backward left ...
-        self._versions: list[int] = []  # ... and how often that had been written to
+        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        self.own = dict(zip(map(id, named.values()), named, strict=True))  # names by the parameters' ids
+        self.had_stale = any(parameter.grad is not None for parameter in named.values())
+        self._watched_ids = set(map(id, self.parameters))
+        self._plain = Spread(shards)
+        self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
+        self._held = held
+        self._may_move = may_move
+        self._accumulate_dtype = accumulate_dtype
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[Kind, list[Tensor]] = {}
         self.clear()  # what is left from before belongs to no window
-        if accumulate_dtype is not None:
-            self._widen(accumulate_dtype)
+        self._widen(self.parameters)
+        self.mark()
 
     # ------------------------------------------------------------------------------------------ within the window
 
+    def include(self, leaves: Iterable[Tensor]) -> None:
+        """Accumulate these too, if they are parameters of the models that were frozen when the window began."""
+        thawed = [p for p in leaves if id(p) not in self._watched_ids and id(p) in self.own]
+        if not thawed:
+            return
+        self._watched_ids.update(map(id, thawed))
+        self.parameters += thawed  # type: ignore[arg-type]
+        self._widen(thawed)
+        self.mark()
+
     def mark(self) -> None:
         """Remember the gradients as a backward left them, for `check_untouched`."""
-        self._left = list(map(GRADIENT_OF, self._watched))
+        before, self._left = getattr(self, "_left", None), self._as_they_are()
+        if before is None or not _are_same(before, self._left):
+            self._left = self._apart()
         self._versions = _versions(self._left)
+        self._sizes = self._local_sizes()
 
     def check_untouched(self) -> None:
-        """Between a backward and the next, or `step`, nobody may clear, clip or unscale: these are undivided sums."""
-        if self._left is None:
-            return
-        now = list(map(GRADIENT_OF, self._watched))
+        """Between a backward and the next, or `step`, nobody may add, clear, clip or unscale: these are undivided sums."""
+        now = self._as_they_are()
         versions = _versions(now)
-        if versions == self._versions and all(map(operator.is_, now, self._left)):
+        if versions == self._versions and _are_same(now, self._left):
+            self._notice_writes()
             return
-        for parameter, gradient, version, left, before in zip(
-            self._watched, now, versions, self._left, self._versions, strict=True
-        ):
-            if gradient is not left or version != before:
-                name = next(name for name, named in self.named.items() if named is parameter)
-                found = "cleared" if gradient is None else "changed"
-                raise UsageError(
-                    f"the gradients of the open window were {found} since the last backward (seen at parameter "
-                    f"{name!r}). Until step() they are undivided sums: leave zero_grad() and "
-                    "clip_grad_norm_() out of the loop (step() clears, and clips with max_norm=, once a window), and "
-                    "call discard() to drop what was accumulated."
-                )
+        for index, (gradient, left) in enumerate(zip(now, self._left, strict=True)):
+            if gradient is left and versions[index] == self._versions[index]:
+                continue
+            if self._may_move and gradient is not None and left is not None and torch.equal(gradient, left):
+                continue
+            raise UsageError(self._meddling(index, gradient, left))
+        self.mark()
+
+    def _meddling(self, index: int, gradient: Tensor | None, left: Tensor | None) -> str:
+        """What to tell about a gradient that is not as the last backward left it."""
+        seen = ""
+        if index < len(self.parameters):
+            seen = f" (seen at parameter {self.own[id(self.parameters[index])]!r})"
+        if left is None:
+            return (
+                f"somebody else's backward() has added gradients to the open window{seen}. Until step() they are "
+                "undivided sums, so nothing else may add to them: call acc.backward(loss) instead of loss.backward(), "
+                "add several losses up and hand over the sum, and freeze this model where another one is trained "
+                "through it. discard() drops what was accumulated."
+            )
+        found = "cleared" if gradient is None else "changed"
+        return f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
+
+    def _as_they_are(self) -> list[Tensor | None]:
+        """Every tensor that may hold a part of the sum now."""
+        now = list(map(GRADIENT_OF, self.parameters))
+        return now if self._held is None else now + self._held()
+
+    def _apart(self) -> list[Tensor | None]:
+        """The same, in memory of their own.
+
+        Parameters that reach the loss through views, e.g. ``a.squeeze() + b.squeeze()``, get views of one gradient as
+        theirs: adding to the one, or dividing it, would change the other.
+        """
+        with torch._C.DisableTorchFunction():  # an address is no number that the device has computed
+            taken = sorted(
+                (gradient.data_ptr(), index)
+                for index, gradient in enumerate(map(GRADIENT_OF, self.parameters))
+                if gradient is not None and not isinstance(gradient, DTensor) and gradient.layout == torch.strided
+            )
+        end = 0
+        for start, index in taken:
+            gradient = self.parameters[index].grad
+            assert gradient is not None
+            if start < end and start:  # 0: without memory, as tensors without elements are
+                self.parameters[index].grad = gradient.clone()
+            else:
+                end = start + gradient.nbytes
+        return self._as_they_are()
+
+    # What writes to a list of DTensors at once, as clip_grad_norm_ does, leaves no version behind: their sizes tell.
+
+    def _local_sizes(self) -> list[Tensor]:
+        """The norms of this rank's parts of gradients that are DTensors."""
+        parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
+        with torch.no_grad():
+            return [torch.linalg.vector_norm(part, dtype=_norm_dtype(part)) for part in parts]
+
+    def _notice_writes(self) -> None:
+        """Compare those norms, on the device."""
+        for now, before in zip(self._local_sizes(), self._sizes, strict=True):
+            differs = (now != before) & ~(now.isnan() & before.isnan())
+            self._writes = differs if self._writes is None else self._writes | differs
+
+    def written_to(self) -> Tensor | None:
+        """Whether somebody wrote to a gradient, on any rank that holds a part of it; None where the host has looked."""
+        if self._writes is None:
+            return None
+        groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
+        return largest_over(groups, self._writes.float()).bool()
 
     def any(self) -> bool:
         """Whether a gradient is there at all."""
-        return any(p.grad is not None for p in self.parameters)
+        return any(p.grad is not None for p in self.named.values())
 
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
-        self._left = None
-        for parameter in self.parameters:
+        self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows
+        for parameter in self.named.values():
             parameter.grad = None
         for parameter, dtype in self._widened.values():
             parameter.grad_dtype = dtype
         self._widened.clear()
 
-    def _widen(self, dtype: torch.dtype) -> None:
-        for parameter in self.parameters:
+    def _widen(self, parameters: Iterable[Tensor]) -> None:
+        dtype = self._accumulate_dtype
+        for parameter in parameters if dtype is not None else ():
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize < dtype.itemsize:
-                self._widened[id(parameter)] = parameter, parameter.grad_dtype
+                self._widened[id(parameter)] = parameter, parameter.grad_dtype  # type: ignore[assignment]
                 parameter.grad_dtype = dtype
 
     # ------------------------------------------------------------------------------------------ at its close
@@ -179,6 +238,7 @@ class Gradients:
         """Group what is there, for the methods below: no backward comes any more."""
         groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
+            spread = self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
             if gradient.layout != torch.strided:
@@ -186,17 +246,17 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            local, shards = self._local(gradient)
-            groups[Kind(local.device, local.dtype, id(parameter) in self._widened, shards)].append(local)
+            if (placed := settled(gradient, parameter)) is not gradient:
+                parameter.grad = gradient = placed
+            part = local(gradient)
+            groups[Kind(part.device, part.dtype, id(parameter) in self._widened, spread)].append(part)
         self._groups = dict(groups)
 
-    def _local(self, gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """This rank's part of a gradient, and the groups of ranks that hold the others."""
-        if not isinstance(gradient, DTensor):
-            return gradient, self._shards
-        mesh, placements = gradient.device_mesh, gradient.placements
-        shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
-        return gradient.to_local(), shards
+    def _spread_of(self, name: str, parameter: Tensor) -> Spread:
+        layout = layout_of(parameter)
+        if (spread := self._spreads.get(layout)) is None:
+            spread = self._spreads[layout] = self._plain if layout is None else spread_over(*layout, name)
+        return spread
 
     @property
     def foldable(self) -> bool:
@@ -205,13 +265,17 @@ class Gradients:
 
     def norm(self, order: float, device: torch.device) -> Tensor:
         """The norm of all gradients together; infinite or NaN where one of them is."""
-        parts: dict[tuple[Any, ...], list[Tensor]] = {self._shards: []} if self._shards else {}
+        norms: dict[Spread, list[Tensor]] = {spread: [] for spread in self._spreads.values()}
         for kind, group in self._groups.items():
             norm = _norm_of(_norms([part for part in group if part.numel()], order), order, device)
-            parts.setdefault(kind.shards, []).append(norm.to(device, wide(device), non_blocking=True))
-        return _norm_of(
-            [_over(shards, _norm_of(part, order, device), order) for shards, part in parts.items()], order, device
-        )
+            norms[kind.spread].append(norm.to(device, wide(device), non_blocking=True))
+        whole = {spread: _norm_of(parts, order, device) for spread, parts in norms.items()}
+        return norm_over_ranks(whole, order) if self._is_spread else _norm_of(list(whole.values()), order, device)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether any parameter lies in parts on several ranks."""
+        return any(spread.shards for spread in self._spreads.values())
 
     def divide(self, divisor: float | Tensor) -> None:
         """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
@@ -228,14 +292,14 @@ class Gradients:
 
         Returns a tensor that is not zero if one was not finite.
         """
-        if len(self._groups) != 1:
+        if len(self._groups) != 1 or self._is_spread:
             return None
-        ((where, dtype, widened, shards), group), *_ = self._groups.items()
-        if widened or shards or where != device or dtype not in (torch.float32, *HALF):
+        ((where, dtype, widened, _), group), *_ = self._groups.items()
+        if widened or where != device or dtype not in (torch.float32, *HALF):
             return None
         if not _takes_float32(where, dtype):
             return None
-        found = torch.zeros((), device=device)
+        found = torch.zeros((), device=device, dtype=torch.float32)
         inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
         return found
@@ -248,7 +312,7 @@ class Gradients:
             if gradient is None or gradient.device != device:
                 continue
             narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
-            torch.mul(gradient, factor, out=narrowed)
+            torch.mul(local(gradient), factor, out=local(narrowed))
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
@@ -277,17 +341,26 @@ def _multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.d
             gradient.copy_(gradient.float().mul_(factor))
 
 
-def _versions(gradients: list[Tensor | None]) -> list[int]:
+def _versions(gradients: Sequence[Any]) -> list[int]:
     """How often each was written to; -1 for none."""
     try:
         return list(map(VERSION_OF, gradients))
     except AttributeError:
-        return [-1 if gradient is None else gradient._version for gradient in gradients]
+        return [getattr(gradient, "_version", -1) for gradient in gradients]
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _takes_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel that a GradScaler divides with takes such gradients: on CUDA it has no bfloat16."""
     return dtype != torch.bfloat16 or device.type == "cpu"
+
+
+def _norm_dtype(gradient: Tensor) -> torch.dtype | None:
+    """At least float32."""
+    return torch.float32 if gradient.dtype in HALF else None
 
 
 def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
@@ -297,7 +370,7 @@ def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
     real = not gradients[0].is_complex()
     if order == math.inf and real and gradients[0].device.type == "cpu":  # the kernel below takes ten times as long
         return [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients]
-    return torch._foreach_norm(gradients, order, dtype=torch.float32 if gradients[0].dtype in HALF else None)
+    return torch._foreach_norm(gradients, order, dtype=_norm_dtype(gradients[0]))
 
 
 def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
@@ -305,16 +378,3 @@ def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Ten
     if not norms:
         return torch.zeros((), device=device, dtype=wide(device))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)
-
-
-def _over(shards: tuple[Any, ...], norm: Tensor, order: float) -> Tensor:
-    """The norm over all ranks that hold a part."""
-    for group in shards:
-        if order == math.inf:
-            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)  # the largest of NaN and a number may be the number
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        else:
-            norm = norm**order
-            dist.all_reduce(norm, group=group)
-            norm = norm ** (1 / order)
-    return norm

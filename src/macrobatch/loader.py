@@ -7,11 +7,16 @@ backward may hold something that all ranks do together.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from macrobatch.errors import BatchError
+from macrobatch.split import leaves
 from macrobatch.window import Window
 
 Batch = TypeVar("Batch")
@@ -23,7 +28,7 @@ class Turn(NamedTuple):
 
     Attributes:
         last: whether it closes the window; None: the window's length decides.
-        ends: whether it does so because the epoch ends, however short the window is.
+        ends: whether this rank's part of the epoch ends with it, so that it closes a window of any length.
         repeat: whether the batch was handed out before, and counts for nothing now.
         slots: how many slots of the window are past after it.
         flags: what the other ranks are told when it closes the window: 1.0 if this one has more batches after it, and
@@ -42,26 +47,53 @@ IN_BETWEEN = Turn(last=False)
 
 def length_of(loader: Iterable[Batch]) -> int | None:
     """How many batches a loader says it has; None where it does not know."""
+    if isinstance(loader, ReadAhead):
+        return None
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # also what a DataLoader over an iterable without a length says
+    except Exception:  # a TypeError mostly; but a length that is not known may be told in any way
         return None
 
 
-def exchanged_lengths(
-    loader: Iterable[Batch], gather: Callable[[int], list[int]]
-) -> tuple[Iterable[Batch], list[int | None]]:
-    """How long every rank's loader is, None for those that do not know; and the own loader, from its first batch on."""
+class ReadAhead(Iterator[Batch]):
+    """An iterator that is read by one batch further than it is used, and keeps what it has read.
+
+    >>> batches = ReadAhead(iter("ab"))
+    >>> next(batches), batches.has_more(), next(batches), batches.has_more()
+    ('a', True, 'b', False)
+    """
+
+    def __init__(self, loader: Iterable[Batch]) -> None:
+        self._iterator = iter(loader)
+        self._ahead: list[Batch] = []
+
+    def reads(self, loader: Iterable[Batch]) -> bool:
+        """Whether `loader` is the very iterator that is read here, and not one that begins anew each time."""
+        return loader is self or loader is self._iterator
+
+    def has_more(self) -> bool:
+        """Whether another batch follows."""
+        if not self._ahead:
+            self._ahead += itertools.islice(self._iterator, 1)
+        return bool(self._ahead)
+
+    def __next__(self) -> Batch:
+        if not self.has_more():
+            raise StopIteration
+        return self._ahead.pop()
+
+
+def exchanged_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
+    """How long every rank's loader is; None for those that do not know."""
     length = length_of(loader)
     if length is None:  # whether there is a first batch must be known all the same
-        iterator = iter(loader)
-        first = list(itertools.islice(iterator, 1))
-        loader, length = itertools.chain(first, iterator), -1 if first else 0
+        assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
+        length = -1 if loader.has_more() else 0
     lengths = gather(length)
     if 0 in lengths:
         empty = [rank for rank, length in enumerate(lengths) if length == 0]
         raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
-    return loader, [None if length == -1 else length for length in lengths]
+    return [None if length == -1 else length for length in lengths]
 
 
 def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
@@ -94,15 +126,51 @@ def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
 
 
 def _looked_ahead(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
-    iterator = iter(loader)
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        raise BatchError("the loader is empty: there is no batch to train on.") from None
-    for following in iterator:
-        yield batch, None
-        batch = following
-    yield batch, 0
+    source = loader if isinstance(loader, ReadAhead) else ReadAhead(loader)
+    if not source.has_more():
+        raise BatchError("the loader is empty: there is no batch to train on.")
+    is_first = True
+    for batch in source:
+        before = _Contents(batch, copies=is_first)
+        has_more, is_first = source.has_more(), False
+        before.require_same()
+        yield batch, None if has_more else 0
+
+
+class _Contents:
+    """The tensors of a batch, to notice when the loader writes the next batch to the same memory.
+
+    Versions tell for tensors. What is written from outside of torch, to the array behind them, they do not see: the
+    first batch of an epoch is compared with a copy, if it is on the host.
+    """
+
+    def __init__(self, batch: object, *, copies: bool) -> None:
+        arrays = [leaf for _, leaf in leaves(batch, "batch") if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
+        self._tensors = [leaf for leaf in arrays if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._copies = [(leaf, copied) for leaf in arrays if copies and (copied := _copy_on_host(leaf)) is not None]
+
+    def require_same(self) -> None:
+        if self._versions == [tensor._version for tensor in self._tensors] and all(
+            _are_equal(leaf, before) for leaf, before in self._copies
+        ):
+            return
+        raise BatchError(
+            "the loader writes every batch to the same memory: reading one ahead, which shows where it ends, has "
+            "overwritten the batch before. Let it yield copies, e.g. batch.clone(), or give it a __len__, with which "
+            "nothing is read ahead."
+        )
+
+
+def _copy_on_host(leaf: Any) -> Any:
+    """None for what is not an array of numbers in the host's memory."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone() if leaf.device.type == "cpu" and leaf.layout == torch.strided else None
+    return copy.deepcopy(leaf) if getattr(leaf.dtype, "kind", None) in tuple("biufc") else None
+
+
+def _are_equal(leaf: Any, before: Any) -> bool:
+    return bool(((leaf == before) | ((leaf != leaf) & (before != before))).all())
 
 
 def planned_turns(
@@ -143,7 +211,7 @@ def planned_turns(
             continue
         slots = part if last or not lockstep else 1
         slot += slots
-        yield fetched[0], Turn(last, last and part < room, mine < 1, slots)
+        yield fetched[0], Turn(last, last and slot == longest and remainder == "step", mine < 1, slots)
     next(source, None)  # complains if there is more than the length said
 
 
@@ -158,7 +226,7 @@ def agreed_turns(
         others_go_on: whether, as of the last window closed, another rank has batches left.
         lockstep: whether all ranks take equally many turns.
     """
-    source = counted_down(iter(loader))
+    source = counted_down(loader if isinstance(loader, ReadAhead) else iter(loader))
     (batch, left), has_batch = next(source), True
     while has_batch or others_go_on():
         room = window().length - window().slots
@@ -167,7 +235,7 @@ def agreed_turns(
         more = has_batch and not ends
         complete = has_batch and room == 1
         flags = float(more), float(complete)
-        yield batch, Turn(last, last and room > 1, not has_batch, room if last else 1, flags)
+        yield batch, Turn(last, ends and not lockstep, not has_batch, room if last else 1, flags)
         if more:
             batch, left = next(source)
         has_batch = more

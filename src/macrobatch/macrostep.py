@@ -145,7 +145,6 @@ class MacroStep:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
         self._sizes = Sizes(fit_file)
         self._acc = Accumulator(model, optimizer, **options)
-        self._acc._has_one_loss = True
         self._feed = Feed()
         self._graphs = self._made_graphs() if cuda_graph else None
         self._ranks: Any = None  # to exchange what lives on the host
@@ -359,7 +358,6 @@ class MacroStep:
             loss_of,
             reduction=acc._reduction,
             scaled=acc._scaler is not None,
-            backward_inputs=acc._sync.backward_inputs,
         )
 
     def _why_eager(self) -> str | None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from macrobatch.graph import reach_of
 from macrobatch.snapshot import HostRandom, modules_of
 from macrobatch.split import leaves, transformed
-from macrobatch.sync import nodes
 
 
 class NotRecordableError(Exception):
@@ -148,7 +148,7 @@ def require_leaves(loss: Tensor, leaves_of: dict[nn.Parameter, nn.Parameter]) ->
     past = {id(parameter) for parameter, leaf in leaves_of.items() if leaf is not parameter}
     if not past:
         return
-    if any(id(getattr(node, "variable", None)) in past for node in nodes(loss)):
+    if any(id(leaf) in past for leaf in reach_of(loss).leaves):
         raise NotRecordableError("under DistributedDataParallel, the loss uses a parameter not taken from the model")
     if any(leaf.data_ptr() != parameter.data_ptr() for parameter, leaf in leaves_of.items()):
         raise NotRecordableError("under DistributedDataParallel, a forward moves its weights, as those of nn.LSTM do")

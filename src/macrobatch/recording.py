@@ -14,7 +14,7 @@ class Ledger:
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), device=device, dtype=wide(device))
-        self.multiplier = torch.ones((), device=device)  # of losses, by the window's scaler
+        self.multiplier = torch.ones((), device=device, dtype=torch.float32)  # of losses, by the window's scaler
         kinds = (torch.int64, wide(device))
         self._counts = {dtype: torch.zeros(2, device=device, dtype=dtype) for dtype in kinds}  # of items: sum, lowest
         self._used: set[torch.dtype] = set()

@@ -7,20 +7,21 @@ between, `end` puts back as it was. What remains to be done when a window closes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch.collectives import Group, all_reduce_flat, host_group, local
+from macrobatch.collectives import Group, all_reduce_flat, host_group, local, unused_by_all
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.graph import Reach
+from macrobatch.placements import ranks_of
 
 When = Literal["window", "micro"]
-AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the end of a graph: a leaf's gradient
 
 
 class Local:
@@ -30,7 +31,8 @@ class Local:
         group: the ranks whose items are counted together; None: this process alone.
         average: what the backend has divided the gradients of a closing window by.
         lockstep: whether every micro-batch communicates, so that all ranks must do equally many.
-        shows_gradients: whether ``.grad`` holds the window's sum after each backward, and only backwards change it.
+        confines: whether a backward can be confined to the own parameters: they are the leaves of its graph.
+        may_move: whether gradients may be copied to another place between backwards.
         shards: the groups of ranks that hold other parts of plain gradients.
         holds: whether all that ranks do together in a window can wait for its close (`hold`).
         needs_turns: whether a rank must take a turn in a window even if it has nothing to add.
@@ -40,7 +42,8 @@ class Local:
     group: Group = None
     average: float = 1
     lockstep = False
-    shows_gradients = True
+    confines = True
+    may_move = False
     shards: tuple[Group, ...] = ()
     holds = True
     needs_turns = False
@@ -62,17 +65,20 @@ class Local:
     def end(self) -> None:
         """After its backward, or when it is given up: everything is put back as it was."""
 
-    def check(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
-        """Before a backward: an error if it would leave a gradient unsynchronised that should not be."""
+    def check(self, reach: Reach, named: dict[str, nn.Parameter]) -> Sequence[str]:
+        """Before a backward: an error if it would leave a gradient unsynchronised that should not be.
 
-    def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter] | None:
-        """What a backward of `loss` must be confined to, so that it adds to no other model's gradients; None: nothing.
-
-        It costs a tenth of a small backward, so not where the graph ends in these parameters alone. Under reentrant
-        checkpointing it cannot be: torch would leave out, silently, the parameters whose part of the graph exists only
-        during the backward.
+        Returns the names of parameters that must turn out to get a gradient in it, where that cannot be seen yet.
         """
-        return tuple(parameters) if _reaches_others(loss, parameters) else None
+        return ()
+
+    def narrows(self) -> bool:
+        """Whether gradients pass through float16 somewhere on their way."""
+        return False
+
+    def held(self) -> list[Tensor | None] | None:
+        """All that may hold gradients of the window besides ``.grad``; None: nothing ever does."""
+        return None
 
     def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
@@ -82,8 +88,12 @@ class Local:
         """What the open window has added up so far, wherever it is held: this rank's own tensors."""
         return [local(p.grad) for p in parameters if p.grad is not None]
 
-    def finish(self, named: dict[str, nn.Parameter]) -> None:
-        """When a window closes: synchronise what its last backward has not."""
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
+        """When a window closes: synchronise what its last backward has not.
+
+        `unused`: the parameters that this rank's micro-batches did not use, repeated ones left out; None: that need
+        not be told, as no rank repeats any.
+        """
 
     def clear(self) -> None:
         """Drop gradients that are held anywhere but in ``.grad``."""
@@ -98,6 +108,7 @@ class DDP(Local):
 
     def __init__(self, models: Sequence[Any], *, sync: When, group: Group, flat: bool) -> None:
         self._models = models
+        self._reduced = _reduced_by(models)
         if flat and sync == "micro":
             raise BackendError(
                 'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
@@ -112,7 +123,7 @@ class DDP(Local):
         self.group = group
         self.lockstep = self._micro
         self.recordable = not (self._micro or any(model.static_graph for model in models))
-        self.shows_gradients = not self._micro  # after a synchronised backward the reducer may move them
+        self.may_move = any(model.gradient_as_bucket_view for model in models)  # once, when its buckets are laid out
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -127,9 +138,22 @@ class DDP(Local):
             model.require_forward_param_sync = False
 
     def begin(self, last: bool) -> None:
-        self._synced = not (self._flat or self._held) and (last or self._micro)
+        for model in self._models:
+            if model._join_config.enable:
+                raise BackendError(
+                    "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
+                    "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
+                    "ranks of different lengths together by themselves."
+                )
+        may_sync = not (self._flat or self._held) and (last or self._micro)
+        self._synced = may_sync and not self._has_others()
         if self._synced:
             return
+        if may_sync and self._micro:
+            raise BackendError(
+                "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know "
+                'it: with sync="micro" its gradient would not travel. Wrap the model anew, or use sync="window".'
+            )
         for model in self._models:
             if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
                 raise BackendError(
@@ -142,29 +166,40 @@ class DDP(Local):
     def end(self) -> None:
         self._flags.close()
 
-    def check(self, loss: Tensor, named: dict[str, nn.Parameter]) -> None:
+    def _has_others(self) -> bool:
+        """Whether other parameters are trained than the reducer knows: those that were trained when DDP was made."""
+        if self._reduced is None:
+            return False
+        return any(p.requires_grad != (id(p) in self._reduced) for p in _reducible(self._models))
+
+    def check(self, reach: Reach, named: dict[str, nn.Parameter]) -> Sequence[str]:
         if not self._synced or all(m.find_unused_parameters or m.static_graph for m in self._models):
-            return
-        used = set()
-        for node in nodes(loss):
-            if type(node) is CheckpointFunction._backward_cls:
-                return  # it hides which parameters it uses
-            if (variable := getattr(node, "variable", None)) is not None:
-                used.add(id(variable))
-        missing = [name for name, parameter in named.items() if id(parameter) not in used]
-        if missing:
+            return ()
+        used = set(map(id, reach.leaves))
+        missing = [name for name, p in named.items() if id(p) not in used and self._reduces(p)]
+        if missing and not reach.may_nest:
             raise BackendError(
                 f"{len(missing)} parameters have no part in this rank's last micro-batch of the window, the first of "
                 f"them {missing[0]!r}: DistributedDataParallel would not synchronise what they have accumulated. Wrap "
                 "the model with find_unused_parameters=True."
             )
+        return missing
 
-    def finish(self, named: dict[str, nn.Parameter]) -> None:
+    def _reduces(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad if self._reduced is None else id(parameter) in self._reduced
+
+    def narrows(self) -> bool:
+        return any(_compresses_to_half(model) for model in self._models)
+
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         self._held = False
         if not self._synced:
-            all_reduce_flat(named, self.group, self.hosts())
+            all_reduce_flat(named, self.group, self.hosts(), unused or ())
             for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
                 model.require_forward_param_sync = True
+        elif unused is not None:  # the reducer takes what a repeated micro-batch used for used
+            for name in unused_by_all(named, unused, self.hosts()):
+                named[name].grad = None
 
     def clear(self) -> None:
         self._held = False
@@ -174,7 +209,7 @@ class FSDP1(Local):
     """FullyShardedDataParallel: its no_sync holds unsharded gradients until the last micro-batch."""
 
     recordable = False
-    shows_gradients = False
+    confines = False  # torch forbids it here
     lockstep = True  # parameters are gathered for every micro-batch
     holds = False
     needs_turns = True
@@ -185,9 +220,24 @@ class FSDP1(Local):
         self._flags = contextlib.ExitStack()
         self._synced = False
         self.group = group
-        self.average = models[0]._gradient_predivide_factor * models[0]._gradient_postdivide_factor
         if models[0].sharding_strategy.name != "NO_SHARD":
             self.shards = (models[0].process_group,)
+
+    @property
+    def average(self) -> float:  # type: ignore[override]
+        model = self._models[0]
+        return float(model._gradient_predivide_factor * model._gradient_postdivide_factor)
+
+    def narrows(self) -> bool:
+        dtypes = {dtype for handle in self._handles() for dtype in (handle._fwd_bwd_param_dtype, handle._reduce_dtype)}
+        return torch.float16 in dtypes or any(model._comm_hook is not None for model in self._models)
+
+    def held(self) -> list[Tensor | None]:
+        flat = [handle.flat_param for handle in self._handles()]
+        return [p.grad for p in flat] + [getattr(p, "_saved_grad_shard", None) for p in flat]
+
+    def _handles(self) -> list[Any]:
+        return [handle for model in self._models for handle in model._all_handles]
 
     def begin(self, last: bool) -> None:
         self._synced = last or self._micro
@@ -198,11 +248,8 @@ class FSDP1(Local):
     def end(self) -> None:
         self._flags.close()
 
-    def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        return None  # torch forbids it here
-
     def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        flat = [handle.flat_param for model in self._models for handle in model._all_handles]
+        flat = [handle.flat_param for handle in self._handles()]
         return [p.register_hook(torch.zeros_like) for p in flat if p.requires_grad]
 
     def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -210,23 +257,22 @@ class FSDP1(Local):
             "what FullyShardedDataParallel holds back cannot be reached: shard with fully_shard instead."
         )
 
-    def finish(self, named: dict[str, nn.Parameter]) -> None:
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         if not self._synced:
             raise _closed_early("FullyShardedDataParallel")
 
     def clear(self) -> None:
-        for model in self._models:
-            for handle in model._all_handles:
-                handle.flat_param.grad = None
-                if hasattr(handle.flat_param, "_saved_grad_shard"):
-                    del handle.flat_param._saved_grad_shard
+        for handle in self._handles():
+            handle.flat_param.grad = None
+            if hasattr(handle.flat_param, "_saved_grad_shard"):
+                del handle.flat_param._saved_grad_shard
 
 
 class FSDP2(Local):
     """`fully_shard`, over one mesh dimension or two (HSDP): flags on each parameter group, for forward and backward."""
 
     recordable = False
-    shows_gradients = False
+    confines = False  # the leaves of the graph are the gathered parameters, not those that users see
     needs_turns = True
 
     def __init__(self, models: Sequence[Any], *, sync: When, gather: When, group: Group) -> None:
@@ -240,10 +286,28 @@ class FSDP2(Local):
         self._closed = False  # whether the last backward was a window's last
         self.group = group
         self.lockstep = self._micro or not self._gathered
+        assert self.average, "an error if its parts do not divide alike"
+
+    @property
+    def average(self) -> float:  # type: ignore[override]
         factors = {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in _groups(self._models)}
         if len(factors) != 1:
-            raise BackendError(f"the parts of the model divide gradients by different factors: {sorted(factors)}.")
-        self.average = factors.pop()
+            raise BackendError(
+                f"the parts of the model divide gradients by different factors: {sorted(factors)}. Set one for all: "
+                "set_gradient_divide_factor() does not reach the modules inside."
+            )
+        return float(factors.pop())
+
+    def narrows(self) -> bool:
+        policies = [state._mp_policy for state in _states(self._models)]
+        return any(torch.float16 in (policy.param_dtype, policy.reduce_dtype) for policy in policies)
+
+    def held(self) -> list[Tensor | None]:
+        held = [group._partial_reduce_output for group in _groups(self._models)]
+        for parameter in self._sharded():
+            held.append(parameter.unsharded_accumulated_grad)
+            held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
+        return held
 
     def hold(self) -> None:
         self._held, self._closed = True, False
@@ -286,24 +350,18 @@ class FSDP2(Local):
             setattr(owner, flag, value)
         self._saved.clear()
 
-    def backward_inputs(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        return None  # the leaves of the graph are the gathered parameters, not those that users see
-
     def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         leaves = [p._unsharded_param for p in self._sharded() if hasattr(p, "_unsharded_param")]
         return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
 
     def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        held = [group._partial_reduce_output for group in _groups(self._models)]
-        for parameter in self._sharded():
-            held += [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad]
-            held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
+        held = self.held() + [parameter.sharded_param.grad for parameter in self._sharded()]
         found = super().accumulated(parameters) + [local(gradient) for gradient in held if gradient is not None]
         return list(
             {gradient.data_ptr(): gradient for gradient in found}.values()
         )  # while gathered, some are seen twice
 
-    def finish(self, named: dict[str, nn.Parameter]) -> None:
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         held, self._held = self._held, False
         if self._closed:
             return
@@ -381,22 +439,18 @@ def sync_for(
         raise BackendError('gather="window" keeps the parameters of FSDP2 gathered; no given model is sharded by it.')
     if process_group is not None and not _initialized():
         raise BackendError("process_group was given, but torch.distributed is not initialized.")
-    models = [_unwrapped(model) for model in models]
+    models = [_unwrapped(model) for model in models if kind is None or _wrapper(model) == kind]  # no frozen teacher
     if kind is None:
         group = _given(process_group)
         if _initialized() and dist.get_world_size(group) > 1:
-            raise BackendError(
-                f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its "
-                "gradients. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; "
-                "for ranks that train on their own, hand over a process_group of one."
-            )
+            raise _not_wrapped(models, group)
         return Local()
     own = _own_group(models[0], kind)
     group = own if process_group is None else _given(process_group)
-    if dist.get_world_size(group) != dist.get_world_size(own):
+    if _ranks(group) != _ranks(own):
         raise BackendError(
-            f"process_group has {dist.get_world_size(group)} ranks, but the model averages its gradients over "
-            f"{dist.get_world_size(own)}: items must be counted over the same ranks."
+            f"process_group has the ranks {_ranks(group)}, but the model averages its gradients over {_ranks(own)}: "
+            "items must be counted over the same ranks. Leave process_group out, or hand over those."
         )
     if kind == "DistributedDataParallel":
         return DDP(models, sync=sync, group=group, flat=_widens(models, accumulate_dtype))
@@ -465,44 +519,55 @@ def _own_group(model: Any, kind: str) -> Group:
     return dist.group.WORLD if "HYBRID" in model.sharding_strategy.name else model.process_group
 
 
+def _reducible(models: Sequence[Any]) -> Iterator[nn.Parameter]:
+    """The parameters that DistributedDataParallel looks after."""
+    for model in models:
+        yield from model._module_parameters
+
+
+def _reduced_by(models: Sequence[Any]) -> set[int] | None:
+    """The ids of the parameters that the reducers know: those that were trained when they were made.
+
+    The buckets tell, which are laid out once for the question: as much memory as the gradients will take.
+    """
+    try:
+        buckets = [bucket for model in models for bucket in model.reducer._get_zeros_like_grad_buckets()]
+    except (AttributeError, RuntimeError):  # no public way: without it, that nothing was thawed is believed
+        return None
+    return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+
+
+def _compresses_to_half(model: Any) -> bool:
+    """Whether a hook of DistributedDataParallel's may make gradients float16 on their way: any but those of bfloat16."""
+    hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
+    built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
+    return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()
+
+
+def _ranks(group: Group) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
+    """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
+    found = f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its gradients"
+    sharing = ranks_of(p for model in models for p in model.parameters())
+    if len(sharing) < 2:
+        return BackendError(
+            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks "
+            "that train on their own, hand over a process_group of one."
+        )
+    return BackendError(
+        f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "
+        "share a model, as under tensor parallelism, get the same data and are one to the Accumulator: hand over the "
+        'ranks whose data differs, process_group=mesh["dp"]; a dimension of size 1, as in init_device_mesh(device, (1, '
+        'ranks), mesh_dim_names=("dp", "tp")), where all share one model. Where it is larger, wrap the model too: '
+        'fully_shard(model, mesh=mesh["dp"]).'
+    )
+
+
 def _closed_early(wrapper: str) -> BackendError:
     return BackendError(
         f"step(now=True) cannot close this window: {wrapper} synchronises gradients in a backward, and the last one "
         'did not. Close windows with micro_batch(last=True) or remainder="step", or accumulate with sync="micro".'
     )
-
-
-# ---------------------------------------------------------------------------------------------- graphs
-
-
-def nodes(loss: Tensor) -> Iterator[Any]:
-    """The nodes of the graph behind `loss`."""
-    pending: list[Any] = [loss.grad_fn]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        yield node
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-
-
-def _reaches_others(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the graph behind `loss` ends in other leaves too, as far as can be seen. (Not by `nodes`, for speed.)"""
-    own = set(map(id, parameters))
-    pending: list[Any] = [loss.grad_fn]
-    seen, reaches_others = {None}, False
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind = type(node)
-        if kind is CheckpointFunction._backward_cls:
-            return False
-        if kind is AccumulateGrad:
-            reaches_others = reaches_others or id(node.variable) not in own
-        for following, _ in node.next_functions:
-            pending.append(following)
-    return reaches_others

@@ -10,11 +10,14 @@ are fused not before their step is queued. On a CPU nothing is ever waited for, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,13 +28,15 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
-from macrobatch.gradients import Gradients
+from macrobatch.gradients import UNDIVIDED, Gradients
 from macrobatch.window import Window, wide
 
 NonFinite = Literal["raise", "skip", "keep"]
 
+_HOOKS_OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # its name in torch.optim is taken away there
+
 # Why a step must not be taken, as bits of one number.
-NONFINITE, NO_ITEMS, BAD_ITEMS = 1, 2, 4
+NONFINITE, NO_ITEMS, BAD_ITEMS, MEDDLED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,7 @@ class Verdict:
         numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
         self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
         self._arrival: torch.cuda.Event | None = None
+        self.asks = MEDDLED in reasons  # whether a skipped step would not tell by itself that it is an error
 
     @property
     def found_inf(self) -> Tensor:
@@ -88,7 +94,7 @@ class Verdict:
     def send(self) -> Verdict:
         """Start it on its way to the host, without waiting."""
         if self._number.device.type == "cuda":
-            self._host = torch.empty((), pin_memory=True)
+            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._host.copy_(self._number, non_blocking=True)
             self._arrival = torch.cuda.current_stream(self._number.device).record_event()
         return self
@@ -105,6 +111,11 @@ class Verdict:
 
     def error(self, reasons: int) -> MacrobatchError | None:
         """What to raise for them."""
+        if reasons & MEDDLED:
+            return UsageError(
+                f"the gradients of window {self.window} were changed between its last backward and step(), which did "
+                f"not take them. {UNDIVIDED}"
+            )
         if reasons & BAD_ITEMS:
             return BatchError(
                 f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
@@ -124,6 +135,7 @@ class Update:
 
     Args:
         counts_on_host: whether the host must know after each window how many steps were taken.
+        window_is_open: whether gradients are accumulated, so that nobody else may take a step with them.
         The others are those of `Accumulator`.
     """
 
@@ -136,8 +148,10 @@ class Update:
         max_norm: float | None,
         nonfinite: NonFinite,
         counts_on_host: bool,
+        window_is_open: Callable[[], bool],
     ) -> None:
         self._optimizers = optimizers
+        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in optimizers]
         self._schedulers = schedulers
         self._scaler = scaler
         self._max_norm = max_norm
@@ -189,23 +203,29 @@ class Update:
 
     # ------------------------------------------------------------------------------------------ the main path
 
-    def close(self, window: Window, gradients: Gradients) -> StepResult:
-        """Take the step of `window`; then raise the error of the one before, if it turned out to have one."""
+    def close(self, window: Window, gradients: Gradients, *, shared: bool = False) -> StepResult:
+        """Take the step of `window`; then raise the error of the one before, if it turned out to have one.
+
+        `shared`: whether optimizers hold a parameter twice, which a fused one would divide twice.
+        """
         earlier, self._pending = self._pending, None
-        result = self._close(window, gradients)
+        with contextlib.ExitStack() as opened:
+            for guard in self._guards:
+                opened.enter_context(guard.opened())
+            result = self._close(window, gradients, shared=shared)
         self._raise_for(earlier)
         return result
 
-    def _close(self, window: Window, gradients: Gradients) -> StepResult:
+    def _close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
         """Divide, clip, guard, step: the device gets all of it queued, and the host reads only what it must know."""
         if window.is_empty:
             return self._result(window, None, skipped=True)
         gradients.gather()
         fused = self._fused
-        folds = fused and gradients.foldable
+        folds = fused and gradients.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window, gradients, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
-        verdict = self._verdict(window, nonfinite)
+        verdict = self._verdict(window, nonfinite, gradients.written_to())
 
         if verdict is None:
             self._queue(grad_scale, None)
@@ -219,7 +239,7 @@ class Update:
         if self._scaler is not None and reasons in (0, NONFINITE):
             self._update_scale(self._scaler, verdict)
         error = verdict.error(reasons)
-        if error is not None and (self._nonfinite == "raise" or isinstance(error, BatchError)):
+        if error is not None and (self._nonfinite == "raise" or not isinstance(error, NonFiniteError)):
             raise error
         if not fused and not reasons:
             self._queue(None, None)
@@ -248,8 +268,10 @@ class Update:
             gradients.divide(divisor)
         return divisor, None, nonfinite
 
-    def _verdict(self, window: Window, nonfinite: Tensor | None) -> Verdict | None:
+    def _verdict(self, window: Window, nonfinite: Tensor | None, writes: Tensor | None) -> Verdict | None:
         reasons = {}
+        if writes is not None:
+            reasons[MEDDLED] = writes.to(window.device, non_blocking=True)
         if nonfinite is not None:
             poisoned = window.poisoned()
             reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
@@ -271,7 +293,7 @@ class Update:
         if not window.has_items:
             return True
         if self._scaler is not None:
-            return not fused or self._counts_on_host
+            return not fused or self._counts_on_host or verdict.asks
         return self._nonfinite == "skip" or verdict.on_host
 
     def _unasked(self, verdict: Verdict) -> bool | Tensor:
@@ -326,15 +348,64 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
     dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
     """
-    return _is_folding(type(optimizer).step) and all(
+    return _is_torchs_own(optimizer.step) and all(
         group.get("fused") and not group.get("dampening") for group in optimizer.param_groups
     )
 
 
+def _is_torchs_own(step: Any) -> bool:
+    """Whether a step, with all that is wrapped around it, is code of torch's: not overridden, and not replaced."""
+    while True:
+        step = getattr(step, "__func__", step)  # of a bound method
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
+            return False
+        if not hasattr(step, "__wrapped__"):
+            return step in _own_steps()
+        step = step.__wrapped__
+
+
 @functools.cache
-def _is_folding(step: Callable[..., Any]) -> bool:
-    """Whether a kind's step is one of torch's own, and not overridden."""
-    return inspect.unwrap(step) in {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
+def _own_steps() -> set[Callable[..., Any]]:
+    return {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody's code runs before or after each step: what it sees in ``.grad`` must be the mean."""
+    before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    everywhere = _HOOKS_OF_ALL["_global_optimizer_pre_hooks"] or _HOOKS_OF_ALL["_global_optimizer_post_hooks"]
+    return bool(after or everywhere) or not all(isinstance(hook, StepGuard) for hook in before.values())
+
+
+class StepGuard:
+    """Refuses steps that somebody else takes with the sums of an open window; a step pre-hook of the optimizer.
+
+    It goes with the one that made it: the optimizer does not keep that alive.
+    """
+
+    def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool]) -> None:
+        self._window_is_open = weakref.WeakMethod(window_is_open)
+        self._is_ours = False
+        handle = optimizer.register_step_pre_hook(self)
+        weakref.finalize(window_is_open.__self__, handle.remove)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let steps pass."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        window_is_open = self._window_is_open()
+        if self._is_ours or window_is_open is None or not window_is_open():
+            return
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() was called inside the open window. Its gradients are undivided sums "
+            "until acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, "
+            "and out of hooks. discard() drops what was accumulated."
+        )
 
 
 def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -363,4 +434,4 @@ def _frozen(lr: float | Tensor) -> float | Tensor:
 
 def _tensor(number: float | Tensor, device: torch.device) -> Tensor:
     """A ``grad_scale``: float32, on the device."""
-    return number.float() if isinstance(number, Tensor) else torch.full((), number, device=device)
+    return number.float() if isinstance(number, Tensor) else torch.full((), number, device=device, dtype=torch.float32)

@@ -54,6 +54,7 @@ class Window:
         scaler: whose scale at the first micro-batch multiplies all losses of the window.
         typical_items: of a micro-batch, by what is known from before; None: the first one's serve.
         alone: whether this process is the only one; ranks must multiply alike, whatever their micro-batches are.
+        shrinks: whether gradients are float16 somewhere on their way, in which sums overflow where means do not.
         multiplier: what losses are multiplied with, where that is known beforehand.
     """
 
@@ -66,6 +67,7 @@ class Window:
         scaler: GradScaler | None = None,
         typical_items: float | Tensor | None = None,
         alone: bool = True,
+        shrinks: bool = False,
         multiplier: float | Tensor | None = None,
     ) -> None:
         self.number = number
@@ -78,8 +80,8 @@ class Window:
         self._scaler = scaler
         self.typical = typical_items
         self._alone = alone
+        self._shrinks = shrinks
         self._multiplier = multiplier  # chosen at the first micro-batch that has items
-        self._seeds = Seeds()
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
@@ -101,9 +103,10 @@ class Window:
         weight = self.multiplier
         if self._reduction == "mean":
             weight = count if self.multiplier is UNSCALED else count * weight
+        # In memory of its own, each time: torch may keep (a view of) it as the gradient of a parameter, and add to that.
         if isinstance(weight, Tensor):
-            return weight.to(loss.device, loss.dtype, non_blocking=True).reshape(loss.shape)
-        return self._seeds.of(weight, loss)
+            return weight.detach().to(loss.device, loss.dtype, non_blocking=True, copy=True).reshape(loss.shape)
+        return torch.full_like(loss, weight)
 
     def add(self, loss: Tensor, items: Items) -> None:
         """Count a micro-batch."""
@@ -194,12 +197,13 @@ class Window:
         """For float16: the scale that the scaler wants, shrunk because sums overflow where means do not."""
         if self._multiplier is not None:
             return
-        if self._scaler is None and (loss.dtype != torch.float16 or not self._alone):
+        is_half = self._shrinks or (loss.dtype == torch.float16 and self._alone)
+        if self._scaler is None and not is_half:
             self._multiplier = UNSCALED
             return
         shrink = inverse_power_of_two(count if self.typical is None else self.typical)
         if self._scaler is not None:
-            shrink = self._scaler.scale(torch.ones((), device=loss.device)) * shrink
+            shrink = self._scaler.scale(torch.ones((), device=loss.device, dtype=torch.float32)) * shrink
         self._multiplier = shrink
 
     def _check_counted(self, items: Items) -> None:
@@ -265,8 +269,7 @@ class Window:
 
     def items(self) -> Tensor:
         """The items of the window, on the device."""
-        own = self._own_items()
-        return own if self._everyone is None else self._everyone[1].to(own.dtype)  # counts, or weights
+        return self._own_items() if self._everyone is None else self._everyone[1]  # another rank's may be fractions
 
     def loss(self) -> Tensor:
         """The mean loss over the items of the window, on the device; NaN where there are none."""
@@ -289,10 +292,15 @@ class Window:
         return items * multiplier / self.average if self.average != 1 else items * multiplier
 
     def typical_items(self) -> float | Tensor:
-        """The mean number of items of a micro-batch."""
+        """The mean number of items of a micro-batch; what was typical before where that is no positive number."""
         if self._everyone is not None:
-            return self._everyone[1] / self._everyone[2]
-        return (self._host_items if self.has_items else self._own_items()) / max(self.micro_batches, 1)
+            mean = self._everyone[1] / self._everyone[2]
+        elif self.has_items:
+            return self._host_items / max(self.micro_batches, 1)
+        else:
+            mean = self._own_items() / max(self.micro_batches, 1)
+        before = torch.as_tensor(1.0 if self.typical is None else self.typical, dtype=mean.dtype, device=mean.device)
+        return torch.where(torch.isfinite(mean) & (mean > 0), mean, before)
 
     def poisoned(self) -> Tensor | None:
         """Whether some rank's count of items was bad; None in one process."""
@@ -310,22 +318,6 @@ class Window:
         if self._device_items is None or self._lowest is None:
             return None
         return (self._lowest < 0) | ~torch.isfinite(self._device_items)
-
-
-class Seeds:
-    """What backwards start with: the last number is made anew only where it, or the kind of loss, is another."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float, Tensor] | None = None
-
-    def of(self, weight: float, loss: Tensor) -> Tensor:
-        """That number, as a tensor like `loss`."""
-        if self._last is not None and self._last[0] == weight:
-            seed = self._last[1]
-            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
-                return seed
-        self._last = weight, torch.full_like(loss, weight)
-        return self._last[1]
 
 
 def is_zero(items: Items) -> bool:

@@ -25,9 +25,10 @@ from macrobatch.accelerate.wrappers import AcceleratedOptimizer, Scaling
 from macrobatch.arguments import checked_items, checked_loss
 from macrobatch.collectives import all_reduce_later, largest
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.gradients import multiply, run_backward
+from macrobatch.gradients import multiply
+from macrobatch.graph import run_backward
 from macrobatch.sync import Local, sync_for
-from macrobatch.window import Items, Seeds, Window
+from macrobatch.window import Items, Window
 
 
 class Windows:
@@ -46,7 +47,6 @@ class Windows:
         self.current: Accumulation | None = None
         self.optimizers: list[AcceleratedOptimizer] = []
         self._accumulations: dict[tuple[int, ...], Accumulation] = {}
-        self._seeds = Seeds()
 
     def of(self, models: tuple[nn.Module | Tensor, ...]) -> Accumulation:
         """The window that these models share."""
@@ -86,7 +86,7 @@ class Windows:
             if items is not None and current.counts_for_nothing(items):
                 hooks = current.zeroed()
         elif items is None:
-            seed = self.scaled(self._seeds.of(1 / self.state.num_steps, loss), loss)
+            seed = self.scaled(torch.full_like(loss, 1 / self.state.num_steps), loss)
         else:
             raise UsageError(
                 "backward(loss, items=...) outside of accumulate(): the items of a window are counted, and only "
@@ -96,7 +96,7 @@ class Windows:
             if options:
                 torch.autograd.backward(loss, seed, **options)
             else:
-                run_backward(loss, seed, None)
+                run_backward(loss, seed)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -163,7 +163,6 @@ class Accumulation:
         self._modules = [model for model in models if isinstance(model, nn.Module)]
         self._sync = self._choose_sync()
         self._outer: Accumulation | None = None
-        self._seeds = Seeds()
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._number = 0
         self._begin_window()
@@ -221,7 +220,7 @@ class Accumulation:
             trainable = {name: p for name, p in self._modules[0].named_parameters() if p.requires_grad}
             self._sync.check(loss, trainable)
         if items is None:
-            seed = self._windows.scaled(self._seeds.of(1 / self._length, loss), loss)
+            seed = self._windows.scaled(torch.full_like(loss, 1 / self._length), loss)
         elif self._has_backward:
             raise UsageError(
                 "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
@@ -264,7 +263,7 @@ class Accumulation:
         elif divisor == 0:
             divisor = 1
         if (scaling := self._windows.scaling) is not None:
-            divisor = divisor / scaling.scaler.scale(torch.ones((), device=window.device))
+            divisor = divisor / scaling.scaler.scale(torch.ones((), device=window.device, dtype=torch.float32))
         return 1 / divisor
 
     def _open_window(self, loss: Tensor, items: Items) -> Window:

@@ -1,0 +1,118 @@
+"""The graph behind a loss: which leaves its backward reaches, and running that backward on the own leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+try:
+    from torch.autograd.graph import _engine_run_backward
+except ImportError:  # not a public name: without it everything works, a little slower
+    _engine_run_backward = None  # type: ignore[assignment]
+
+AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the end of a graph: a leaf's gradient
+
+
+class Reach(NamedTuple):
+    """What the backward of a loss adds gradients to.
+
+    Attributes:
+        leaves: each once.
+        may_nest: whether the graph holds functions that may run a backward of their own inside their backward, as
+            reentrant checkpointing does. What those reach cannot be seen beforehand.
+    """
+
+    leaves: list[Tensor]
+    may_nest: bool
+
+
+def reach_of(loss: Tensor) -> Reach:
+    """Walk the graph behind `loss`: about 0.4 us a node, so the loop does no more than it must."""
+    root: Any = loss.grad_fn
+    if type(root) is AccumulateGrad or root is None:  # the loss is a leaf itself
+        return Reach([loss], may_nest=False)
+    seen, ends, kinds, pending = {root, None}, [], {type(root)}, [root]
+    pop, push, see, note = pending.pop, pending.append, seen.add, kinds.add
+    while pending:
+        for node, _ in pop().next_functions:
+            if node not in seen:
+                see(node)
+                kind = type(node)
+                if kind is AccumulateGrad:
+                    ends.append(node)
+                else:
+                    note(kind)
+                    push(node)
+    return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, kinds)))
+
+
+def _may_nest(kind: type) -> bool:
+    """Whether nodes of this kind may run a backward inside theirs: any function written in Python may.
+
+    Those of torch itself do not, such as those of compiled models and of DDP, but for its reentrant checkpointing.
+    """
+    if not issubclass(kind, BackwardCFunction):
+        return False
+    function: Any = getattr(kind, "_forward_cls", None)
+    return function is CheckpointFunction or not str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+    """``torch.autograd.backward(loss, seed, inputs=inputs)``, by its last line alone.
+
+    What that function does before it, checking what is known to be right here, takes as long as the backward of a small
+    layer.
+    """
+    if type(loss) is Tensor and _engine_run_backward is not None:
+        inputs = tuple(inputs or ())
+        _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(loss, seed, inputs=inputs)
+
+
+class Confinement(NamedTuple):
+    """How a backward is kept to the own leaves.
+
+    Attributes:
+        inputs: what torch is told to add to; None: to all leaves.
+        aside: leaves whose gradients are put back afterwards, as they were.
+    """
+
+    inputs: Sequence[Tensor] | None = None
+    aside: Sequence[Tensor] = ()
+
+
+UNCONFINED = Confinement()
+
+
+def confinement_of(reach: Reach, own: Collection[int]) -> Confinement:
+    """How to keep a backward with that reach to the leaves whose ids are `own`.
+
+    ``inputs=`` leaves out what leads to no own leaf: all that is needed, unless a function runs a graph of its own
+    inside. That would silently not be run, so all gradients are computed there, and those of others put back.
+    """
+    others = [leaf for leaf in reach.leaves if id(leaf) not in own]
+    if not others:
+        return UNCONFINED
+    if reach.may_nest or not any(isinstance(leaf, nn.Parameter) for leaf in others):  # cheaper for a few inputs, too
+        return Confinement(aside=others)
+    return Confinement(inputs=[leaf for leaf in reach.leaves if id(leaf) in own])
+
+
+@contextlib.contextmanager
+def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Put the gradients of these leaves back afterwards, as they were."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
