@@ -39,8 +39,8 @@ class Batch:
         return self.x, self.y, self.w, self.ids
 
 
-def make_batch(p: Program, epoch: int, index: int, samples: int) -> Batch:
-    generator, dtype = draw(p.seed, epoch, index), getattr(torch, p.dtype)
+def make_batch(p: Program, epoch: int, index: int, samples: int, *rank: int) -> Batch:
+    generator, dtype = draw(p.seed, epoch, index, *rank), getattr(torch, p.dtype)
     shape = (samples, LENGTH) if p.is_sequence else (samples,)
     x = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -49,11 +49,11 @@ def make_batch(p: Program, epoch: int, index: int, samples: int) -> Batch:
         w /= 8
     if p.is_sequence:
         w = (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)).double()
-    if p.driver == "macrostep" and "expert" not in p.pieces and not p.is_sequence:
+    if p.driver == "macrostep" and samples and "expert" not in p.pieces and not p.is_sequence and not rank:
         w -= w.amin()  # some samples count for nothing
     if p.driver == "macrostep" and p.items == "none":
         w.fill_(1.0)  # a loss alone is a mean over its samples
-    if (epoch, index) in p.empty:
+    if (epoch, index) in p.empty and rank in ((), (0,)):
         w.zero_()
     if "expert" in p.pieces:  # most batches go to the expert as a whole, or not at all
         x[..., 0] = x[..., 0].abs() * torch.tensor([1.0, -1.0, -1.0, 0.5])[torch.randint(4, (), generator=generator)]

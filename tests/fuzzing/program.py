@@ -114,6 +114,7 @@ RIGHT = (
     "inf",  # a gradient
     "infinite loss",  # with a finite gradient
     "evaluate",
+    "idle forward",  # which no backward follows
     "own grad",  # torch.autograd.grad
     "halve lr",
     "zero_grad between",  # after a window
@@ -290,7 +291,7 @@ def valid(p: Program) -> Program:
 
 
 NOT_IN_PAIRS = ("reentrant checkpoint", "custom checkpoint", "dropout")
-IN_MACROSTEP = ("nan", "inf", "evaluate", "own grad", "halve lr", "forward fails, again",
+IN_MACROSTEP = ("nan", "inf", "evaluate", "idle forward", "own grad", "halve lr", "forward fails, again",
                 "zero_grad", "clip", "scale gradients", "drop a gradient", "optimizer.step", "plain backward before",
                 "negative items", "nan items", "items of two elements", "items as text", "loss of two elements",
                 "loss without a graph", "restart", "zero_grad between")  # fmt: skip
@@ -303,7 +304,7 @@ MOVES_NOTHING = ("nan", "inf", "halve lr", "restart", "zero_grad between")  # ne
 def describe(program: Program) -> str:
     fields = dataclasses.fields(program)
     given = {f.name: getattr(program, f.name) for f in fields if getattr(program, f.name) != f.default}
-    return f"Program({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    return f"{type(program).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 400) -> Program:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fuzzing.model import Batch, Net, Trainee, micro_loss, rates
 from fuzzing.program import Program
@@ -29,8 +30,8 @@ class Spoiled(Exception):
 
 
 class Run:
-    def __init__(self, p: Program, name: str = "", is_alone: bool = True) -> None:
-        self.p, self.net = p, Net(p, plain=False, name=name)
+    def __init__(self, p: Program, name: str = "", is_alone: bool = True, net: Net | None = None) -> None:
+        self.p, self.net = p, Net(p, plain=False, name=name) if net is None else net
         self.own = Trainee(p, self.net)
         self.reference = Reference(p, Trainee(p, Net(p, plain=True, name=name)), is_alone)
         self.watched: list[tuple[Tensor, Tensor]] = []  # what belongs to the program, with a copy
@@ -97,13 +98,19 @@ class Run:
                 for net in (self.net, self.reference.net):
                     (net.body[-1] if self.p.pieces else net.tail).requires_grad_(event == "thaw")
             if event == "evaluate":
-                with torch.no_grad():
-                    self.net(batch.x)
-                    self.reference.forward(batch)
+                self.evaluate(batch)
+            if event == "idle forward":
+                self.loss(batch)
+                self.reference.forward(batch)
             if event == "own grad":
                 self.reference.forward(batch)
                 parameters = [q for q in self.net.named.values() if q.requires_grad]
                 torch.autograd.grad(self.loss(batch), parameters, allow_unused=True)
+
+    def evaluate(self, batch: Batch) -> None:
+        with torch.no_grad():
+            self.net(batch.x)
+            self.reference.forward(batch)
 
     def between(self, events: list[str]) -> None:
         """What is right between windows."""
@@ -179,6 +186,7 @@ def tolerance(p: Program) -> float:
 
 def same_tensors(what: str, found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
     """As close as `bound`, as a part of the largest number of all. None must meet None."""
+    found = {name: value if value is None else unsharded(value) for name, value in found.items()}
     if found.keys() != expected.keys():
         raise Wrong("silent", f"{what}: {min(found.keys() ^ expected.keys())} is in one of the two only")
     names = [name for name, value in expected.items() if value is not None]
@@ -192,6 +200,10 @@ def same_tensors(what: str, found: dict[str, Any], expected: dict[str, Any], bou
         each = errors.split([expected[name].numel() for name in names])
         worst = max(range(len(names)), key=lambda i: each[i].nan_to_num(torch.inf).max().item())
         raise Wrong("silent", f"{what} of {names[worst]} is off by {errors.max().item():.1e}")
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def same_number(what: str, found: Any, expected: Any, bound: float = 0.0) -> None:
@@ -209,10 +221,11 @@ def same_number(what: str, found: Any, expected: Any, bound: float = 0.0) -> Non
 
 def state_of(trainee: Trainee) -> dict[str, Tensor]:
     """Optimizer state. What is zero is as good as none: a fused optimizer makes it before it leaves a step out."""
-    return {
-        f"{number} {name} {key}": value.detach()
+    state = {
+        f"{number} {name} {key}": unsharded(value.detach())
         for number, optimizer in enumerate(trainee.optimizers)
         for name, parameter in trainee.net.named.items()
         for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.count_nonzero()
+        if isinstance(value, Tensor)
     }
+    return {name: value for name, value in state.items() if value.count_nonzero()}

@@ -71,15 +71,18 @@ class Whole(Run):
         self.window()
 
     def compare_window(self, result: Any) -> None:
-        found = torch.cat([part.ids for part, _ in self.parts])
-        if not torch.equal(found.sort().values, self.batch.ids):
-            raise Wrong("silent", f"samples {found.tolist()} were trained on, not {self.batch.ids.tolist()}")
+        self.same_samples()
         self.account()
         if self.reference.is_poisoned and self.p.nonfinite == "raise" and self.own.scaler is None:
             raise Wrong("silent", "a gradient that is not finite")
         expected = self.reference.close()
         expected.micro_batches = len(self.parts)
         self.compare(result, expected)
+
+    def same_samples(self) -> None:
+        found = sorted(number for part, _ in self.parts for number in part.ids.tolist())
+        if found != self.batch.ids.tolist():
+            raise Wrong("silent", f"samples {found} were trained on, not {self.batch.ids.tolist()}")
 
     def account(self) -> None:
         """Hand the reference what went through: as a whole, or in parts where these differ from it."""
@@ -94,15 +97,14 @@ class Whole(Run):
             raise Wrong("silent", "loss_fn got another model")
         part = unpack(self.p.container, handed_over)
         self.calls += 1
-        is_late = self.p.seed % 3 == 0  # memory runs out in the last micro-batch
-        if self.p.cut == "auto" and len(part.ids) > self.p.size and (not is_late or self.batch.ids[-1] in part.ids):
+        is_first, is_last = (bool(torch.isin(end, part.ids).any()) for end in (self.batch.ids[:1], self.batch.ids[-1:]))
+        if self.p.cut == "auto" and len(part.ids) > self.p.size and (is_last or self.p.seed % 3):
             return self.run_out_of_memory(part)
-        is_first = bool((part.ids == self.batch.ids[0]).any())
         events = self.events if is_first else []
         if not part.items and self.p.items not in HOST_KNOWS:  # 0 x NaN is NaN where the host does not see the zero
             events = [event for event in events if event not in ("nan", "inf")]
         self.change(events, part)
-        for event in self.events if self.batch.ids[-1] in part.ids else []:
+        for event in self.events if is_last else []:
             self.disturb(event, part)
         loss, items = self.loss(part, events), self.items(part)
         self.parts.append((part, bool({"nan", "inf"} & set(events)) and part.items > 0))
