@@ -318,11 +318,13 @@ def hsdp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def optimizer_for(model: nn.Module, name: str = "SGD") -> torch.optim.Optimizer:
-    """SGD whose steps are the gradients themselves, or AdamW that does not magnify rounding."""
+    """SGD whose steps are the gradients themselves, or AdamW that does not magnify rounding: "AdamW-fused", say."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    name, _, how = name.partition("-")
+    flags: Any = {how: True} if how else {}
     if name == "SGD":
-        return torch.optim.SGD(parameters, lr=1.0)
-    return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5, weight_decay=0.1)
+        return torch.optim.SGD(parameters, lr=1.0, **flags)
+    return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5, weight_decay=0.1, **flags)
 
 
 # ------------------------------------------------------------------------------------------ the loop, and its record
@@ -454,6 +456,7 @@ class Plan:
     sized: bool = True
     now: bool = False  # close what is open in the end
     make: Callable[[], nn.Module] = Attention
+    dtype: torch.dtype = torch.float64  # of the ranks' models
     optimizer: str = "SGD"
     counting: Counting = reference.BY_COUNT
     max_norm: float | None = None
@@ -463,7 +466,7 @@ class Plan:
     # -------------------------------------------------------------------------------------------- on the ranks
 
     def start(self, wrap: Callable[..., nn.Module], wrapping: dict[str, Any] | None = None, **options: Any) -> Record:
-        model = wrap(made(self.make), **(wrapping or {}))
+        model = wrap(made(self.make, self.dtype), **(wrapping or {}))
         flags_before = flags_in_use(wrap, self.make) if isinstance(model, FSDPModule) else flags(model)
         acc = Accumulator(
             model,
@@ -545,7 +548,7 @@ class Plan:
             before, step = weights, reference.whole_step(whole, batches, self.max_norm, self.counting)
             assert step is not None, "a plan has items in every window"
             weights = reference.weights_of(model)
-            if self.optimizer == "SGD":  # with a learning rate of 1 the difference is the gradient
+            if self.optimizer.startswith("SGD"):  # with a learning rate of 1 the difference is the gradient
                 taken = difference(found["weights"][index], found["weights"][index + 1])
                 error = relative_error(taken, difference(before, weights))
                 assert error <= tolerance, f"the gradient of window {index}"

@@ -111,6 +111,14 @@ def optimizer_from_before() -> Outcome:
     return train(Accumulator(fsdp2(model), optimizer, steps=2), model)
 
 
+@scenario
+def left_out_of_fully_shard() -> Outcome:
+    """Each rank would step this one by its own gradient."""
+    model = made()
+    fully_shard(model, ignored_params={model.head.bias})
+    return train(Accumulator(model, optimizer_for(model), steps=2), model)
+
+
 REFUSED = {
     "ddp_and_fsdp2": ("DistributedDataParallel",),
     "fsdp1_and_fsdp2": ("FullyShardedDataParallel",),
@@ -120,6 +128,7 @@ REFUSED = {
     "gathered_fsdp1": ("gather", "FSDP2"),
     "process_group_of_another_kind": ("process_group",),
     "optimizer_from_before": ("optimizer",),
+    "left_out_of_fully_shard": ("head.bias", "fully_shard", "synchronise"),
 }
 
 

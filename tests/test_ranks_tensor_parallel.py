@@ -4,6 +4,7 @@ The ranks of one tensor-parallel group share a model and its data, so that a pla
 """
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -24,9 +25,11 @@ from ranks import (
     optimizer_for,
     run,
     same_on_all,
+    share,
 )
-from reference import VOCABULARY, WIDTH, Counting, relative_error
+from reference import VOCABULARY, WIDTH, Counting, concatenate, mean_loss, relative_error
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -37,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch import Accumulator
+from macrobatch import Accumulator, MacroStep
 
 Wrap = Callable[..., nn.Module]
 TENSOR = 2  # ranks that share a model
@@ -173,19 +176,118 @@ def check(plan: Plan, outcomes: list[Outcome]) -> None:
     plan.check(outcomes[::TENSOR])
 
 
+ALL_DTENSORS = ("sequences", "fsdp-window-window")  # torch's optimizers take no others in one call
 EXACT = {
-    "unclipped": Plan(make=Feedforward, counts=(5,), steps=2),
+    "unclipped": Plan(make=Feedforward, counts=(3,), steps=2),
     "clipped": Plan(make=Feedforward, counts=(4,), steps=2, counting=Counting("tensor"), max_norm=0.05),
     "adamw": Plan(make=Feedforward, counts=(4,), steps=2, optimizer="AdamW", max_norm=0.05),
 }
+FEW = {
+    "uneven": Plan(make=Feedforward, counts=((4, 1),), steps=2, max_norm=0.05),
+    "sgd-foreach": Plan(make=Feedforward, counts=(4,), steps=2, optimizer="SGD-foreach"),
+    "adamw-foreach": Plan(make=Feedforward, counts=(4,), steps=2, optimizer="AdamW-foreach", max_norm=0.05),
+    "adamw-fused": Plan(make=Feedforward, counts=(4,), steps=2, optimizer="AdamW-fused", max_norm=0.05),
+}
 for _name, _plan in EXACT.items():
     everywhere(_name, partial(exact, _plan))
+for _name, _plan in FEW.items():
+    everywhere(_name, partial(exact, _plan), ALL_DTENSORS)
 
 
 @every_mode
 @pytest.mark.parametrize("name", EXACT)
 def test_every_window_is_the_one_big_batch(ran, name, mode):
     check(EXACT[name], ran[f"{name}-{mode}"])
+
+
+@pytest.mark.parametrize("mode", ALL_DTENSORS)
+@pytest.mark.parametrize("name", FEW)
+def test_every_optimizer_takes_the_step_of_the_one_big_batch(ran, name, mode):
+    check(FEW[name], ran[f"{name}-{mode}"])
+
+
+FOLDED = Plan(make=Feedforward, dtype=torch.float32, counts=(4,), steps=2, optimizer="AdamW-fused", max_norm=0.05)
+everywhere("folded", partial(exact, FOLDED), ALL_DTENSORS)
+
+
+@pytest.mark.parametrize("mode", ALL_DTENSORS)
+def test_a_fused_optimizer_divides_and_clips(ran, mode):
+    outcomes = all_well(ran[f"folded-{mode}"])
+    same_on_all(outcomes, "loss", "items", "grad_norm", "weights")
+    FOLDED.check_roughly(outcomes[::TENSOR], 1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------- whole batches
+
+HANDED_OVER = Plan(make=Feedforward, counts=((4, 2),), steps=2, max_norm=0.05)
+
+
+def handed_over(wrap: Wrap, **options: Any) -> Outcome:
+    """The second data-parallel rank has nothing in the last window."""
+    model, rank = wrap(made(Feedforward)), dist.get_rank() // TENSOR
+    train = MacroStep(
+        model,
+        optimizer_for(model),
+        lambda model, batch: (mean_loss(model, batch), batch.items),
+        micro=2,
+        max_norm=HANDED_OVER.max_norm,
+        process_group=data(),
+        **options,
+    )
+    record, own = Record(train, model), HANDED_OVER.share(rank)
+    for window in HANDED_OVER.windows(dist.get_world_size() // TENSOR):
+        record.fed[-1] = [(number, False) for number in window[rank]]
+        record.note(train(concatenate([own[n][1] for n in window[rank]]) if window[rank] else None))
+    return record.outcome()
+
+
+MACRO = ("alone", "sequences", "fsdp-window-micro", "fsdp-window-window")
+everywhere("handed_over", handed_over, MACRO)
+
+
+@pytest.mark.parametrize("mode", MACRO)
+def test_whole_batches(ran, mode):
+    check(HANDED_OVER, ran[f"handed_over-{mode}"])
+
+
+# ------------------------------------------------------------------------------------------ infinite in one shard
+
+
+def spiked(nonfinite: str, wrap: Wrap, **options: Any) -> Outcome:
+    """In the second of three windows the gradient of one bias is infinite, in the last rank's part of it alone."""
+    record = Plan(make=Feedforward, steps=2).start(wrap, nonfinite=nonfinite, process_group=data(), **options)
+    numbers: list[int] = []
+
+    def spike(gradient: Tensor) -> Tensor:
+        return gradient * (math.inf if numbers[-1] in (2, 3) else 1)
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        record.model.up.register_forward_pre_hook(lambda up, _: up.bias.register_hook(spike) and None)
+    for number, micro in record.acc.batches(share(dist.get_rank() // TENSOR, 6)):
+        numbers.append(number)
+        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+        record.note(record.acc.step())
+    return record.outcome()
+
+
+SPIKED = ("alone", "fsdp-window-micro")
+for _nonfinite in ("skip", "raise"):
+    everywhere(_nonfinite, partial(spiked, _nonfinite), SPIKED)
+
+
+@pytest.mark.parametrize("mode", SPIKED)
+def test_all_ranks_skip_together(ran, mode):
+    outcomes = all_well(ran[f"skip-{mode}"])
+    same_on_all(outcomes, "weights", "items", "loss")
+    for outcome in outcomes:
+        assert outcome["skipped"] == [False, True, False]
+        assert relative_error(outcome["weights"][2], outcome["weights"][1]) == 0
+        assert relative_error(outcome["weights"][3], outcome["weights"][2]) > 0
+
+
+@pytest.mark.parametrize("mode", SPIKED)
+def test_all_ranks_raise_together(ran, mode):
+    all_refused(ran[f"raise-{mode}"], "window 2", "infinite")
 
 
 # ------------------------------------------------------------------------------------------ losses that are DTensors
@@ -311,7 +413,25 @@ def given(name: str) -> Any:
     return along(mesh(dist.get_world_size() // TENSOR, TENSOR), name)
 
 
+def chosen_by_memory() -> Outcome:
+    model = alone(split, made(Feedforward))
+    MacroStep(model, optimizer_for(model), mean_loss, process_group=data())
+    return {}
+
+
+def in_fsdp1() -> nn.Module:
+    both = mesh(2, TENSOR)
+    return FullyShardedDataParallel(
+        split(made(Feedforward), along(both, "tensor")),
+        device_mesh=along(both, "data"),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
 REFUSED = {
+    "fsdp1-on-four": (lambda: refuses(in_fsdp1), ("FullyShardedDataParallel", "fully_shard", "DTensors")),
+    "auto": (chosen_by_memory, ('micro="auto"', "share a model", "number")),
     "no_group": (lambda: refuses(lambda: alone(split, made(Feedforward))), ("DTensor", 'process_group=mesh["dp"]')),
     "no_group-on-four": (
         lambda: refuses(lambda: split(made(Feedforward), given("tensor"))),

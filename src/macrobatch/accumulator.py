@@ -31,8 +31,8 @@ from macrobatch.window import Items, Reduction, Window
 
 Batch = TypeVar("Batch")
 NO_PARAMETER = (
-    "the loss reached no parameter of the given models: its graph belongs to others, or the parameters that it uses are "
-    "frozen. Hand over the loss of the model that this Accumulator was made for."
+    "the loss reached no parameter of the given models: its graph belongs to others, or the parameters that it uses "
+    "are frozen. Hand over the loss of the model that this Accumulator was made for."
 )
 
 logger = logging.getLogger("macrobatch")

@@ -110,6 +110,11 @@ class Gradients:
         self._accumulate_dtype = accumulate_dtype
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[Kind, list[Tensor]] = {}
+        self._left: list[Tensor | None] = []  # what the last backward left ...
+        self._versions: list[int] = []  # ... how often that had been written to ...
+        self._sizes: list[Tensor] = []  # ... and what only sizes can tell of
+        self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows ...
+        self._writes_of_all: Tensor | None = None  # ... on any rank
         self.clear()  # what is left from before belongs to no window
         self._widen(self.parameters)
         self.mark()
@@ -128,14 +133,14 @@ class Gradients:
 
     def mark(self) -> None:
         """Remember the gradients as a backward left them, for `check_untouched`."""
-        before, self._left = getattr(self, "_left", None), self._as_they_are()
-        if before is None or not _are_same(before, self._left):
+        before, self._left = self._left, self._as_they_are()
+        if not _are_same(before, self._left):
             self._left = self._apart()
         self._versions = _versions(self._left)
         self._sizes = self._local_sizes()
 
     def check_untouched(self) -> None:
-        """Between a backward and the next, or `step`, nobody may add, clear, clip or unscale: these are undivided sums."""
+        """Between a backward and the next, or `step`, nobody may add to them, clear, clip or unscale them."""
         now = self._as_they_are()
         versions = _versions(now)
         if versions == self._versions and _are_same(now, self._left):
@@ -203,12 +208,12 @@ class Gradients:
         """Compare those norms, on the device."""
         for now, before in zip(self._local_sizes(), self._sizes, strict=True):
             differs = (now != before) & ~(now.isnan() & before.isnan())
-            self._writes = differs if self._writes is None else self._writes | differs
+            self._writes = differs if self._writes is None else self._writes | differs.to(self._writes.device)
 
     def written_to(self) -> Tensor | None:
         """Whether somebody wrote to a gradient, on any rank that holds a part of it; None where the host has looked."""
-        if self._writes is None:
-            return None
+        if self._writes is None or self._writes_of_all is not None:  # with the norm it got to know
+            return self._writes_of_all
         groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
         return largest_over(groups, self._writes.float()).bool()
 
@@ -218,7 +223,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
-        self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows
+        self._writes = self._writes_of_all = None
         for parameter in self.named.values():
             parameter.grad = None
         for parameter, dtype in self._widened.values():
@@ -227,7 +232,9 @@ class Gradients:
 
     def _widen(self, parameters: Iterable[Tensor]) -> None:
         dtype = self._accumulate_dtype
-        for parameter in parameters if dtype is not None else ():
+        if dtype is None:
+            return
+        for parameter in parameters:
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize < dtype.itemsize:
                 self._widened[id(parameter)] = parameter, parameter.grad_dtype  # type: ignore[assignment]
                 parameter.grad_dtype = dtype
@@ -270,7 +277,12 @@ class Gradients:
             norm = _norm_of(_norms([part for part in group if part.numel()], order), order, device)
             norms[kind.spread].append(norm.to(device, wide(device), non_blocking=True))
         whole = {spread: _norm_of(parts, order, device) for spread, parts in norms.items()}
-        return norm_over_ranks(whole, order) if self._is_spread else _norm_of(list(whole.values()), order, device)
+        if not self._is_spread:
+            return _norm_of(list(whole.values()), order, device)
+        flag = torch.zeros((), device=device, dtype=wide(device))
+        norm, flag = norm_over_ranks(whole, order, flag if self._writes is None else flag + self._writes.to(device))
+        self._writes_of_all = None if self._writes is None else flag > 0
+        return norm
 
     @property
     def _is_spread(self) -> bool:

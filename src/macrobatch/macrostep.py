@@ -28,6 +28,7 @@ from macrobatch.errors import BackendError, BatchError, FitError, UsageError
 from macrobatch.feed import Feed
 from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
 from macrobatch.loader import Turn
+from macrobatch.placements import sharing_ranks
 from macrobatch.recordable import is_compiled_around_ddp, unwrapped
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import ByCount, ByTokens, Collate, Part, Samples, samples_of, transformed
@@ -145,6 +146,12 @@ class MacroStep:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
         self._sizes = Sizes(fit_file)
         self._acc = Accumulator(model, optimizer, **options)
+        self._sharing = sharing_ranks((p for m in self._acc._models for p in m.parameters()), self._acc._sync.group)
+        if self._is_auto and self._sharing:
+            raise BackendError(
+                f'micro="auto" cuts by the memory of one rank, but rank {dist.get_rank()} shares a model with the '
+                f"ranks {self._sharing}, which must cut alike. Say how: micro= a number, by_count or by_tokens."
+            )
         self._feed = Feed()
         self._graphs = self._made_graphs() if cuda_graph else None
         self._ranks: Any = None  # to exchange what lives on the host
@@ -364,6 +371,8 @@ class MacroStep:
         """What keeps micro-steps from being recorded, if anything does."""
         if self._acc._device.type != "cuda":
             return f"the model is on {self._acc._device}"
+        if self._sharing:
+            return "ranks that share a model communicate inside micro-steps"
         if not self._acc._sync.recordable:
             return "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
         if any(map(is_compiled_around_ddp, self._acc._models)):

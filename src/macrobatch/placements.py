@@ -41,6 +41,14 @@ def ranks_of(parameters: Iterable[Tensor]) -> list[int]:
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
+def sharing_ranks(parameters: Iterable[Tensor], group: Group) -> list[int]:
+    """The ranks that hold a part or a copy of the same model, beyond the data-parallel ones: all of them do alike."""
+    if not (ranks := ranks_of(parameters)):
+        return []
+    own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return [rank for rank in ranks if rank not in own]
+
+
 def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
     """What such a layout means for the parameter of that name."""
     if mesh.get_coordinate() is None:
@@ -75,7 +83,7 @@ def _is_cut(placement: Any) -> bool:
 
 
 def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, spread as its parameter is. Terms of a sum are added up: once a window, not in every optimizer step."""
+    """A gradient, spread as its parameter is. Terms of a sum are added up here, once a window."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
@@ -84,33 +92,36 @@ def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- norms
 
 
-def norm_over_ranks(norms: dict[Spread, Tensor], order: float) -> Tensor:
+def norm_over_ranks(norms: dict[Spread, Tensor], order: float, flag: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of all that is spread over ranks, from this rank's norms of what is spread alike.
+
+    A `flag`, a number above 0 if it is set, travels with it: it comes back set where it was on any rank with a part.
 
     All ranks get the same, to the last bit, and a NaN that only one of them has. They must ask for the same spreads in
     the same order: what one group adds up, the next one adds up further.
     """
     groups = dict.fromkeys(group for spread in norms for group in spread.shards)
     if order == math.inf:
-        return largest_over(groups, torch.stack(list(norms.values())).amax())
+        both = largest_over(groups, torch.stack([torch.stack(list(norms.values())).amax(), flag]))
+        return both[0], both[1]
     powers = [norm**order for norm in norms.values()]
     for group in groups:
         ranks = dist.get_world_size(group)
         terms = [p if group in spread.shards else p / ranks for spread, p in zip(norms, powers, strict=True)]
-        total = torch.stack(terms)
+        total = torch.stack([*terms, flag])
         dist.all_reduce(total, group=group)
-        powers = list(total)
+        *powers, flag = total
     norm = torch.stack(powers).sum() ** (1 / order)
     everyone = dict.fromkeys(group for spread in norms for group in (*spread.shards, *spread.copies))
     if len(everyone) == 1:
-        return norm  # one sum was the same on all its ranks
+        return norm, flag  # one sum was the same on all its ranks
     # Ranks that added up the same numbers in other groups may have done so in another order.
     is_nan = largest_over(everyone, norm.isnan().to(norm.dtype)).bool()
-    return largest_over(everyone, norm).masked_fill(is_nan, math.nan)
+    return largest_over(everyone, norm).masked_fill(is_nan, math.nan), flag
 
 
 def largest_over(groups: Iterable[Group], number: Tensor) -> Tensor:
-    """The largest of all ranks' numbers; NaN counts as infinite, as the largest of NaN and a number may be the number."""
+    """The largest of all ranks' numbers. NaN counts as infinite: the largest of NaN and a number may be the number."""
     for group in groups:
         number = number.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)

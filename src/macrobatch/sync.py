@@ -82,7 +82,7 @@ class Local:
 
     def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
-        return [p.register_hook(torch.zeros_like) for p in parameters]  # type: ignore[no-untyped-call]
+        return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
 
     def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the open window has added up so far, wherever it is held: this rank's own tensors."""
@@ -222,6 +222,11 @@ class FSDP1(Local):
         self.group = group
         if models[0].sharding_strategy.name != "NO_SHARD":
             self.shards = (models[0].process_group,)
+        if any(_flattens_dtensors(module) for model in models for module in model.modules()):
+            raise BackendError(
+                "FullyShardedDataParallel around parameters that are DTensors, as under tensor parallelism, hides "
+                "which ranks hold which parts: no norm of all gradients can be known. Shard with fully_shard instead."
+            )
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -230,14 +235,15 @@ class FSDP1(Local):
 
     def narrows(self) -> bool:
         dtypes = {dtype for handle in self._handles() for dtype in (handle._fwd_bwd_param_dtype, handle._reduce_dtype)}
-        return torch.float16 in dtypes or any(model._comm_hook is not None for model in self._models)
+        return torch.float16 in dtypes or any(getattr(model, "_comm_hook", None) is not None for model in self._models)
 
     def held(self) -> list[Tensor | None]:
         flat = [handle.flat_param for handle in self._handles()]
         return [p.grad for p in flat] + [getattr(p, "_saved_grad_shard", None) for p in flat]
 
     def _handles(self) -> list[Any]:
-        return [handle for model in self._models for handle in model._all_handles]
+        modules = [module for model in self._models for module in type(model).fsdp_modules(model)]
+        return [module._handle for module in modules if module._handle is not None]
 
     def begin(self, last: bool) -> None:
         self._synced = last or self._micro
@@ -287,6 +293,7 @@ class FSDP2(Local):
         self.group = group
         self.lockstep = self._micro or not self._gathered
         assert self.average, "an error if its parts do not divide alike"
+        self._check_all_sharded()
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -326,6 +333,16 @@ class FSDP2(Local):
             if self._gathered:
                 model.set_reshard_after_forward(False)
                 model.set_reshard_after_backward(last)
+
+    def _check_all_sharded(self) -> None:
+        """What `fully_shard` was told to ignore, or does not know, is trained by each rank on its own."""
+        known = {id(getattr(p, kind, None)) for p in self._sharded() for kind in ("sharded_param", "_unsharded_param")}
+        for name, parameter in (named for model in self._models for named in model.named_parameters()):
+            if parameter.requires_grad and id(parameter) not in known and dist.get_world_size(self.group) > 1:
+                raise BackendError(
+                    f"parameter {name!r} is none of those that fully_shard shards: nothing synchronises its gradient. "
+                    "Leave it out of ignored_params, or freeze it."
+                )
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
         """Gradients are held back in the reduce dtype: it has to be the one asked for."""
@@ -400,6 +417,12 @@ class FSDP2(Local):
     def _sharded(self) -> Iterator[Any]:
         for group in _groups(self._models):
             yield from group.fsdp_params
+
+
+def _flattens_dtensors(module: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has made a flat parameter of DTensors here."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return any(layout is not None for layout in getattr(flat, "_param_extensions", ()))
 
 
 def _states(models: Sequence[Any]) -> Iterator[Any]:
@@ -538,7 +561,7 @@ def _reduced_by(models: Sequence[Any]) -> set[int] | None:
 
 
 def _compresses_to_half(model: Any) -> bool:
-    """Whether a hook of DistributedDataParallel's may make gradients float16 on their way: any but those of bfloat16."""
+    """Whether a communication hook of DDP's may make gradients float16: any but that of bfloat16 may."""
     hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
     built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
     return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()
@@ -550,12 +573,13 @@ def _ranks(group: Group) -> list[int]:
 
 def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
     """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
-    found = f"there are {dist.get_world_size(group)} ranks, but the model is not wrapped: nothing synchronises its gradients"
+    world = dist.get_world_size(group)
+    found = f"there are {world} ranks, but the model is not wrapped: nothing synchronises its gradients"
     sharing = ranks_of(p for model in models for p in model.parameters())
     if len(sharing) < 2:
         return BackendError(
-            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks "
-            "that train on their own, hand over a process_group of one."
+            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
+            "ranks that train on their own, hand over a process_group of one."
         )
     return BackendError(
         f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "

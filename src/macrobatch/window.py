@@ -103,7 +103,7 @@ class Window:
         weight = self.multiplier
         if self._reduction == "mean":
             weight = count if self.multiplier is UNSCALED else count * weight
-        # In memory of its own, each time: torch may keep (a view of) it as the gradient of a parameter, and add to that.
+        # In memory of its own, each time: torch may keep a view of it as a parameter's gradient, and add to that later.
         if isinstance(weight, Tensor):
             return weight.detach().to(loss.device, loss.dtype, non_blocking=True, copy=True).reshape(loss.shape)
         return torch.full_like(loss, weight)

@@ -26,7 +26,7 @@ from macrobatch.arguments import checked_items, checked_loss
 from macrobatch.collectives import all_reduce_later, largest
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.gradients import multiply
-from macrobatch.graph import run_backward
+from macrobatch.graph import reach_of, run_backward
 from macrobatch.sync import Local, sync_for
 from macrobatch.window import Items, Window
 
@@ -218,7 +218,7 @@ class Accumulation:
             )
         if self.closes and self.micro_batches > 1 and len(self._modules) == 1:
             trainable = {name: p for name, p in self._modules[0].named_parameters() if p.requires_grad}
-            self._sync.check(loss, trainable)
+            self._sync.check(reach_of(loss), trainable)
         if items is None:
             seed = self._windows.scaled(torch.full_like(loss, 1 / self._length), loss)
         elif self._has_backward:
