@@ -1,6 +1,7 @@
 """Programs that drive micro-batches themselves: `Accumulator.batches` and `micro_batch`, with events and mistakes."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,12 @@ class Loop(Run):
 
     def run(self) -> None:
         torch.set_default_dtype(getattr(torch, self.p.default_dtype))
-        self.acc = self.accumulator()
+        try:
+            self.acc = self.accumulator()
+        except MacrobatchError:
+            if self.p.shared:
+                raise Spoiled from None
+            raise
         for epoch, sizes in enumerate(self.p.epochs):
             batches = [make_batch(self.p, epoch, i, samples) for i, samples in enumerate(sizes)]
             for batch in batches:
@@ -47,7 +53,7 @@ class Loop(Run):
         try:
             yield
         except MacrobatchError:
-            if not self.suspect:
+            if not self.suspect and self.p.loader not in ("buffer", "too long"):
                 raise
             if self.suspect == "optimizer.step":
                 raise Spoiled from None
@@ -68,12 +74,18 @@ class Loop(Run):
             return
         loader, index = self.loader(batches), -1
         rest = self.acc.batches(loader)
-        for batch in rest:
-            index += 1
-            self.expect(batch, batches, index)
-            self.body(epoch, index, batches[index], is_last=index == len(batches) - 1)
-            if "break" in self.p.events_at(epoch, index):
-                break
+        try:
+            for batch in rest:
+                index += 1
+                self.expect(batch, batches, index)
+                self.body(epoch, index, batches[index], is_last=index == len(batches) - 1)
+                if "break" in self.p.events_at(epoch, index):
+                    break
+        except Failing:
+            self.discard()
+            return
+        if self.p.loader == "too long" and self.p.remainder != "drop":  # what is dropped need not be read
+            raise Wrong("silent", "a loader with fewer batches than its length")
         if "break" in self.p.events_at(epoch, index):
             self.go_on(epoch, batches, index, loader, rest)
         else:
@@ -117,12 +129,16 @@ class Loop(Run):
                 return torch.utils.data.DataLoader(batches, batch_size=None, generator=torch.Generator())
             case "buffer":
                 return refilled(batches)
+            case "too long":
+                return Sized(batches, more=1)
+            case "fails":
+                return failing(batches[: 1 + self.p.seed % len(batches)])
         return batches
 
     def closes(self, is_last: bool) -> bool:
         """Whether the micro-batch that is under way closes its window."""
         is_full = len(self.reference.window) + 1 >= self.p.steps_at(self.reference.taken)
-        return is_full or (is_last and self.p.remainder == "step")
+        return is_full or (is_last and self.p.remainder == "step" and self.p.loader not in ("too long", "fails"))
 
     # ------------------------------------------------------------------------------------------------ a micro-batch
 
@@ -143,6 +159,12 @@ class Loop(Run):
             self.change(events, batch)
             if not is_late:
                 self.spoil(events, batch)
+            if "micro_batch inside" in events:
+                self.suspect = "micro_batch inside"
+                with self.acc.micro_batch():
+                    self.reference.forward(batch)
+                    self.refuses(self.loss(batch), self.items(batch))
+                raise Wrong("silent", "micro_batch() inside of a micro-batch")
             if "no backward" in events:
                 self.suspect = "no backward"
                 return
@@ -157,6 +179,8 @@ class Loop(Run):
         elif closes or "now" in events:
             self.settle(now="now" in events)
             self.between(events)
+            if "plain backward between" in events:
+                self.plain_backward("plain backward between", batch)
         elif (result := self.acc.step()) is not None:
             raise Wrong("silent", f"step() closed a window after {result.micro_batches} micro-batches")
         self.overstep(events, batch)
@@ -241,7 +265,7 @@ class Loop(Run):
     def spoil(self, events: list[str], batch: Batch) -> None:
         """Mistakes with gradients, in an open window."""
         for event in events:
-            if event.startswith("plain backward") and event != "plain backward after step":
+            if event in ("plain backward before", "plain backward after"):
                 self.plain_backward(event, batch)
             elif event in SPOILS and self.reference.window:
                 self.suspect = event
@@ -260,8 +284,17 @@ class Loop(Run):
 
     def overstep(self, events: list[str], batch: Batch) -> None:
         """Mistakes after step()."""
+        if "step twice" in events:
+            self.suspect = self.suspect or "step twice"
+            self.acc.step()
+        if "backward outside" in events and self.p.driver == "micro":
+            self.reference.forward(batch)
+            self.must_raise(lambda: self.acc.backward(self.loss(batch), items=self.items(batch)), "backward() outside")
         if not self.reference.window:
             return
+        if "same weights" in events:
+            self.suspect = "same weights"
+            self.net.load_state_dict(copy.deepcopy(self.net.state_dict()))
         if "plain backward after step" in events:
             self.plain_backward("plain backward after step", batch)
         if "new batches" in events:
@@ -284,14 +317,20 @@ class Loop(Run):
 class Sized:
     """A loader with a length."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches = batches
+    def __init__(self, batches: Sequence[Batch], more: int = 0) -> None:
+        self.batches, self.more = batches, more
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.batches) + self.more
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
+
+
+def failing(batches: Sequence[Batch]) -> Iterator[Batch]:
+    """A loader that fails in the middle of an epoch."""
+    yield from batches
+    raise Failing
 
 
 def refilled(batches: Sequence[Batch]) -> Iterator[Batch]:

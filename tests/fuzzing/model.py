@@ -35,6 +35,9 @@ class Batch:
     def items(self) -> float:
         return self.w.sum().item()
 
+    def first(self, samples: int) -> "Batch":
+        return Batch(*(tensor[:samples] for tensor in self.tensors()))
+
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.y, self.w, self.ids
 
@@ -129,8 +132,14 @@ class Piece(nn.Module):
             self.weight = stem.weight
         elif kind in ("gain", "scalar"):
             self.gain = nn.Parameter(torch.empty(() if kind == "scalar" else (1,)))
+        elif kind == "flat":
+            self.flat = nn.Parameter(torch.empty(WIDTH * WIDTH + WIDTH))
+        elif kind == "complex":
+            self.phase = nn.Parameter(torch.empty(WIDTH, dtype=torch.complex64))
         elif kind != "dropout":
             self.dense = Dense()
+        if kind == "weight norm":
+            nn.utils.parametrizations.weight_norm(self.dense)
         if kind == "parameter hook":
             self.dense.weight.register_hook(lambda gradient: 2 * gradient)
         if kind == "module hook":
@@ -156,6 +165,12 @@ class Piece(nn.Module):
                 return h + self.gain.expand(h.shape)
             case "scalar":
                 return h * self.gain
+            case "flat":  # one parameter, used through views of it
+                return h + F.linear(torch.tanh(h), self.flat[:-WIDTH].view(WIDTH, WIDTH), self.flat[-WIDTH:])
+            case "complex":
+                return h + (h * self.phase).real
+            case "in place":
+                return F.relu_(self.residual(h))
             case "unused":
                 return h
             case "detached":
@@ -215,7 +230,8 @@ class Net(nn.Module):
             self.tail.offset = nn.Parameter(torch.empty(shape))
         generator = draw(p.seed, "weights", name)
         for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype) / 2
+            drawn = torch.randn(*parameter.shape, 2, generator=generator, dtype=torch.float64).to(dtype) / 2
+            parameter.data = torch.view_as_complex(drawn) if parameter.is_complex() else drawn[..., 0].clone()
         for buffer_name, buffer in self.named_buffers():
             if "running" in buffer_name:
                 values = torch.rand(buffer.shape, generator=generator, dtype=torch.float64) + 0.5
@@ -305,7 +321,7 @@ class Trainee:
         p, parameters = self.p, list(self.net.named.values())
         if p.partial:
             parameters.pop()
-        many = [parameters[i :: p.optimizers] for i in range(p.optimizers)]
+        many = [parameters if p.shared else parameters[i :: p.optimizers] for i in range(p.optimizers)]
         self.optimizers = [make_optimizer(p, mine) for mine in many]
         self.schedulers = [make_scheduler(p.scheduler, o) for o in self.optimizers] if p.scheduler else []
         self.scaler = None
@@ -315,9 +331,14 @@ class Trainee:
         for optimizer in self.optimizers:
             if p.hook == "clip values":
                 mine = [q for group in optimizer.param_groups for q in group["params"]]
-                optimizer.register_step_pre_hook(lambda *_, mine=mine: nn.utils.clip_grad_value_(mine, 0.05))
+                optimizer.register_step_pre_hook(lambda *_, mine=mine: clip_values(mine))
         if p.hook == "watch":
             self.optimizers[-1].register_step_pre_hook(lambda *_: self.seen.append(gradients(self.net)))
+
+
+def clip_values(parameters: list[nn.Parameter]) -> None:
+    if any(parameter.grad is not None for parameter in parameters):
+        nn.utils.clip_grad_value_(parameters, 0.05)
 
 
 def make_optimizer(p: Program, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ class Program:
     how: str = "default"
     optimizers: int = 1
     groups: bool = False
+    shared: bool = False  # all optimizers hold all parameters
     partial: bool = False  # the last parameter is in no optimizer
     hook: str = ""  # of optimizer.step
     scheduler: str = ""
@@ -79,6 +80,10 @@ PIECES = (
     "statistics",
     "dropout",
     "tied",
+    "flat",
+    "weight norm",
+    "complex",
+    "in place",
     "gain",
     "scalar",
     "unused",
@@ -95,8 +100,8 @@ PIECES = (
 )
 OFFSETS = ("scalar", "squeeze", "view", "reshape", "select", "expand")
 ITEMS = ("int", "float", "none", "int64", "int32", "float32", "float64", "one element", "reused", "mixed")
-LOADERS = ("list", "generator", "sized", "DataLoader", "stream", "same iterator", "buffer")
-CONTAINERS = ("dict", "tuple", "named tuple", "dataclass", "nested", "samples")
+LOADERS = ("list", "generator", "sized", "DataLoader", "stream", "same iterator", "buffer", "too long", "fails")
+CONTAINERS = ("dict", "tuple", "named tuple", "dataclass", "nested", "samples", "numpy")
 
 # Events that belong in a right program
 RIGHT = (
@@ -118,8 +123,12 @@ RIGHT = (
     "own grad",  # torch.autograd.grad
     "halve lr",
     "zero_grad between",  # after a window
+    "discard between",
+    "reload optimizer",
+    "load weights",
     "restart",  # a new Accumulator from a state_dict, between epochs
     "break",
+    "nothing",  # MacroStep: an empty batch
 )
 # Mistakes: either a MacrobatchError, or the right result
 WRONG = (
@@ -133,10 +142,15 @@ WRONG = (
     "plain backward before",
     "plain backward after",
     "plain backward after step",
+    "plain backward between",
     "second backward",
+    "step twice",
     "no step",
     "no backward",
     "new batches",
+    "backward outside",
+    "micro_batch inside",
+    "same weights",  # loaded again, inside a window
     "backward fails, again",
     "negative items",
     "nan items",
@@ -151,8 +165,8 @@ WRONG = (
     "load_state_dict",
     "unscale",
     "update scaler",
+    "other length",  # MacroStep: of one tensor of a batch
 )
-AT_THE_END_OF_A_WINDOW = ("zero_grad between", "halve lr")
 
 
 def draw_program(seed: int) -> Program:
@@ -204,6 +218,7 @@ class _Drawing:
             "optimizer": optimizer,
             "how": self.maybe(0.7, *hows, default="default"),
             "optimizers": self.maybe(0.15, 2, default=1),
+            "shared": self.maybe(0.03, True, default=False),
             "groups": self.maybe(0.15, True, default=False),
             "partial": self.maybe(0.05, True, default=False),
             "hook": self.maybe(0.6, "watch", "watch", "clip values", default=""),
@@ -253,6 +268,11 @@ def valid(p: Program) -> Program:
     """Without what torch, or the documentation, rules out."""
     pieces, change = p.pieces, dataclasses.replace
     reentrant = {"reentrant checkpoint", "custom checkpoint"} & set(pieces)
+    if not p.shared or p.optimizers == 1:
+        p = change(p, shared=False)
+    if "complex" in pieces:  # torch has neither fused kernels nor scalers for these
+        p = change(p, scaler=None, how="foreach" if p.how == "fused" else p.how)
+        p = change(p, hook="watch" if p.hook == "clip values" else p.hook)
     if p.other and reentrant:  # torch cannot confine such a backward: the documentation says to freeze the other model
         p = change(p, other=False)
     if reentrant:  # torch refuses torch.autograd.grad there, or it adds to .grad
@@ -285,13 +305,16 @@ def valid(p: Program) -> Program:
         p = change(p, cut="int", size=2, container="dict")
     if p.driver == "micro":
         p = change(p, loader="list", events=tuple(e for e in p.events if e[2] not in ("break", "new batches")))
+    if p.driver in ("loop", "micro"):
+        p = change(p, events=tuple(e for e in p.events if e[2] not in ("other length", "nothing")))
     if p.loader == "buffer" and any("again" in what for *_, what in p.events):
         p = change(p, loader="generator")
     return p
 
 
 NOT_IN_PAIRS = ("reentrant checkpoint", "custom checkpoint", "dropout")
-IN_MACROSTEP = ("nan", "inf", "evaluate", "idle forward", "own grad", "halve lr", "forward fails, again",
+IN_MACROSTEP = ("reload optimizer", "load weights", "other length", "nothing",
+                "nan", "inf", "evaluate", "idle forward", "own grad", "halve lr", "forward fails, again",
                 "zero_grad", "clip", "scale gradients", "drop a gradient", "optimizer.step", "plain backward before",
                 "negative items", "nan items", "items of two elements", "items as text", "loss of two elements",
                 "loss without a graph", "restart", "zero_grad between")  # fmt: skip

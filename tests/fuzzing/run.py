@@ -1,5 +1,6 @@
 """One model trained by the library and its twin by the reference, and how the two are compared."""
 
+import copy
 import math
 from typing import Any
 
@@ -117,6 +118,14 @@ class Run:
         if "zero_grad between" in events:
             for optimizer in self.own.optimizers:
                 optimizer.zero_grad()
+        if "discard between" in events:
+            self.acc.discard()
+        if "reload optimizer" in events:
+            for optimizer in self.own.optimizers:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if "load weights" in events:
+            for net in (self.net, self.reference.net):
+                net.load_state_dict({name: value / 2 for name, value in net.state_dict().items()})
         if "halve lr" in events:
             for optimizer in (*self.own.optimizers, *self.reference.trainee.optimizers):
                 for group in optimizer.param_groups:
@@ -194,16 +203,21 @@ def same_tensors(what: str, found: dict[str, Any], expected: dict[str, Any], bou
         raise Wrong("silent", f"{what} of {wrong[0]} is {'None' if found[wrong[0]] is None else 'there'}")
     if not names:
         return
-    all_found, all_expected = (torch.cat([v[name].detach().reshape(-1).double() for name in names]) for v in (found, expected))
+    all_found, all_expected = (torch.cat([flat(values[name]) for name in names]) for values in (found, expected))
     errors = (all_found - all_expected).abs() / max(all_expected.abs().max().item(), 1e-3)
     if not errors.max().item() <= bound:
-        each = errors.split([expected[name].numel() for name in names])
+        each = errors.split([flat(expected[name]).numel() for name in names])
         worst = max(range(len(names)), key=lambda i: each[i].nan_to_num(torch.inf).max().item())
         raise Wrong("silent", f"{what} of {names[worst]} is off by {errors.max().item():.1e}")
 
 
 def unsharded(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().reshape(-1)
+    return (torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor).double()
 
 
 def same_number(what: str, found: Any, expected: Any, bound: float = 0.0) -> None:

@@ -18,12 +18,21 @@ from macrobatch.errors import NonFiniteError
 class Whole(Run):
     def run(self) -> None:
         torch.set_default_dtype(getattr(torch, self.p.default_dtype))
-        self.train = self.macro_step()
+        try:
+            self.train = self.macro_step()
+        except MacrobatchError:
+            if self.p.shared:
+                raise Spoiled from None
+            raise
         for window, (samples,) in enumerate(self.p.epochs):
             self.events = self.p.events_at(window, 0)
             self.batch = make_batch(self.p, window, 0, samples)
             self.watch(*self.batch.tensors())
             self.handed_over = pack(self.p.container, self.batch)
+            if "nothing" in self.events:
+                self.nothing()
+            if "other length" in self.events:
+                self.other_length()
             self.window()
             self.between(self.events)
             if "restart" in self.events:
@@ -39,6 +48,28 @@ class Whole(Run):
             micro = by_tokens(max(LENGTH, p.size * LENGTH // 2), LENGTHS.get(p.container))
         collate = stack if p.container == "samples" else None
         return MacroStep(self.models(), self.optimizers(), self.loss_fn, micro=micro, collate=collate, **self.options())
+
+    def nothing(self) -> None:
+        """An empty batch: an error, or a result that says that no step was taken."""
+        try:
+            result = self.train([] if self.p.container == "samples" else pack(self.p.container, self.batch.first(0)))
+        except MacrobatchError:
+            pass
+        else:
+            if not bool(result.skipped):
+                raise Wrong("silent", "a step without samples")
+        self.same_state()
+
+    def other_length(self) -> None:
+        """One tensor has fewer samples than the others."""
+        if self.p.container in ("samples", "numpy") or len(self.batch.ids) < 2:
+            return
+        x, y, w, ids = self.batch.tensors()
+        try:
+            self.train(pack(self.p.container, Batch(x, y[:-1], w, ids)))
+        except MacrobatchError:
+            return
+        raise Wrong("silent", "a tensor with fewer samples than others")
 
     def window(self) -> None:
         """One call; and another one, without the mistake, where it was noticed."""
@@ -145,6 +176,7 @@ LENGTHS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda batch: (batch[2] > 0).sum(1),
     "named tuple": lambda batch: (batch.w > 0).sum(1),
     "dataclass": lambda batch: (batch.w > 0).sum(1),
+    "numpy": lambda batch: (batch["w"] > 0).sum(1),
     "nested": lambda batch: (batch["targets"][1][0] > 0).sum(1),
     "samples": lambda sample: int((sample["w"] > 0).sum()),
 }
@@ -171,6 +203,8 @@ def pack(container: str, batch: Batch) -> Any:
             return {"x": x, "y": y, "w": w, "ids": ids, "names": names(ids), "rate": 0.5, "note": "all", **mask}
         case "tuple":
             return (x, y, w, ids)
+        case "numpy":
+            return {"x": x.numpy(), "y": y.numpy(), "w": w.numpy(), "ids": ids.numpy()}
         case "named tuple":
             return Named(x, y, w, ids)
         case "dataclass":
@@ -192,6 +226,8 @@ def unpack(container: str, part: Any) -> Batch:
             return Batch(part["x"], part["y"], part["w"], part["ids"])
         case "tuple":
             return Batch(*part)
+        case "numpy":
+            return Batch(*(torch.as_tensor(part[key]) for key in ("x", "y", "w", "ids")))
         case "named tuple" | "dataclass":
             return Batch(part.x, part.y, part.w, part.ids)
         case "nested":
