@@ -516,12 +516,14 @@ class Accumulator:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
         if self._gradients is None:
             sync = self._sync
+            sync.clear_stale()
             self._gradients = Gradients(
                 self._parameters.named(),
                 self._accumulate_dtype if sync.confines else None,
                 sync.shards,
                 held=None if sync.held() is None else sync.held,  # type: ignore[arg-type]
                 may_move=sync.may_move,
+                are_views=sync.shows_views,
             )
             if self._gradients.had_stale and not self._told_of_stale:
                 self._told_of_stale = True

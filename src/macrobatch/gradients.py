@@ -29,6 +29,7 @@ UNDIVIDED = (
 )
 GRADIENT_OF = operator.attrgetter("grad")
 VERSION_OF = operator.attrgetter("_version")
+VIEW = object()  # of a gradient that is held elsewhere
 
 
 class Kind(NamedTuple):
@@ -88,6 +89,7 @@ class Gradients:
         shards: the groups of ranks that hold other parts of plain gradients. (A DTensor knows its own.)
         held: where else than in ``.grad`` the backend keeps what is accumulated, as it is now.
         may_move: whether the backend may copy a gradient to another place between backwards.
+        are_views: whether ``.grad`` shows views of what is held, made anew in each forward.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Gradients:
         shards: tuple[Any, ...] = (),
         held: Callable[[], list[Tensor | None]] | None = None,
         may_move: bool = False,
+        are_views: bool = False,
     ) -> None:
         self.named = named
         self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
@@ -107,6 +110,7 @@ class Gradients:
         self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
         self._held = held
         self._may_move = may_move
+        self._are_views = are_views
         self._accumulate_dtype = accumulate_dtype
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[Kind, list[Tensor]] = {}
@@ -171,7 +175,9 @@ class Gradients:
 
     def _as_they_are(self) -> list[Tensor | None]:
         """Every tensor that may hold a part of the sum now."""
-        now = list(map(GRADIENT_OF, self.parameters))
+        now: list[Any] = list(map(GRADIENT_OF, self.parameters))
+        if self._are_views:
+            now = [None if gradient is None else VIEW for gradient in now]
         return now if self._held is None else now + self._held()
 
     def _apart(self) -> list[Tensor | None]:

@@ -33,6 +33,7 @@ class Local:
         lockstep: whether every micro-batch communicates, so that all ranks must do equally many.
         confines: whether a backward can be confined to the own parameters: they are the leaves of its graph.
         may_move: whether gradients may be copied to another place between backwards.
+        shows_views: whether ``.grad`` holds views of what is held elsewhere, made anew in each forward.
         shards: the groups of ranks that hold other parts of plain gradients.
         holds: whether all that ranks do together in a window can wait for its close (`hold`).
         needs_turns: whether a rank must take a turn in a window even if it has nothing to add.
@@ -44,6 +45,7 @@ class Local:
     lockstep = False
     confines = True
     may_move = False
+    shows_views = False
     shards: tuple[Group, ...] = ()
     holds = True
     needs_turns = False
@@ -97,6 +99,9 @@ class Local:
 
     def clear(self) -> None:
         """Drop gradients that are held anywhere but in ``.grad``."""
+
+    def clear_stale(self) -> None:
+        """Before a window: drop what may be left there of an earlier one."""
 
 
 class DDP(Local):
@@ -210,6 +215,7 @@ class FSDP1(Local):
 
     recordable = False
     confines = False  # torch forbids it here
+    shows_views = True
     lockstep = True  # parameters are gathered for every micro-batch
     holds = False
     needs_turns = True
@@ -272,6 +278,9 @@ class FSDP1(Local):
             handle.flat_param.grad = None
             if hasattr(handle.flat_param, "_saved_grad_shard"):
                 del handle.flat_param._saved_grad_shard
+
+    def clear_stale(self) -> None:
+        self.clear()
 
 
 class FSDP2(Local):
