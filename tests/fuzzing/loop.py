@@ -84,7 +84,8 @@ class Loop(Run):
         except Failing:
             self.discard()
             return
-        if self.p.loader == "too long" and self.p.remainder != "drop":  # what is dropped need not be read
+        is_read = self.p.remainder != "drop" and "break" not in self.p.events_at(epoch, index)
+        if self.p.loader == "too long" and is_read:  # what is dropped need not be read
             raise Wrong("silent", "a loader with fewer batches than its length")
         if "break" in self.p.events_at(epoch, index):
             self.go_on(epoch, batches, index, loader, rest)

@@ -350,6 +350,14 @@ SCENARIOS = Scenarios()
 
 def run_programs(seeds: Iterable[int], directory: Path) -> dict[int, list[str]]:
     """Run the programs of these seeds on two ranks; what went wrong, rank by rank, for those that failed."""
+    complaints = launch(seeds, directory / "together")
+    for seed in [seed for seed in complaints if complaints[seed][0].startswith("died")]:
+        complaints[seed] = launch([seed], directory / str(seed)).get(seed, [])  # it may have died of the one before
+    return {seed: said for seed, said in complaints.items() if said}
+
+
+def launch(seeds: Iterable[int], directory: Path) -> dict[int, list[str]]:
+    directory.mkdir()
     SCENARIOS.clear()
     SCENARIOS.update({f"program {seed}": partial(run_program, seed) for seed in seeds})
     outcomes = ranks.run("fuzzing.on_ranks", "SCENARIOS", RANKS, directory)
@@ -359,7 +367,7 @@ def run_programs(seeds: Iterable[int], directory: Path) -> dict[int, list[str]]:
 
 def complaint(outcome: ranks.Outcome) -> str:
     if "died" in outcome:
-        return f"hang: {outcome['died'][-1500:]}"
+        return f"died, or hung: {outcome['died'][-1000:]}"
     if "raised" not in outcome:
         return ""
     kinds, message = outcome["raised"], outcome["message"]

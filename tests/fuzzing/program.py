@@ -268,7 +268,7 @@ def valid(p: Program) -> Program:
     """Without what torch, or the documentation, rules out."""
     pieces, change = p.pieces, dataclasses.replace
     reentrant = {"reentrant checkpoint", "custom checkpoint"} & set(pieces)
-    if not p.shared or p.optimizers == 1:
+    if not p.shared or p.optimizers == 1 or p.scaler:  # unscale_() would divide by the scale twice
         p = change(p, shared=False)
     if "complex" in pieces:  # torch has neither fused kernels nor scalers for these
         p = change(p, scaler=None, how="foreach" if p.how == "fused" else p.how)
@@ -289,7 +289,7 @@ def valid(p: Program) -> Program:
     comes_later = "expert" in pieces or {"freeze", "thaw"} & {what for *_, what in p.events}
     if p.optimizer == "momentum" and p.how == "fused" and comes_later:  # torch fails where only some have momentum yet
         p = change(p, how="foreach")
-    if p.items not in ("int", "float"):  # 0 x NaN is NaN where the host does not see the zero
+    if p.items not in ("int", "float") or p.reduction == "sum":  # 0 x NaN is NaN where the host does not see the zero
         p = change(p, empty=tuple(place for place in p.empty if not {"nan", "inf"} & set(p.events_at(*place))))
     p = change(p, empty=tuple(place for place in p.empty if "infinite loss" not in p.events_at(*place)))
     if p.driver == "pair":

@@ -132,7 +132,7 @@ class Whole(Run):
         if self.p.cut == "auto" and len(part.ids) > self.p.size and (is_last or self.p.seed % 3):
             return self.run_out_of_memory(part)
         events = self.events if is_first else []
-        if not part.items and self.p.items not in HOST_KNOWS:  # 0 x NaN is NaN where the host does not see the zero
+        if not part.items and (self.p.items not in HOST_KNOWS or self.p.reduction == "sum"):  # 0 x NaN is NaN where the host does not see the zero
             events = [event for event in events if event not in ("nan", "inf")]
         self.change(events, part)
         for event in self.events if is_last else []:
