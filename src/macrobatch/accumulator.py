@@ -266,19 +266,23 @@ class Accumulator:
         """How many optimizer steps were taken."""
         return self._update.taken
 
-    def state_dict(self) -> dict[str, int]:
-        """What to save beside model, optimizer, scheduler and scaler: plain numbers. Only between windows."""
+    def state_dict(self) -> dict[str, int | float]:
+        """What to save beside model, optimizer, scheduler and scaler: plain numbers. Only between windows.
+
+        Under a scaler that includes the typical number of items of a micro-batch, by which sums are pre-scaled.
+        """
         self._order.require_between_windows(self._window, "state_dict()")
         self._update.settle()
-        return {"optimizer_step": self._update.taken, "windows": self._windows}
+        state: dict[str, int | float] = {"optimizer_step": self._update.taken, "windows": self._windows}
+        if self._typical_items is not None:
+            state["typical_items"] = float(self._typical_items)
+        return state
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | float]) -> None:
         """Go on from what `state_dict` gave. Only between windows."""
         self._order.require_between_windows(self._window, "load_state_dict()")
-        keys = ("optimizer_step", "windows")
-        if sorted(state) != sorted(keys) or not all(type(value) is int and value >= 0 for value in state.values()):
-            raise UsageError(f"the state of an Accumulator is a count for each of {keys}: got {dict(state)!r}.")
-        self._update.taken, self._windows = state["optimizer_step"], state["windows"]
+        taken, windows, typical = arguments.checked_state(state)
+        self._update.taken, self._windows, self._typical_items = taken, windows, typical
         self._window = None  # one that was opened, but holds nothing yet, was numbered by the old state
         self._drop_gradients()
 
@@ -582,6 +586,10 @@ class Accumulator:
         finally:
             self._end_turn()
         self._order.expects = "step"
+
+    def expect_repeats(self, may_come: bool) -> None:
+        """Whether ranks may repeat micro-batches in this window. All of them must be told the same."""
+        self._may_repeat = may_come and self._sync.group is not None
 
     def _catch_up(self) -> None:
         """What this rank would have done together with the others, had it not failed in the window."""

@@ -6,7 +6,7 @@ A message says what was wrong, what was found, and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypeVar, get_args
 
@@ -112,6 +112,20 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     if not hasattr(Tensor, "grad_dtype"):
         raise BackendError(f"accumulate_dtype needs Tensor.grad_dtype, which torch {torch.__version__} does not have.")
     return dtype
+
+
+def checked_state(state: Mapping[str, int | float]) -> tuple[int, int, float | None]:
+    """The steps taken, the windows, and the typical items, if any, that an Accumulator's `state_dict` gave."""
+    counts = [state.get(name) for name in ("optimizer_step", "windows")]
+    typical = state.get("typical_items")
+    is_known = set(state) <= {"optimizer_step", "windows", "typical_items"}
+    is_typical = typical is None or (isinstance(typical, float) and math.isfinite(typical) and typical > 0)
+    if not (is_known and is_typical and all(type(count) is int and count >= 0 for count in counts)):
+        raise UsageError(
+            "the state of an Accumulator is a count for each of ('optimizer_step', 'windows'), and may have a number "
+            f"for 'typical_items': got {dict(state)!r}."
+        )
+    return state["optimizer_step"], state["windows"], typical  # type: ignore[return-value]
 
 
 def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:

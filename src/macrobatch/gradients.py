@@ -153,7 +153,8 @@ class Gradients:
         for index, (gradient, left) in enumerate(zip(now, self._left, strict=True)):
             if gradient is left and versions[index] == self._versions[index]:
                 continue
-            if self._may_move and gradient is not None and left is not None and torch.equal(gradient, left):
+            was_moved = self._may_move and gradient is not None and left is not None and gradient is not left
+            if was_moved and torch.equal(gradient, left):  # type: ignore[arg-type]
                 continue
             raise UsageError(self._meddling(index, gradient, left))
         self.mark()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack
@@ -174,11 +174,11 @@ class MacroStep:
         """How many optimizer steps were taken."""
         return self._acc.optimizer_step
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | float]:
         """What to save beside model, optimizer, scheduler and scaler: plain numbers."""
         return self._acc.state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | float]) -> None:
         """Go on from what `state_dict` gave."""
         self._acc.load_state_dict(state)
 
@@ -221,6 +221,7 @@ class MacroStep:
             )
         turns = max(counts) if sync.lockstep and not held else max(len(parts), sync.needs_turns)
         self._find_spare(rows, samples, parts)
+        self._acc.expect_repeats(counts.count(counts[0]) < len(counts))
         return Cut(samples, parts, turns, held, is_empty=not any(counts))
 
     def _row(self, samples: Samples, parts: list[Part]) -> Row:

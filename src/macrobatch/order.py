@@ -39,7 +39,8 @@ class Order:
         if self.expects == "backward":
             raise UsageError(
                 "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
-                "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0)."
+                "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0). "
+                "(loss.backward() does not count: call acc.backward(loss, items).)"
             )
         if self.expects == "step" and is_last and window is not None:
             raise UsageError(
@@ -64,7 +65,10 @@ class Order:
     def require_step(self, window: Window | None, now: bool) -> None:
         """A backward is done."""
         if self.expects == "backward":
-            raise UsageError("step() before backward(): the micro-batch under way has not been accumulated yet.")
+            raise UsageError(
+                "step() before backward(): the micro-batch under way has not been accumulated yet. Call "
+                "acc.backward(loss, items) for it; loss.backward() does not count it."
+            )
         if not now and (window is None or not window.turns):
             raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
         self._require_whole(window)

@@ -247,11 +247,18 @@ class FSDP1(Local):
         flat = [handle.flat_param for handle in self._handles()]
         return [p.grad for p in flat] + [getattr(p, "_saved_grad_shard", None) for p in flat]
 
+    def _modules(self) -> list[Any]:
+        return [module for model in self._models for module in type(model).fsdp_modules(model)]
+
     def _handles(self) -> list[Any]:
-        modules = [module for model in self._models for module in type(model).fsdp_modules(model)]
-        return [module._handle for module in modules if module._handle is not None]
+        return [module._handle for module in self._modules() if module._handle is not None]
 
     def begin(self, last: bool) -> None:
+        if any(module.training_state.name != "IDLE" for module in self._modules()):
+            raise BackendError(
+                "a forward or backward of FullyShardedDataParallel was left by an exception, and torch has no way to "
+                "put its state back. Start again from a checkpoint; fully_shard goes on after discard()."
+            )
         self._synced = last or self._micro
         if not self._synced:
             for model in self._models:

@@ -8,6 +8,7 @@ tensors on their device; nothing that lives on a device is read here.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -339,4 +340,4 @@ def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:
     if isinstance(count, Tensor):
         number = count.detach().reshape(()).to(torch.float32).clamp(min=1)
         return torch.frexp(number).mantissa / number  # mantissa * 2**exponent = number, so this is exact
-    return 2.0 ** -math.frexp(max(count, 1))[1]
+    return 2.0 ** -math.frexp(ctypes.c_float(max(count, 1)).value)[1]  # rounded as above
