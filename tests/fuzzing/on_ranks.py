@@ -45,7 +45,7 @@ class RankProgram(Program):
 WRAPS = ("ddp", "ddp", "ddp unused", "ddp unused", "ddp view", "fsdp2", "fsdp2", "fsdp2 blocks")
 NOT_ON_RANKS = {"dropout", "statistics"}  # they see the micro-batch of a rank
 NEEDS_UNUSED = {"unused", "detached", "expert"}
-NOT_UNDER_FSDP = {"expert", "scalar", "parameter hook", "penalty", "reentrant checkpoint", "custom checkpoint", "tied", "module hook"}
+NOT_UNDER_FSDP = {"expert", "scalar", "complex", "parameter hook", "penalty", "reentrant checkpoint", "custom checkpoint", "tied", "module hook"}
 EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "idle forward", "halve lr", "zero_grad between", "zero_grad", "clip",
           "scale gradients", "drop a gradient", "second backward", "no step", "new batches", "state_dict")  # fmt: skip
 
@@ -104,6 +104,8 @@ def events(p: RankProgram, drawing: _Drawing) -> tuple[Event, ...]:
     count = drawing.maybe(0.4, 1, 2, default=0) if p.driver == "loop" else drawing.maybe(0.2, 1, default=0)
     are_even = [*map(len, p.epochs)] == [*map(len, p.others)]
     choices = [what for what in EVENTS if are_even or what not in SPOILS]  # else one rank raises before the other
+    if p.driver == "macrostep":
+        choices = ["nan", "inf", "halve lr", "zero_grad between"]
     drawn = {drawing.random.choice(places): drawing.random.choice(choices) for _ in range(count)}
     return tuple(sorted((*place, what) for place, what in drawn.items()))
 
@@ -215,7 +217,7 @@ class RankLoop(OnRanks, Loop):
         return self.p.steps_at(self.reference.taken) - len(self.carried)
 
     def turn_of(self, index: int, batch: Batch, events: list[str]) -> None:
-        is_late = self.p.seed % 2 == 0
+        is_late, is_sized = self.p.seed % 2 == 0, self.p.loader == "sized"  # else a window that is dropped ends early
         is_open = index > self.begin or bool(self.carried)  # before this batch
         if "evaluate" in events:
             self.evaluate(batch)
@@ -234,9 +236,7 @@ class RankLoop(OnRanks, Loop):
             self.begin = index + 1
         elif "no step" in events:
             self.suspect = "no step"
-        elif self.step(index, now="now" in events):
-            self.between(events)
-        elif "new batches" in events or "state_dict" in events:
+        elif not self.step(index, now="now" in events) and {"new batches", "state_dict"} & set(events) and is_sized:
             self.must_raise(lambda: self.acc.batches([batch]), "batches() over an open window")
             self.must_raise(self.acc.state_dict, "state_dict() inside a window")
 
@@ -263,6 +263,7 @@ class RankLoop(OnRanks, Loop):
                 return False
             self.compare_window(result, places)
         self.begin, self.carried, self.suspect = end, [], ""
+        self.between([what for place in places for what in self.p.events_at(*place)])
         return True
 
     def may_raise(self) -> bool:
