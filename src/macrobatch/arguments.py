@@ -78,12 +78,17 @@ def checked_steps(steps: object, name: str) -> int:
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several of a kind, as a tuple."""
     several = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for index, one in enumerate(several):
-        if any(one is other for other in several[:index]):
-            raise UsageError(f"{name} lists the same {type(one).__name__} twice: hand over each once.")
+    _require_each_once(several, name)
+    for one in several:
         if not isinstance(one, kind):
             raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
+
+
+def _require_each_once(several: Sequence[object], name: str) -> None:
+    for index, one in enumerate(several):
+        if any(one is other for other in several[:index]):
+            raise UsageError(f"{name} lists the same {type(one).__name__} twice: hand over each once.")
 
 
 def checked_choice(name: str, value: T, choices: object) -> T:
@@ -139,6 +144,7 @@ def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """One or several; any object with a `step` that wants no argument will do."""
     schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    _require_each_once(schedulers, "scheduler")
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)):
             raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")
