@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
 
-.PHONY: train test check format venv bench clean
+.PHONY: train test check format venv bench fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -28,6 +28,13 @@ format: venv
 
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
+
+FIRST ?= 0
+PROGRAMS ?= 2000
+RANK_PROGRAMS ?= 100
+fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PROGRAMS=1000 FIRST=5000000 (the first seed)
+	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) \
+	  --out ../results/fuzz.json
 
 venv: .venv/.complete  ## a .venv with all extras
 
