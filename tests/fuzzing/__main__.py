@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import macrobatch
-from fuzzing import Program, Wrong, describe, draw_program, failure, shrink
+from fuzzing import MismatchError, Program, describe, draw_program, failure, shrink
 from fuzzing.on_ranks import draw_rank_program, run_programs
 
 LAUNCH = 50  # programs in one launch of two ranks
@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
     for name in ("one_process", "two_ranks"):
         part = report[name]
-        print(f"{name}: seeds {part['seeds']}, {len(part['failures'])} failed of {part['programs']}, {part['seconds']} s")
+        failing = f"{len(part['failures'])} of {part['programs']} programs failed"
+        print(f"{name}: seeds {part['seeds']}, {failing}, {part['seconds']} s")
     return 1 if failed or failed_on_ranks else 0
 
 
@@ -90,7 +91,7 @@ def in_one_process(seeds: Iterable[int], console: Console) -> tuple[Counter[str]
         if wrong is not None:
             small = smaller(program, wrong) if len(failures) < SHRUNK else program
             failures.append({"seed": seed, "wrong": str(wrong), "program": describe(small)})
-            console.print(f"seed {seed}: {wrong}\n    {describe(small)}", markup=False, highlight=False, soft_wrap=True)
+            show(console, seed, str(wrong), small)
     return counts, failures
 
 
@@ -109,9 +110,13 @@ def on_two_ranks(seeds: range, progress: Progress, console: Console) -> tuple[Co
             if seed in complaints:
                 wrong = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(complaints[seed]) if said)
                 failures.append({"seed": seed, "wrong": wrong, "program": describe(program)})
-                console.print(f"seed {seed}: {wrong}\n    {describe(program)}", markup=False, highlight=False, soft_wrap=True)
+                show(console, seed, wrong, program)
         progress.advance(bar, len(launched))
     return counts, failures
+
+
+def show(console: Console, seed: int, wrong: str, program: Program) -> None:
+    console.print(f"seed {seed}: {wrong}\n    {describe(program)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def count(counts: Counter[str], program: Program) -> None:
@@ -119,7 +124,7 @@ def count(counts: Counter[str], program: Program) -> None:
     counts.update({f"with {what!r}" for *_, what in program.events})
 
 
-def smaller(program: Program, wrong: Wrong) -> Program:
+def smaller(program: Program, wrong: MismatchError) -> Program:
     """One that fails in the same way."""
     words = wrong.what.split()[:4]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fuzzing.model import Batch, Failing, make_batch
 from fuzzing.mistakes import BAD, SPOILS
-from fuzzing.run import Run, Spoiled, Wrong
+from fuzzing.model import Batch, PlannedError, make_batch
+from fuzzing.run import MismatchError, Run, SpoiledError
 from macrobatch import Accumulator, MacrobatchError
 from macrobatch.errors import NonFiniteError
 
@@ -24,7 +24,7 @@ class Loop(Run):
             self.acc = self.accumulator()
         except MacrobatchError:
             if self.p.shared:
-                raise Spoiled from None
+                raise SpoiledError from None
             raise
         for epoch, sizes in enumerate(self.p.epochs):
             batches = [make_batch(self.p, epoch, i, samples) for i, samples in enumerate(sizes)]
@@ -56,7 +56,7 @@ class Loop(Run):
             if not self.suspect and self.p.loader not in ("buffer", "too long"):
                 raise
             if self.suspect == "optimizer.step":
-                raise Spoiled from None
+                raise SpoiledError from None
             self.suspect = ""
             self.discard()
             self.same_state()
@@ -81,12 +81,12 @@ class Loop(Run):
                 self.body(epoch, index, batches[index], is_last=index == len(batches) - 1)
                 if "break" in self.p.events_at(epoch, index):
                     break
-        except Failing:
+        except PlannedError:
             self.discard()
             return
         is_read = self.p.remainder != "drop" and "break" not in self.p.events_at(epoch, index)
         if self.p.loader == "too long" and is_read:  # what is dropped need not be read
-            raise Wrong("silent", "a loader with fewer batches than its length")
+            raise MismatchError("silent", "a loader with fewer batches than its length")
         if "break" in self.p.events_at(epoch, index):
             self.go_on(epoch, batches, index, loader, rest)
         else:
@@ -99,7 +99,7 @@ class Loop(Run):
         missing = len(batches) - 1 - index
         is_short = len(self.reference.window) + missing < self.p.steps_at(self.reference.taken)
         if missing and not (is_short and self.p.remainder == "drop"):
-            raise Wrong("silent", f"only {index + 1} of {len(batches)} batches were handed out")
+            raise MismatchError("silent", f"only {index + 1} of {len(batches)} batches were handed out")
 
     def go_on(self, epoch: int, batches: list[Batch], index: int, loader: Any, rest: Iterator[Batch]) -> None:
         """After a break: with the same iterator, with another one over the same stream, or not at all."""
@@ -116,7 +116,7 @@ class Loop(Run):
 
     def expect(self, batch: Batch, batches: list[Batch], index: int) -> None:
         if index >= len(batches) or not torch.equal(batch.x.detach(), batches[index].x.detach()):
-            raise Wrong("silent", f"batch {index} was not the next one of the loader")
+            raise MismatchError("silent", f"batch {index} was not the next one of the loader")
 
     def loader(self, batches: list[Batch]) -> Any:
         match self.p.loader:
@@ -156,7 +156,7 @@ class Loop(Run):
                 self.discard()
             closes = self.closes(is_last)
             if self.acc.is_last != closes and not self.suspect:
-                raise Wrong("silent", f"is_last is {self.acc.is_last}")
+                raise MismatchError("silent", f"is_last is {self.acc.is_last}")
             self.change(events, batch)
             if not is_late:
                 self.spoil(events, batch)
@@ -165,7 +165,7 @@ class Loop(Run):
                 with self.acc.micro_batch():
                     self.reference.forward(batch)
                     self.refuses(self.loss(batch), self.items(batch))
-                raise Wrong("silent", "micro_batch() inside of a micro-batch")
+                raise MismatchError("silent", "micro_batch() inside of a micro-batch")
             if "no backward" in events:
                 self.suspect = "no backward"
                 return
@@ -183,7 +183,7 @@ class Loop(Run):
             if "plain backward between" in events:
                 self.plain_backward("plain backward between", batch)
         elif (result := self.acc.step()) is not None:
-            raise Wrong("silent", f"step() closed a window after {result.micro_batches} micro-batches")
+            raise MismatchError("silent", f"step() closed a window after {result.micro_batches} micro-batches")
         self.overstep(events, batch)
 
     def try_first(self, events: list[str], batch: Batch) -> bool:
@@ -193,16 +193,16 @@ class Loop(Run):
             return True
         try:
             with self.around():
-                self.net.fails = Failing() if event.startswith("backward") else None
+                self.net.fails = PlannedError() if event.startswith("backward") else None
                 loss = self.loss(batch)
                 self.reference.forward(batch)
                 if self.net.fails is None:
-                    raise Failing
+                    raise PlannedError
                 self.acc.backward(loss, items=self.items(batch))
-        except Failing:
+        except PlannedError:
             pass
         else:
-            raise Wrong("silent", "an exception in a backward was lost")
+            raise MismatchError("silent", "an exception in a backward was lost")
         finally:
             self.net.fails = None
         is_kept = event == "backward fails, again"
@@ -232,7 +232,7 @@ class Loop(Run):
             self.suspect = "second backward"
             self.reference.forward(batch)
             if not self.refuses(self.loss(batch), items):
-                raise Wrong("silent", "a second backward in one micro-batch")
+                raise MismatchError("silent", "a second backward in one micro-batch")
 
     def refuses(self, loss: Any, items: Any) -> bool:
         try:
@@ -254,11 +254,11 @@ class Loop(Run):
             self.same_state()
         else:
             if may_raise:
-                raise Wrong("silent", "a gradient that is not finite")
+                raise MismatchError("silent", "a gradient that is not finite")
             self.compare(result, reference.close())
             same = self.acc.optimizer_step == reference.taken
             if not same:
-                raise Wrong("silent", f"optimizer_step is {self.acc.optimizer_step}")
+                raise MismatchError("silent", f"optimizer_step is {self.acc.optimizer_step}")
         self.suspect = ""
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -273,7 +273,7 @@ class Loop(Run):
                 try:
                     SPOILS[event](self)
                 except RuntimeError:  # torch's own answer, e.g. to a step with gradients of another dtype
-                    raise Spoiled from None
+                    raise SpoiledError from None
 
     def plain_backward(self, event: str, batch: Batch) -> None:
         self.suspect = event
@@ -312,7 +312,7 @@ class Loop(Run):
             call()
         except MacrobatchError:
             return
-        raise Wrong("silent", what)
+        raise MismatchError("silent", what)
 
 
 class Sized:
@@ -331,7 +331,7 @@ class Sized:
 def failing(batches: Sequence[Batch]) -> Iterator[Batch]:
     """A loader that fails in the middle of an epoch."""
     yield from batches
-    raise Failing
+    raise PlannedError
 
 
 def refilled(batches: Sequence[Batch]) -> Iterator[Batch]:

@@ -90,7 +90,7 @@ class Checkpoint(torch.autograd.Function):
         return None, hidden.grad
 
 
-class Failing(Exception):
+class PlannedError(Exception):
     """Raised by a program on purpose."""
 
 
@@ -383,5 +383,3 @@ def gradients(net: Net) -> dict[str, Tensor | None]:
 
 def rates(trainee: Trainee) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for optimizer in trainee.optimizers for group in optimizer.param_groups)
-
-

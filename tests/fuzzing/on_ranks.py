@@ -1,8 +1,10 @@
 """Random programs on several ranks, each compared with one process that has the batches of all of them.
 
-Every program is a scenario of tests/ranks.py: many of them run in one launch, each with a process group and a time-out of its own.
+Every program is a scenario of tests/ranks.py: many of them run in one launch, each with a process group and a
+time-out of its own.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +25,8 @@ from fuzzing.mistakes import SPOILS
 from fuzzing.model import Batch, Net, make_batch, micro_loss
 from fuzzing.program import Event, Program, _Drawing, valid
 from fuzzing.reference import Expected
-from fuzzing.run import Spoiled, Wrong
+from fuzzing.run import MismatchError, SpoiledError
 from fuzzing.whole import Whole, pack
-from macrobatch import MacrobatchError
 from macrobatch.errors import NonFiniteError
 
 RANKS = 2
@@ -45,9 +46,15 @@ class RankProgram(Program):
 WRAPS = ("ddp", "ddp", "ddp unused", "ddp unused", "ddp view", "fsdp2", "fsdp2", "fsdp2 blocks")
 NOT_ON_RANKS = {"dropout", "statistics"}  # they see the micro-batch of a rank
 NEEDS_UNUSED = {"unused", "detached", "expert"}
-NOT_UNDER_FSDP = {"expert", "scalar", "complex", "parameter hook", "penalty", "reentrant checkpoint", "custom checkpoint", "tied", "module hook"}
-EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "idle forward", "halve lr", "zero_grad between", "zero_grad", "clip",
-          "scale gradients", "drop a gradient", "second backward", "no step", "new batches", "state_dict")  # fmt: skip
+NOT_UNDER_FSDP = {"expert", "scalar", "complex", "tied", "penalty", "parameter hook", "module hook",
+                  "reentrant checkpoint", "custom checkpoint"}  # fmt: skip
+EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "idle forward", "halve lr",
+          "zero_grad between", "zero_grad", "clip", "scale gradients", "drop a gradient", "second backward", "no step",
+          "new batches", "state_dict")  # fmt: skip
+
+
+# A rank that has run out is ahead of the others: it waits for their last backward, and raises first.
+NOT_WHERE_UNEVEN = {"now", "discard after", *SPOILS}
 
 
 def draw_rank_program(seed: int) -> RankProgram:
@@ -103,7 +110,7 @@ def events(p: RankProgram, drawing: _Drawing) -> tuple[Event, ...]:
     places = [(e, i) for e, sizes in enumerate(p.epochs) for i in range(min(len(sizes), len(p.others[e])))]
     count = drawing.maybe(0.4, 1, 2, default=0) if p.driver == "loop" else drawing.maybe(0.2, 1, default=0)
     are_even = [*map(len, p.epochs)] == [*map(len, p.others)]
-    choices = [what for what in EVENTS if are_even or what not in SPOILS]  # else one rank raises before the other
+    choices = [what for what in EVENTS if are_even or what not in NOT_WHERE_UNEVEN]
     if p.driver == "macrostep":
         choices = ["nan", "inf", "halve lr", "zero_grad between"]
     drawn = {drawing.random.choice(places): drawing.random.choice(choices) for _ in range(count)}
@@ -203,13 +210,13 @@ class RankLoop(OnRanks, Loop):
                 index += 1
                 self.expect(batch, own, index)
                 if index >= self.begin + self.missing():
-                    raise Wrong("silent", f"batch {index} is in a window that ought to be closed")
+                    raise MismatchError("silent", f"batch {index} is in a window that ought to be closed")
             self.turn_of(index, batch, [] if self.acc.is_repeat else self.p.events_at(self.here, index))
         is_short = self.end - self.begin < self.missing()
         if index < len(own) - 1 and not (is_short and self.p.remainder == "drop"):
-            raise Wrong("silent", f"only {index + 1} of {len(own)} batches were handed out")
+            raise MismatchError("silent", f"only {index + 1} of {len(own)} batches were handed out")
         if self.p.remainder == "step" and self.begin < self.end:
-            raise Wrong("silent", "the last window of an epoch was not closed")
+            raise MismatchError("silent", "the last window of an epoch was not closed")
         self.carried += [(self.here, i) for i in range(self.begin, self.end)] if self.p.remainder == "carry" else []
 
     def missing(self) -> int:
@@ -272,7 +279,7 @@ class RankLoop(OnRanks, Loop):
     def compare_window(self, result: Any, places: list[tuple[int, int]]) -> None:
         self.fill(places)
         if self.may_raise():
-            raise Wrong("silent", "a gradient that is not finite")
+            raise MismatchError("silent", "a gradient that is not finite")
         expected = self.reference.close()
         expected.micro_batches = result.micro_batches  # with repeats, on this rank
         self.compare(result, expected)
@@ -308,7 +315,7 @@ class RankWhole(OnRanks, Whole):
         """A micro-batch that only keeps other ranks company may come more than once."""
         found = sorted({number for part, _ in self.parts for number in part.ids.tolist()})
         if len(self.batch.ids) and found != self.batch.ids.tolist():
-            raise Wrong("silent", f"samples {found} were trained on, not {self.batch.ids.tolist()}")
+            raise MismatchError("silent", f"samples {found} were trained on, not {self.batch.ids.tolist()}")
 
     def compare(self, result: Any, expected: Expected) -> None:
         expected.micro_batches = result.micro_batches
@@ -325,12 +332,10 @@ class RankWhole(OnRanks, Whole):
 
 
 def check_on_ranks(p: RankProgram) -> None:
-    """Raise Wrong, on any rank, unless the program comes to what it should."""
+    """Raise MismatchError, on any rank, unless the program comes to what it should."""
     torch.manual_seed(p.seed)
-    try:
+    with contextlib.suppress(SpoiledError):
         (RankLoop if p.driver == "loop" else RankWhole)(p).run()
-    except Spoiled:
-        pass
 
 
 def run_program(seed: int) -> dict[str, Any]:
@@ -372,6 +377,6 @@ def complaint(outcome: ranks.Outcome) -> str:
     if "raised" not in outcome:
         return ""
     kinds, message = outcome["raised"], outcome["message"]
-    if "Wrong" in kinds:
+    if "MismatchError" in kinds:
         return message
     return f"{'alarm' if 'MacrobatchError' in kinds else 'crash'}: {kinds[0]}: {message}"

@@ -1,4 +1,4 @@
-"""Programs with two models in one graph, each with an Accumulator and windows of its own: a GAN, an actor and its critic."""
+"""Programs with two models in one graph, each with an Accumulator of its own: a GAN, an actor and its critic."""
 
 import dataclasses
 import random

@@ -1,7 +1,7 @@
 """Random programs: what one is, how it is drawn from a seed, and how a failing one is made small.
 
-A `Program` is a plain record whose defaults are the simplest program. Its text, `describe(program)`, has only what differs
-from them, and is Python: `fuzzing.check(Program(...))` runs it again.
+A `Program` is a plain record whose defaults are the simplest program. Its text, `describe(program)`, has only what
+differs from them, and is Python: `fuzzing.check(Program(...))` runs it again.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def in_parts(self) -> bool:
-        """Whether a window differs from one big batch: by dropout, statistics, parameters frozen in the middle of it."""
+        """Whether a window differs from one big batch: by dropout, statistics, parameters frozen in between."""
         changing = any(what in ("freeze", "thaw") for *_, what in self.events)
         return changing or "dropout" in self.pieces or "statistics" in self.pieces
 

@@ -29,8 +29,8 @@ class Expected:
 class Reference:
     """The obvious program: the loss of the whole window, divided by its items; backward, clip, step.
 
-    Where micro-batches differ from parts of the big batch (dropout, parameters that were frozen in between), their gradients
-    are taken one by one, when the library's are, and added up.
+    Where micro-batches differ from parts of the big batch (dropout, parameters that were frozen in between), their
+    gradients are taken one by one, when the library's are, and added up.
     """
 
     def __init__(self, p: Program, trainee: Trainee, is_alone: bool = True) -> None:

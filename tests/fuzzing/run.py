@@ -14,11 +14,11 @@ from fuzzing.reference import Expected, Reference
 from macrobatch import StepResult
 
 
-class Wrong(AssertionError):
+class MismatchError(AssertionError):
     """What a program did that it ought not to.
 
-    `kind`: "silent" (a wrong result, and no word), "alarm" (an error in a right program) or "crash" (an error that is not
-    the library's own).
+    `kind`: "silent" (a wrong result, and no word), "alarm" (an error in a right program) or "crash" (an error that is
+    not the library's own).
     """
 
     def __init__(self, kind: str, what: str) -> None:
@@ -26,7 +26,7 @@ class Wrong(AssertionError):
         self.kind, self.what = kind, what
 
 
-class Spoiled(Exception):
+class SpoiledError(Exception):
     """The program itself has made its weights NaN, or stepped by itself: nothing is left to compare."""
 
 
@@ -137,11 +137,11 @@ class Run:
         """What became of a window."""
         bound = tolerance(self.p)
         if not isinstance(result, StepResult):
-            raise Wrong("silent", f"step() gave {result!r} where a window closes")
+            raise MismatchError("silent", f"step() gave {result!r} where a window closes")
         if expected.is_poisoned and not expected.skipped:
-            raise Spoiled
+            raise SpoiledError
         if bool(result.skipped) != expected.skipped:
-            raise Wrong("silent", f"skipped is {bool(result.skipped)}")
+            raise MismatchError("silent", f"skipped is {bool(result.skipped)}")
         same_number("result.micro_batches", result.micro_batches, expected.micro_batches)
         same_number("result.items", result.items, expected.items)
         same_number("result.step", result.step, self.reference.taken)
@@ -159,7 +159,7 @@ class Run:
             same_tensors("the gradient in the optimizer", self.own.seen[-1], theirs, tolerance(self.p))
         for name, parameter in self.net.named.items():
             if expected.gradients[name] is None and parameter.grad is not None:
-                raise Wrong("silent", f"{name} was not used, and has a gradient")
+                raise MismatchError("silent", f"{name} was not used, and has a gradient")
 
     def same_state(self) -> None:
         """Weights, optimizer state, buffers, schedule and scale."""
@@ -177,15 +177,15 @@ class Run:
     def finish(self) -> None:
         self.same_state()
         self.nothing_elsewhere()
-        for tensor, copy in self.watched:
-            if not torch.equal(tensor.detach(), copy):
-                raise Wrong("silent", "a tensor of the program (items, or of a batch) was changed")
+        for tensor, before in self.watched:
+            if not torch.equal(tensor.detach(), before):
+                raise MismatchError("silent", "a tensor of the program (items, or of a batch) was changed")
         if self.reference.random is not None and not torch.equal(torch.get_rng_state(), self.reference.random):
-            raise Wrong("silent", "the random numbers went another way")
+            raise MismatchError("silent", "the random numbers went another way")
 
     def nothing_elsewhere(self) -> None:
         if any(q.grad is not None for other in self.net.others for q in other.parameters()):
-            raise Wrong("silent", "another model got a gradient")
+            raise MismatchError("silent", "another model got a gradient")
 
 
 def tolerance(p: Program) -> float:
@@ -197,10 +197,10 @@ def same_tensors(what: str, found: dict[str, Any], expected: dict[str, Any], bou
     """As close as `bound`, as a part of the largest number of all. None must meet None."""
     found = {name: value if value is None else unsharded(value) for name, value in found.items()}
     if found.keys() != expected.keys():
-        raise Wrong("silent", f"{what}: {min(found.keys() ^ expected.keys())} is in one of the two only")
+        raise MismatchError("silent", f"{what}: {min(found.keys() ^ expected.keys())} is in one of the two only")
     names = [name for name, value in expected.items() if value is not None]
     if wrong := [name for name in found if (found[name] is None) == (name in names)]:
-        raise Wrong("silent", f"{what} of {wrong[0]} is {'None' if found[wrong[0]] is None else 'there'}")
+        raise MismatchError("silent", f"{what} of {wrong[0]} is {'None' if found[wrong[0]] is None else 'there'}")
     if not names:
         return
     all_found, all_expected = (torch.cat([flat(values[name]) for name in names]) for values in (found, expected))
@@ -208,7 +208,7 @@ def same_tensors(what: str, found: dict[str, Any], expected: dict[str, Any], bou
     if not errors.max().item() <= bound:
         each = errors.split([flat(expected[name]).numel() for name in names])
         worst = max(range(len(names)), key=lambda i: each[i].nan_to_num(torch.inf).max().item())
-        raise Wrong("silent", f"{what} of {names[worst]} is off by {errors.max().item():.1e}")
+        raise MismatchError("silent", f"{what} of {names[worst]} is off by {errors.max().item():.1e}")
 
 
 def unsharded(tensor: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def same_number(what: str, found: Any, expected: Any, bound: float = 0.0) -> Non
         same = found == expected or (math.isnan(found) and math.isnan(expected))
         same = same or abs(found - expected) <= bound * max(abs(expected), 1e-3)
     if not same:
-        raise Wrong("silent", f"{what} is {found}, not {expected}")
+        raise MismatchError("silent", f"{what} is {found}, not {expected}")
 
 
 def state_of(trainee: Trainee) -> dict[str, Tensor]:

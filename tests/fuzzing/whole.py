@@ -1,4 +1,4 @@
-"""Programs that hand over whole batches: `MacroStep`, with batches of many kinds, memory that runs out, and mistakes."""
+"""Programs that hand over whole batches: `MacroStep`, many kinds of batches, memory that runs out, and mistakes."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fuzzing.mistakes import BAD, SPOILS
-from fuzzing.model import HOST_KNOWS, LENGTH, Batch, Failing, make_batch
-from fuzzing.run import Run, Spoiled, Wrong
+from fuzzing.model import HOST_KNOWS, LENGTH, Batch, PlannedError, make_batch
+from fuzzing.run import MismatchError, Run, SpoiledError
 from macrobatch import MacrobatchError, MacroStep, by_count, by_tokens
 from macrobatch.errors import NonFiniteError
 
@@ -22,7 +22,7 @@ class Whole(Run):
             self.train = self.macro_step()
         except MacrobatchError:
             if self.p.shared:
-                raise Spoiled from None
+                raise SpoiledError from None
             raise
         for window, (samples,) in enumerate(self.p.epochs):
             self.events = self.p.events_at(window, 0)
@@ -57,7 +57,7 @@ class Whole(Run):
             pass
         else:
             if not bool(result.skipped):
-                raise Wrong("silent", "a step without samples")
+                raise MismatchError("silent", "a step without samples")
         self.same_state()
 
     def other_length(self) -> None:
@@ -69,16 +69,16 @@ class Whole(Run):
             self.train(pack(self.p.container, Batch(x, y[:-1], w, ids)))
         except MacrobatchError:
             return
-        raise Wrong("silent", "a tensor with fewer samples than others")
+        raise MismatchError("silent", "a tensor with fewer samples than others")
 
     def window(self) -> None:
         """One call; and another one, without the mistake, where it was noticed."""
         mistake = next((event for event in self.events if event in BAD or event in SPOILS or "plain" in event), None)
-        self.parts: list[tuple[Batch, bool]] = []  # that went through, and which of them had an infinite or NaN gradient
+        self.parts: list[tuple[Batch, bool]] = []  # that went through, and whether their gradients were not finite
         self.calls, fails = 0, "forward fails, again" in self.events
         try:
             result = self.train(self.handed_over)
-        except Failing:
+        except PlannedError:
             pass
         except NonFiniteError:
             self.account()
@@ -91,10 +91,10 @@ class Whole(Run):
             if mistake is None:
                 raise
             if mistake == "optimizer.step":
-                raise Spoiled from None
+                raise SpoiledError from None
         else:
             if fails and self.calls:
-                raise Wrong("silent", "an exception in the loss was lost")
+                raise MismatchError("silent", "an exception in the loss was lost")
             self.compare_window(result)
             return
         self.same_state()
@@ -105,7 +105,7 @@ class Whole(Run):
         self.same_samples()
         self.account()
         if self.reference.is_poisoned and self.p.nonfinite == "raise" and self.own.scaler is None:
-            raise Wrong("silent", "a gradient that is not finite")
+            raise MismatchError("silent", "a gradient that is not finite")
         expected = self.reference.close()
         expected.micro_batches = len(self.parts)
         self.compare(result, expected)
@@ -113,7 +113,7 @@ class Whole(Run):
     def same_samples(self) -> None:
         found = sorted(number for part, _ in self.parts for number in part.ids.tolist())
         if found != self.batch.ids.tolist():
-            raise Wrong("silent", f"samples {found} were trained on, not {self.batch.ids.tolist()}")
+            raise MismatchError("silent", f"samples {found} were trained on, not {self.batch.ids.tolist()}")
 
     def account(self) -> None:
         """Hand the reference what went through: as a whole, or in parts where these differ from it."""
@@ -125,14 +125,15 @@ class Whole(Run):
 
     def loss_fn(self, model: Any, handed_over: Any) -> Any:
         if model is not self.models() and not self.p.split:
-            raise Wrong("silent", "loss_fn got another model")
+            raise MismatchError("silent", "loss_fn got another model")
         part = unpack(self.p.container, handed_over)
         self.calls += 1
         is_first, is_last = (bool(torch.isin(end, part.ids).any()) for end in (self.batch.ids[:1], self.batch.ids[-1:]))
         if self.p.cut == "auto" and len(part.ids) > self.p.size and (is_last or self.p.seed % 3):
             return self.run_out_of_memory(part)
         events = self.events if is_first else []
-        if not part.items and (self.p.items not in HOST_KNOWS or self.p.reduction == "sum"):  # 0 x NaN is NaN where the host does not see the zero
+        counts = part.items or (self.p.items in HOST_KNOWS and self.p.reduction == "mean")
+        if not counts:  # 0 x NaN is NaN where the host does not see the zero
             events = [event for event in events if event not in ("nan", "inf")]
         self.change(events, part)
         for event in self.events if is_last else []:
@@ -160,7 +161,7 @@ class Whole(Run):
 
     def disturb(self, event: str, part: Batch) -> None:
         if event == "forward fails, again":
-            raise Failing
+            raise PlannedError
         if event in SPOILS and any(q.grad is not None for q in self.net.parameters()):
             SPOILS[event](self)
         if event == "plain backward before":
@@ -171,7 +172,7 @@ class Whole(Run):
 
 # ------------------------------------------------------------------------------------------------- kinds of batches
 
-Named = namedtuple("Named", ["x", "y", "w", "ids"])  # noqa: PYI024
+Named = namedtuple("Named", ["x", "y", "w", "ids"])
 LENGTHS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda batch: (batch[2] > 0).sum(1),
     "named tuple": lambda batch: (batch.w > 0).sum(1),
@@ -220,9 +221,9 @@ def unpack(container: str, part: Any) -> Batch:
     match container:
         case "dict":
             if part["names"] != names(part["ids"]):
-                raise Wrong("silent", "the names of a micro-batch belong to other samples")
+                raise MismatchError("silent", "the names of a micro-batch belong to other samples")
             if part["rate"] != 0.5 or part["note"] != "all":
-                raise Wrong("silent", "a number or a text was changed")
+                raise MismatchError("silent", "a number or a text was changed")
             return Batch(part["x"], part["y"], part["w"], part["ids"])
         case "tuple":
             return Batch(*part)
@@ -233,7 +234,7 @@ def unpack(container: str, part: Any) -> Batch:
         case "nested":
             y, (w, ids) = part["targets"]
             if part["number"].item() != 3.0 or part["inputs"]["none"] is not None:
-                raise Wrong("silent", "a number, or None, was changed")
+                raise MismatchError("silent", "a number, or None, was changed")
             return Batch(part["inputs"]["x"], y, w, ids)
     return part
 
