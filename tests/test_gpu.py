@@ -268,3 +268,58 @@ def test_ranks_without_host_reads(wrapper, options):
     assert [result.step for result in results] == [1, 2]
     train_whole(whole, OPTIMIZERS["AdamW"](whole.parameters(), fused=True), data + data[:3], 3, 0.1)
     assert difference(model, whole) < 2e-6
+
+
+@pytest.fixture
+def default_dtype():
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_another_default_dtype(default_dtype, default, how, max_norm):
+    """A step is exact, and a NaN is never read as fine: the number that tells it is a float32 whatever the default."""
+    torch.manual_seed(0)
+    model, data = make_model(), make_data(sizes=(4, 2))
+    whole = copy.deepcopy(model)
+    default_dtype(default)
+    acc = Accumulator(model, OPTIMIZERS["AdamW"](model.parameters(), **HOW[how]), steps=2, max_norm=max_norm)
+    train(acc, model, data)
+    default_dtype(torch.float32)
+    train_whole(whole, OPTIMIZERS["AdamW"](whole.parameters()), data, 2, max_norm)
+    for own, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+    default_dtype(default)
+    with pytest.raises(NonFiniteError):
+        for x, y in acc.batches(data):
+            acc.backward(nn.functional.mse_loss(model(x), y) * math.nan, items=len(x))
+            acc.step()
+        acc.state_dict()
+
+
+@pytest.mark.parametrize("items", ITEMS)
+def test_one_element_parameters_through_views(items):
+    """Their gradients are taken over from the seed of the backward, which must not be used again."""
+
+    class Offset(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.offsets = nn.Linear(8, 1), nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+        def forward(self, x):
+            return self.net(x)
+
+    model = Offset().cuda().double()
+    whole, data = copy.deepcopy(model), make_data(torch.float64, sizes=(5, 2, 7))
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3, max_norm=math.inf)
+    for x, y in acc.batches(data):
+        loss = nn.functional.mse_loss(model(x), y) + sum(offset.squeeze() for offset in model.offsets)
+        acc.backward(loss, items=ITEMS[items](x))
+        acc.step()
+    x, y = (torch.cat(part) for part in zip(*data, strict=True))
+    (nn.functional.mse_loss(whole(x), y) + sum(offset.squeeze() for offset in whole.offsets)).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for own, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)

@@ -398,11 +398,13 @@ class Accumulator:
         """
         if not self._sync.confines:
             return UNCONFINED, ()
-        reach = reach_of(loss)
-        gradients.include(reach.leaves)
+        reach, confinement = reach_of(loss), UNCONFINED
+        if not gradients.are_all_watched(reach.leaves):
+            gradients.include(reach.leaves)
+            confinement = confinement_of(reach, gradients.own)
         if not (reach.may_nest or self._accumulated or any(id(leaf) in gradients.own for leaf in reach.leaves)):
             raise BatchError(NO_PARAMETER)
-        return confinement_of(reach, gradients.own), self._sync.check(reach, gradients.named)
+        return confinement, self._sync.check(reach, gradients.named)
 
     def _run_backward(
         self, loss: Tensor, seed: Tensor, gradients: Gradients, confinement: Confinement, *, counts: bool
@@ -579,8 +581,9 @@ class Accumulator:
     def _replay(self, recording: Recording, micro_batch: object) -> None:
         """What `backward` does, for a micro-batch whose forward and backward were recorded."""
         self._order.require_backward(self._window)
-        window = self._open_window()
-        self._open_gradients()
+        window, gradients = self._open_window(), self._open_gradients()
+        if self._may_repeat:
+            self._used.update(gradients.own[id(parameter)] for parameter in recording.reached)
         try:
             recording.replay(micro_batch, window)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def all_reduce_flat(
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     bucket: list[Tensor] = []
     gradients = [p.grad for p in parameters if p.grad is not None]
-    for gradient, following in zip(gradients, [*gradients[1:], None], strict=True):
+    for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         bucket.append(gradient)
         full = sum(g.nbytes for g in bucket) >= bucket_bytes
         if full or following is None or (following.dtype, following.device) != (gradient.dtype, gradient.device):

@@ -111,6 +111,7 @@ class Gradients:
         self._held = held
         self._may_move = may_move
         self._are_views = are_views
+        self._tells_by_size = are_views or any(isinstance(parameter, DTensor) for parameter in named.values())
         self._accumulate_dtype = accumulate_dtype
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
         self._groups: dict[Kind, list[Tensor]] = {}
@@ -124,6 +125,10 @@ class Gradients:
         self.mark()
 
     # ------------------------------------------------------------------------------------------ within the window
+
+    def are_all_watched(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether these are parameters of the window, and nothing else."""
+        return self._watched_ids.issuperset(map(id, leaves))
 
     def include(self, leaves: Iterable[Tensor]) -> None:
         """Accumulate these too, if they are parameters of the models that were frozen when the window began."""
@@ -150,11 +155,13 @@ class Gradients:
         if versions == self._versions and _are_same(now, self._left):
             self._notice_writes()
             return
+        if self._are_views:  # which ranks can see it depends on what each holds: all get to know at the close
+            self._writes = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
+            return
         for index, (gradient, left) in enumerate(zip(now, self._left, strict=True)):
             if gradient is left and versions[index] == self._versions[index]:
                 continue
-            was_moved = self._may_move and gradient is not None and left is not None and gradient is not left
-            if was_moved and torch.equal(gradient, left):  # type: ignore[arg-type]
+            if self._may_move and _was_moved(left, self._versions[index], gradient):
                 continue
             raise UsageError(self._meddling(index, gradient, left))
         self.mark()
@@ -203,11 +210,15 @@ class Gradients:
                 end = start + gradient.nbytes
         return self._as_they_are()
 
-    # What writes to a list of DTensors at once, as clip_grad_norm_ does, leaves no version behind: their sizes tell.
+    # Two kinds of writing leave no version behind: to a list of DTensors at once, as clip_grad_norm_ does, and to views
+    # that a backend has made of what it holds. There the sizes tell.
 
     def _local_sizes(self) -> list[Tensor]:
-        """The norms of this rank's parts of gradients that are DTensors."""
-        parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
+        """The norms of this rank's parts of such gradients."""
+        if not self._tells_by_size:
+            return []
+        kind = Tensor if self._are_views else DTensor
+        parts = [local(gradient) for gradient in self._left if isinstance(gradient, kind)]
         with torch.no_grad():
             return [torch.linalg.vector_norm(part, dtype=_norm_dtype(part)) for part in parts]
 
@@ -366,6 +377,13 @@ def _versions(gradients: Sequence[Any]) -> list[int]:
         return list(map(VERSION_OF, gradients))
     except AttributeError:
         return [getattr(gradient, "_version", -1) for gradient in gradients]
+
+
+def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bool:
+    """Whether a gradient that nobody has written to was copied to another place. The host reads; once, if at all."""
+    if left is None or gradient is None or gradient is left or left._version != version:
+        return False
+    return torch.equal(gradient, left)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -113,8 +113,8 @@ class Verdict:
         """What to raise for them."""
         if reasons & MEDDLED:
             return UsageError(
-                f"the gradients of window {self.window} were changed between its last backward and step(), which did "
-                f"not take them. {UNDIVIDED}"
+                f"somebody else changed the gradients of the open window {self.window}, so its step was not taken. "
+                f"{UNDIVIDED}"
             )
         if reasons & BAD_ITEMS:
             return BatchError(
