@@ -132,6 +132,8 @@ class Piece(nn.Module):
             self.weight = stem.weight
         elif kind in ("gain", "scalar"):
             self.gain = nn.Parameter(torch.empty(() if kind == "scalar" else (1,)))
+        elif kind == "float32 gain":
+            self.gain = nn.Parameter(torch.empty(WIDTH))
         elif kind == "flat":
             self.flat = nn.Parameter(torch.empty(WIDTH * WIDTH + WIDTH))
         elif kind == "complex":
@@ -165,6 +167,8 @@ class Piece(nn.Module):
                 return h + self.gain.expand(h.shape)
             case "scalar":
                 return h * self.gain
+            case "float32 gain":
+                return h * self.gain.to(h.dtype)
             case "flat":  # one parameter, used through views of it
                 return h + F.linear(torch.tanh(h), self.flat[:-WIDTH].view(WIDTH, WIDTH), self.flat[-WIDTH:])
             case "complex":
@@ -229,8 +233,10 @@ class Net(nn.Module):
             shape = {"scalar": (), "view": (1, 1)}.get(p.offset, (1,))
             self.tail.offset = nn.Parameter(torch.empty(shape))
         generator = draw(p.seed, "weights", name)
+        narrow = {id(q) for piece in self.body[1:] if piece.kind == "float32 gain" for q in piece.parameters()}
         for parameter in self.parameters():
             drawn = torch.randn(*parameter.shape, 2, generator=generator, dtype=torch.float64).to(dtype) / 2
+            drawn = drawn.float() if id(parameter) in narrow else drawn
             parameter.data = torch.view_as_complex(drawn) if parameter.is_complex() else drawn[..., 0].clone()
         for buffer_name, buffer in self.named_buffers():
             if "running" in buffer_name:
@@ -349,7 +355,7 @@ def make_optimizer(p: Program, parameters: list[nn.Parameter]) -> torch.optim.Op
     flags = {} if p.how == "default" else {"foreach": p.how == "foreach"}
     if p.how == "fused":
         flags = {"fused": True}
-    eps = 1e-5 if p.dtype == "float64" else 1e-2
+    eps = 1e-5 if p.dtype == "float64" else 1e-2 if p.dtype == "float32" else 1.0
     match p.optimizer:
         case "SGD":
             return torch.optim.SGD(groups, lr=lr, **flags)

@@ -45,7 +45,7 @@ class Whole(Run):
         p = self.p
         micro: Any = {"int": p.size, "by_count": by_count(p.size), "auto": "auto"}.get(p.cut)
         if p.cut == "by_tokens":
-            micro = by_tokens(max(LENGTH, p.size * LENGTH // 2), LENGTHS.get(p.container))
+            micro = by_tokens(1 + p.size * LENGTH // 2, LENGTHS.get(p.container))
         collate = stack if p.container == "samples" else None
         return MacroStep(self.models(), self.optimizers(), self.loss_fn, micro=micro, collate=collate, **self.options())
 
@@ -196,12 +196,20 @@ def names(ids: Tensor) -> list[str]:
     return [f"sample {number}" for number in ids.tolist()]
 
 
+def wide(ids: Tensor) -> Tensor:
+    """As wide as a sequence is long, but no sequence: so many numbers for each sample."""
+    return ids[:, None] + torch.arange(1, LENGTH + 1)
+
+
 def pack(container: str, batch: Batch) -> Any:
     x, y, w, ids = batch.tensors()
     match container:
         case "dict":
-            mask = {"attention_mask": w > 0} if w.dim() == 2 else {}
+            mask = {"attention_mask": w > 0, "width": wide(ids)} if w.dim() == 2 else {}
             return {"x": x, "y": y, "w": w, "ids": ids, "names": names(ids), "rate": 0.5, "note": "all", **mask}
+        case "labels":
+            labels = {"labels": torch.where(w > 0, 1, -100)} if w.dim() == 2 else {}
+            return {"x": x, "y": y, "w": w, "ids": ids, **labels}
         case "tuple":
             return (x, y, w, ids)
         case "numpy":
@@ -222,8 +230,12 @@ def unpack(container: str, part: Any) -> Batch:
         case "dict":
             if part["names"] != names(part["ids"]):
                 raise MismatchError("silent", "the names of a micro-batch belong to other samples")
+            if "width" in part and not torch.equal(part["width"], wide(part["ids"])):
+                raise MismatchError("silent", "columns were cut off from a tensor without padding")
             if part["rate"] != 0.5 or part["note"] != "all":
                 raise MismatchError("silent", "a number or a text was changed")
+            return Batch(part["x"], part["y"], part["w"], part["ids"])
+        case "labels":
             return Batch(part["x"], part["y"], part["w"], part["ids"])
         case "tuple":
             return Batch(*part)
