@@ -11,6 +11,7 @@ LONGEST = (
     "test_exactness",
     "test_docs",
     "test_verify_right",
+    "test_ranks_tensor_parallel",
     "test_ranks_uneven",
     "test_ranks_checkpoint",
     "test_cli",

@@ -482,9 +482,15 @@ class Plan:
             yield own[begin : begin + count]
             begin += count
 
-    def run(self, wrap: Callable[..., nn.Module], wrapping: dict[str, Any] | None = None, **options: Any) -> Outcome:
+    def run(
+        self,
+        wrap: Callable[..., nn.Module],
+        wrapping: dict[str, Any] | None = None,
+        rank: int | None = None,  # among those that have data of their own
+        **options: Any,
+    ) -> Outcome:
         record = self.start(wrap, wrapping, **options)
-        for loader in self.loaders(dist.get_rank() - self.first_rank):
+        for loader in self.loaders(dist.get_rank() - self.first_rank if rank is None else rank):
             record.epoch(loader if self.sized else reference.unsized(loader))
             if self.remainder == "drop":
                 record.fed[-1].clear()

@@ -196,6 +196,48 @@ def test_another_model_that_only_a_later_graph_reaches(before):
     assert other.weight.grad is None
 
 
+@pytest.fixture
+def overlapping(monkeypatch):
+    """Graphs are walked while their backwards run, as on a GPU."""
+    begun = []
+
+    def may_overlap(acc: Accumulator, _: Tensor) -> bool:
+        begun.append(acc._is_ordinary and acc._accumulated)
+        return begun[-1]
+
+    monkeypatch.setattr(Accumulator, "_may_overlap", may_overlap)
+    return begun
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_another_model_that_a_walk_finds_too_late_is_an_error(overlapping, before):
+    own, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    weights = weights_of(own)
+    acc = Accumulator(own, sgd(own), steps=2)
+    with pytest.raises(UsageError, match=r"2 parameters of another model.*shape \(3,.*zero_grad"):
+        for (x, _), run in zip(acc.batches(parts(8, torch.float32)), (BEFORE[before], through), strict=True):
+            acc.backward(run(own, other, x).pow(2).mean(), items=8)
+            acc.step()
+    assert overlapping == [False, True]
+    with pytest.raises(UsageError, match="discard"):
+        acc.step()
+    assert relative_error(weights_of(own), weights) == 0
+    acc.discard()
+
+
+def test_a_parameter_thawed_under_an_overlapping_walk(overlapping):
+    test_a_parameter_frozen_or_thawed_inside_a_window(2, True)
+    assert overlapping == [False, True, True, False]  # what is out of the ordinary once is walked beforehand
+
+
+def test_overlapping_walks_are_exact(overlapping):
+    model, big = twins(layers)
+    accumulate(Accumulator(model, sgd(model), steps=4), model, parts())
+    whole_step(big, sgd(big))
+    same_weights(model, big)
+    assert overlapping == [False, True, True, True]
+
+
 def test_a_loss_of_others_alone_changes_nothing():
     own, other = nn.Linear(3, 1), nn.Linear(3, 1)
     acc = Accumulator(own, sgd(own))

@@ -20,7 +20,16 @@ from macrobatch import arguments
 from macrobatch.collectives import all_reduce_later, gathered, largest
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.gradients import Gradients, Parameters
-from macrobatch.graph import UNCONFINED, Confinement, confinement_of, gradients_aside, reach_of, run_backward
+from macrobatch.graph import (
+    UNCONFINED,
+    Confinement,
+    Reach,
+    Walker,
+    confinement_of,
+    gradients_aside,
+    reach_of,
+    run_backward,
+)
 from macrobatch.loader import ReadAhead, Remainder, Turn, agreed_turns, exchanged_lengths, length_of, planned_turns
 from macrobatch.order import Order
 from macrobatch.recording import Recording
@@ -143,6 +152,8 @@ class Accumulator:
         self._may_repeat = False  # whether ranks may repeat batches, so that they must tell each other what they used
         self._used: set[str] = set()  # the parameters that this rank's window has used, where `_may_repeat`
         self._told_of_stale = False
+        self._walker = Walker()
+        self._is_ordinary = False  # whether the graphs of the window have ended in its own parameters alone
         self._epoch: object = None  # which `batches` is the current one
         self._stream: ReadAhead[Any] | None = None  # the last loader without a length, with what was read of it
 
@@ -173,7 +184,8 @@ class Accumulator:
         self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
-        confinement, awaited = self._look_at_graph(loss, gradients)
+        walk = self._walker.begin(loss) if self._may_overlap(loss) else None
+        confinement, awaited = (UNCONFINED, ()) if walk is not None else self._look_at_graph(loss, gradients)
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
@@ -186,7 +198,10 @@ class Accumulator:
             with self._noting_used(gradients, awaited):
                 self._run_backward(loss, seed, gradients, confinement, counts=counts)
         finally:
+            reach = None if walk is None else walk.result()
             self._end_turn()
+        if reach is not None:
+            self._require_no_others(reach, gradients)
         self._order.expects = "step"
 
     def step(self, now: bool = False) -> StepResult | None:
@@ -399,12 +414,37 @@ class Accumulator:
         if not self._sync.confines:
             return UNCONFINED, ()
         reach, confinement = reach_of(loss), UNCONFINED
-        if not gradients.are_all_watched(reach.leaves):
+        self._is_ordinary = gradients.are_all_watched(reach.leaves)
+        if not self._is_ordinary:
             gradients.include(reach.leaves)
             confinement = confinement_of(reach, gradients.own)
         if not (reach.may_nest or self._accumulated or any(id(leaf) in gradients.own for leaf in reach.leaves)):
             raise BatchError(NO_PARAMETER)
         return confinement, self._sync.check(reach, gradients.named)
+
+    def _may_overlap(self, loss: Tensor) -> bool:
+        """Whether the graph can be walked while its backward runs: those of the window so far were ordinary.
+
+        Where this one turns out not to be, that is an error: its backward was not confined. A CPU gains nothing by it.
+        """
+        is_ordinary = self._is_ordinary and self._accumulated and self._accumulate_dtype is None
+        return is_ordinary and loss.is_cuda and self._sync.confines and not self._sync.checks
+
+    def _require_no_others(self, reach: Reach, gradients: Gradients) -> None:
+        """After a backward that was not confined."""
+        if gradients.are_all_watched(reach.leaves):
+            return
+        self._is_ordinary = False
+        gradients.include(reach.leaves)
+        others = [leaf for leaf in reach.leaves if id(leaf) not in gradients.own and isinstance(leaf, nn.Parameter)]
+        if others:
+            self._order.broken = True
+            raise UsageError(
+                f"this micro-batch reached {len(others)} parameters of another model, the first of shape "
+                f"{tuple(others[0].shape)}, where no earlier one of its window did: undivided sums were added to their "
+                "gradients. Clear those with zero_grad(), drop this window with discard(), and let all micro-batches of "
+                "a window reach the other model, or none: detach() it, or freeze it."
+            )
 
     def _run_backward(
         self, loss: Tensor, seed: Tensor, gradients: Gradients, confinement: Confinement, *, counts: bool
@@ -555,6 +595,7 @@ class Accumulator:
         self._drop_gradients()
         self._window = None
         self._used = set()
+        self._is_ordinary = False
         self._order.carries = self._order.broken = False
 
     # ------------------------------------------------------------------------------------------ for whole batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,23 @@ def _walked(loss: Tensor) -> Reach:
                     note(kind)
                     push(node)
     return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, kinds)))
+
+
+class Walker:
+    """Walks a graph on a thread of its own while its backward runs.
+
+    On a GPU the host only waits then, for kernels to be queued outside of Python: a walk of a millisecond costs nothing.
+    But what it finds comes too late to confine that backward.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, loss: Tensor) -> Future[Reach]:
+        """Start on the graph behind `loss`, which must live until the result is there."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="macrobatch")
+        return self._thread.submit(reach_of, loss)
 
 
 def _may_nest(kind: type) -> bool:

@@ -67,8 +67,8 @@ def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
             shards.append(mesh.get_group(dimension))
         else:
             raise BackendError(
-                f"parameter {name!r} has the placement {placement}: what its ranks hold is neither a part of it nor a "
-                "copy, so that no norm of its gradient can be known. Use Shard or Replicate."
+                f"parameter {name!r} has the placement {placement!r}: what its ranks hold is neither a part of it nor "
+                "a copy, so that no norm of its gradient can be known. Use Shard or Replicate."
             )
     return Spread(tuple(shards), tuple(copies))
 
@@ -116,8 +116,8 @@ def norm_over_ranks(norms: dict[Spread, Tensor], order: float, flag: Tensor) -> 
     if len(everyone) == 1:
         return norm, flag  # one sum was the same on all its ranks
     # Ranks that added up the same numbers in other groups may have done so in another order.
-    is_nan = largest_over(everyone, norm.isnan().to(norm.dtype)).bool()
-    return largest_over(everyone, norm).masked_fill(is_nan, math.nan), flag
+    largest, is_nan = largest_over(everyone, torch.stack([norm, norm.isnan().to(norm.dtype)]))
+    return largest.masked_fill(is_nan.bool(), math.nan), flag
 
 
 def largest_over(groups: Iterable[Group], number: Tensor) -> Tensor:

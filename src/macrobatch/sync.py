@@ -74,6 +74,11 @@ class Local:
         """
         return ()
 
+    @property
+    def checks(self) -> bool:
+        """Whether `check` has anything to say of this micro-batch."""
+        return False
+
     def narrows(self) -> bool:
         """Whether gradients pass through float16 somewhere on their way."""
         return False
@@ -189,6 +194,10 @@ class DDP(Local):
                 "the model with find_unused_parameters=True."
             )
         return missing
+
+    @property
+    def checks(self) -> bool:
+        return self._synced
 
     def _reduces(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad if self._reduced is None else id(parameter) in self._reduced
