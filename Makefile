@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
 
-.PHONY: train test check format venv bench chaos clean
+.PHONY: train test check format venv bench chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -32,6 +32,13 @@ bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS=
 KILLS ?= 1000
 chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --kills $(KILLS) --out results/chaos.json
+
+FIRST ?= 0
+PROGRAMS ?= 2000
+RANK_PROGRAMS ?= 100
+fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PROGRAMS=1000 FIRST=5000000 (the first seed)
+	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) \
+	  --out ../results/fuzz.json
 
 venv: .venv/.complete  ## a .venv with all extras
 

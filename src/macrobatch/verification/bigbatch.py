@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from macrobatch.arguments import checked_items, checked_loss
 from macrobatch.collectives import Group, local
 from macrobatch.errors import BatchError, FitError, UsageError
+from macrobatch.graph import reach_of
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import Collate, Part, Samples, samples_of, transformed
-from macrobatch.sync import AccumulateGrad, nodes
 from macrobatch.verification.gradient import Gradient, Named, Ranks, dense, reduced
 from macrobatch.verification.keep import Attributes
 from macrobatch.verification.names import Names, unwrapped
@@ -234,7 +234,7 @@ class BigBatch:
         if self.ranks.shards:
             return []
         own = {id(parameter) for parameter in self._model.parameters()}
-        ends = [node.variable for node in nodes(loss) if isinstance(node, AccumulateGrad)]
+        ends = reach_of(loss).leaves
         new = [leaf for leaf in ends if id(leaf) not in own and leaf not in self.foreign]
         self.foreign |= dict.fromkeys(new)
         return new

@@ -1,0 +1,139 @@
+"""Run many random programs: `python -m fuzzing --programs 100000 --rank-programs 500 --out results/fuzz.json`.
+
+Every seed is a program of its own. One that fails is made smaller and printed, and the command ends with status 1.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import macrobatch
+from fuzzing import MismatchError, Program, describe, draw_program, failure, shrink
+from fuzzing.on_ranks import draw_rank_program, run_programs
+
+LAUNCH = 50  # programs in one launch of two ranks
+SHRUNK = 20  # failures that are made smaller; a fault that hits every other program would take hours
+
+Failed = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="fuzzing", description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=2000, help="how many in one process")
+    parser.add_argument("--rank-programs", type=int, default=100, help="how many on two ranks")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--out", type=Path, help="where to write the result, as JSON")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # memory runs out often here
+    torch.set_num_threads(1)
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    seeds = range(options.first, options.first + options.programs)
+    rank_seeds = range(options.first, options.first + options.rank_programs)
+    with Progress(*columns, console=console) as progress:
+        started = time.monotonic()
+        alone, failed = in_one_process(progress.track(seeds, description="one process"), console)
+        between = time.monotonic()
+        on_ranks, failed_on_ranks = on_two_ranks(rank_seeds, progress, console)
+    report = {
+        "what": "random programs, each compared with one big batch in plain torch",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {
+            "python": platform.python_version(),
+            "macrobatch": macrobatch.__version__,
+            "torch": torch.__version__,
+        },
+        "one_process": section(seeds, alone, failed, between - started),
+        "two_ranks": section(rank_seeds, on_ranks, failed_on_ranks, time.monotonic() - between),
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    for name in ("one_process", "two_ranks"):
+        part = report[name]
+        failing = f"{len(part['failures'])} of {part['programs']} programs failed"
+        print(f"{name}: seeds {part['seeds']}, {failing}, {part['seconds']} s")
+    return 1 if failed or failed_on_ranks else 0
+
+
+def section(seeds: range, counts: Counter[str], failures: list[Failed], seconds: float) -> dict[str, Any]:
+    return {
+        "seeds": f"{seeds.start} to {seeds.stop - 1}" if seeds else "none",
+        "programs": len(seeds),
+        "by_kind": dict(sorted(counts.items())),
+        "seconds": round(seconds, 1),
+        "failures": failures,
+    }
+
+
+def in_one_process(seeds: Iterable[int], console: Console) -> tuple[Counter[str], list[Failed]]:
+    counts: Counter[str] = Counter()
+    failures: list[Failed] = []
+    for seed in seeds:
+        program = draw_program(seed)
+        count(counts, program)
+        wrong = failure(program)
+        if wrong is not None:
+            small = smaller(program, wrong) if len(failures) < SHRUNK else program
+            failures.append({"seed": seed, "wrong": str(wrong), "program": describe(small)})
+            show(console, seed, str(wrong), small)
+    return counts, failures
+
+
+def on_two_ranks(seeds: range, progress: Progress, console: Console) -> tuple[Counter[str], list[Failed]]:
+    counts: Counter[str] = Counter()
+    failures: list[Failed] = []
+    bar = progress.add_task("two ranks", total=len(seeds))
+    for begin in range(0, len(seeds), LAUNCH):
+        launched = seeds[begin : begin + LAUNCH]
+        with tempfile.TemporaryDirectory() as directory:
+            complaints = run_programs(launched, Path(directory))
+        for seed in launched:
+            program = draw_rank_program(seed)
+            count(counts, program)
+            counts[program.wrap] += 1
+            if seed in complaints:
+                wrong = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(complaints[seed]) if said)
+                failures.append({"seed": seed, "wrong": wrong, "program": describe(program)})
+                show(console, seed, wrong, program)
+        progress.advance(bar, len(launched))
+    return counts, failures
+
+
+def show(console: Console, seed: int, wrong: str, program: Program) -> None:
+    console.print(f"seed {seed}: {wrong}\n    {describe(program)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def count(counts: Counter[str], program: Program) -> None:
+    counts[program.driver] += 1
+    counts.update({f"with {what!r}" for *_, what in program.events})
+
+
+def smaller(program: Program, wrong: MismatchError) -> Program:
+    """One that fails in the same way."""
+    words = wrong.what.split()[:4]
+
+    def fails(candidate: Program) -> bool:
+        found = failure(candidate)
+        return found is not None and found.kind == wrong.kind and found.what.split()[:4] == words
+
+    return shrink(program, fails)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
