@@ -17,7 +17,7 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
-    {"padding", "trees"},
+    {"padding", "trees", "hooks"},
     {"window", "placements", "split", "bench"},
     {"sync"},
     {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable", "uneven"},

@@ -3,6 +3,7 @@
 Scenarios compare with `whole`: one process that trains on the shares of both ranks at once.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -403,6 +404,46 @@ def divides_in_parts() -> Outcome:
 
 def test_a_divide_factor_of_one_part(ran):
     all_refused(ran["divides_in_parts"], "different factors", "inside")
+
+
+def bypasses(how: str) -> Outcome:
+    model = ddp(net())
+    acc = Accumulator(model, sgd(model), steps=2)
+    around = {"no_sync around the loop": model.no_sync}.get(how, contextlib.nullcontext)
+    with around():
+        for x in acc.batches(shares()[dist.get_rank()]):
+            if how == "no_sync around a forward":
+                with model.no_sync():
+                    loss = loss_of(model, x)
+            else:
+                loss = loss_of(model.module if how == "module" else model, x)
+            acc.backward(loss, items=len(x))
+            acc.step()
+    return {}
+
+
+BYPASSES = ("no_sync around the loop", "no_sync around a forward", "module")
+SCENARIOS |= {f"bypasses-{how}": partial(bypasses, how) for how in BYPASSES}
+
+
+@pytest.mark.parametrize("how", BYPASSES)
+def test_a_forward_that_nothing_synchronises(ran, how):
+    all_refused(ran[f"bypasses-{how}"], "did not go through", "no_sync")
+
+
+@scenario
+def switches_reducing_off() -> Outcome:
+    model = fully_shard(net())
+    acc = Accumulator(model, sgd(model), steps=2)
+    for x in acc.batches(shares()[dist.get_rank()]):
+        model.set_requires_gradient_sync(False)
+        acc.backward(loss_of(model, x), items=len(x))
+        acc.step()
+    return {}
+
+
+def test_reducing_that_is_switched_off(ran):
+    all_refused(ran["switches_reducing_off"], "reduced no gradients", "set_requires_gradient_sync")
 
 
 @scenario

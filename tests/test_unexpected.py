@@ -3,6 +3,7 @@
 A program trains `model` on the parts of X and Y; `big` is its twin, trained on all of them at once in plain torch.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -176,6 +177,76 @@ def test_a_thawed_parameter_is_accumulated_in_the_wider_dtype():
 
 def through(own: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
     return own(other.requires_grad_(True)(x))
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["before the first", "before the second"])
+def test_a_parameter_that_joins_inside_a_window(at):
+    """Model and optimizer get a new layer in the body of the loop."""
+
+    def grow(each: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(1)
+        each.append(nn.Linear(1, 1).double())
+        optimizer.add_param_group({"params": list(each[-1].parameters())})
+
+    model, big = twins(layers)
+    optimizers = [sgd(model), sgd(big)]
+    acc = Accumulator(model, optimizers[0], steps=4, max_norm=0.1)
+    for turn, (x, y) in enumerate(acc.batches(parts())):
+        if turn == at:
+            grow(model, optimizers[0])
+        acc.backward(loss_of(model, x, y), items=len(x))
+        result = acc.step()
+    for turn, (x, y) in enumerate(parts()):
+        if turn == at:
+            grow(big, optimizers[1])
+        (loss_of(big, x, y) * len(x) / SAMPLES).backward()
+    norm = nn.utils.clip_grad_norm_(big.parameters(), 0.1)
+    optimizers[1].step()
+    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=EXACT)
+    same_weights(model, big)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_parameter_replaced_in_the_model_alone_is_an_error(at):
+    model = layers().double()
+    before, acc = weights_of(model[0]), Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(BackendError, match="belongs to no given model"):
+        for turn, (x, y) in enumerate(acc.batches(parts(8))):
+            if turn == at:
+                model[2] = nn.Linear(8, 1).double()
+            acc.backward(loss_of(model, x, y), items=len(x))
+            acc.step()
+    assert relative_error(weights_of(model[0]), before) == 0
+
+
+def scale(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def clear(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("hook", [scale, clear])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_hooks_that_change_gradients_while_they_are_added_up(hook, steps):
+    model = layers().double()
+    model[2].weight.register_post_accumulate_grad_hook(hook)
+    before, acc = weights_of(model), Accumulator(model, sgd(model), steps=steps)
+    with pytest.raises(UsageError, match=r"2\.weight.*register_step_pre_hook"):
+        accumulate(acc, model, parts(8))
+    assert relative_error(weights_of(model), before) == 0
+    acc.discard()
+    assert list(model[2].weight._post_accumulate_grad_hooks.values()) == [hook]
+
+
+def test_hooks_that_only_look():
+    (model, big), seen = twins(layers), []
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    accumulate(Accumulator(model, sgd(model), steps=4), model, parts())
+    whole_step(big, sgd(big))
+    same_weights(model, big)
+    assert len(seen) == 4
 
 
 # For the first micro-batch of a window: it has as many nodes as the second, but does not reach the other model.
@@ -542,7 +613,14 @@ def refilled_array() -> Any:
         yield torch.from_numpy(buffer)
 
 
-@pytest.mark.parametrize("loader", [refilled_tensor, refilled_views, refilled_array])
+def refilled_dict() -> Any:
+    batch = {}
+    for number in range(5):
+        batch["x"] = torch.full((1,), float(number))
+        yield batch
+
+
+@pytest.mark.parametrize("loader", [refilled_tensor, refilled_views, refilled_array, refilled_dict])
 def test_a_loader_that_fills_one_buffer_anew(loader):
     model = nn.Linear(3, 1)
     acc = Accumulator(model, sgd(model), steps=2)
@@ -643,6 +721,18 @@ def test_half_precision_parameters_whose_sums_would_overflow(scaled):
             result = acc.step()
         assert result.skipped is False
         assert result.grad_norm.item() == pytest.approx(4.0, rel=1e-3)
+
+
+def test_a_loss_that_was_scaled_already():
+    model, scaler = nn.Linear(3, 1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    acc = Accumulator(model, sgd(model), steps=2, scaler=scaler)
+    for turn in range(2):
+        with acc.micro_batch():
+            loss = loss_of(model, *data(torch.float32)) * torch.tensor(2.0)  # a product of another kind
+            with pytest.raises(UsageError, match="already") if turn else contextlib.nullcontext():
+                acc.backward(scaler.scale(loss) if turn else loss, items=4)
+            if turn:
+                acc.backward(loss, items=4)
 
 
 def test_a_window_after_a_refused_one_is_not_skipped():

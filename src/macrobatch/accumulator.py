@@ -30,6 +30,7 @@ from macrobatch.graph import (
     reach_of,
     run_backward,
 )
+from macrobatch.hooks import guarding
 from macrobatch.loader import ReadAhead, Remainder, Turn, agreed_turns, exchanged_lengths, length_of, planned_turns
 from macrobatch.order import Order
 from macrobatch.recording import Recording
@@ -181,6 +182,7 @@ class Accumulator:
         """
         self._order.require_backward(self._window)
         loss, items = arguments.checked_loss(loss), arguments.checked_items(items)
+        self._update.check_unscaled(loss)
         self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
@@ -413,7 +415,7 @@ class Accumulator:
         reach, confinement = reach_of(loss), UNCONFINED
         self._is_ordinary = gradients.are_all_watched(reach.leaves)
         if not self._is_ordinary:
-            gradients.include(reach.leaves)
+            self._include(reach, gradients)
             confinement = confinement_of(reach, gradients.own)
         if not (reach.may_nest or self._accumulated or any(id(leaf) in gradients.own for leaf in reach.leaves)):
             raise BatchError(NO_PARAMETER)
@@ -427,12 +429,18 @@ class Accumulator:
         is_ordinary = self._is_ordinary and self._accumulated and self._accumulate_dtype is None
         return is_ordinary and loss.is_cuda and self._sync.confines and not self._sync.checks
 
+    def _include(self, reach: Reach, gradients: Gradients) -> None:
+        """Accumulate parameters of the models that were frozen, or not there yet, when the window began."""
+        if any(isinstance(leaf, nn.Parameter) and id(leaf) not in gradients.own for leaf in reach.leaves):
+            gradients.adopt(self._parameters.named(anew=True))
+        gradients.include(reach.leaves)
+
     def _require_no_others(self, reach: Reach, gradients: Gradients) -> None:
         """After a backward that was not confined."""
         if gradients.are_all_watched(reach.leaves):
             return
         self._is_ordinary = False
-        gradients.include(reach.leaves)
+        self._include(reach, gradients)
         others = [leaf for leaf in reach.leaves if id(leaf) not in gradients.own and isinstance(leaf, nn.Parameter)]
         if others:
             self._order.broken = True
@@ -452,13 +460,14 @@ class Accumulator:
         hooks = [] if counts else self._sync.zeroed(gradients.parameters)
         try:
             reach = None
-            if confinement is None:
-                with self._walker.walking(loss) as walk:
-                    run_backward(loss, seed)
-                reach = walk.result()
-            else:
-                with gradients_aside(confinement.aside):
-                    run_backward(loss, seed, confinement.inputs)
+            with guarding(gradients.hooked):
+                if confinement is None:
+                    with self._walker.walking(loss) as walk:
+                        run_backward(loss, seed)
+                    reach = walk.result()
+                else:
+                    with gradients_aside(confinement.aside):
+                        run_backward(loss, seed, confinement.inputs)
         except BaseException:
             self._undo_turn()
             raise

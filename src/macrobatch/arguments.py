@@ -121,6 +121,8 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 def checked_state(state: Mapping[str, int | float]) -> tuple[int, int, float | None]:
     """The steps taken, the windows, and the typical items, if any, that an Accumulator's `state_dict` gave."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state of an Accumulator is what state_dict() gave: got {type(state).__name__}.")
     counts = [state.get(name) for name in ("optimizer_step", "windows")]
     typical = state.get("typical_items")
     is_known = set(state) <= {"optimizer_step", "windows", "typical_items"}

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from macrobatch.collectives import local
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.hooks import hooked_among
 from macrobatch.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
 from macrobatch.window import wide
 
@@ -52,11 +53,14 @@ class Parameters:
         if not any(parameter.requires_grad for parameter in self.named().values()):
             raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
 
-    def named(self) -> dict[str, nn.Parameter]:
-        """All of them, frozen ones too, each once: they may be frozen, thawed or replaced at any time."""
+    def named(self, *, anew: bool = False) -> dict[str, nn.Parameter]:
+        """All of them, frozen ones too, each once: they may be frozen, thawed or replaced at any time.
+
+        `anew`: also where the optimizers hold the same ones as before.
+        """
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         seen = [(id(p), p.requires_grad) for p in held]
-        if seen != self._seen:
+        if anew or seen != self._seen:
             self._all = self._look_through(held)
             self._seen = seen
             self.shared = len(set(map(id, held))) < len(held)
@@ -101,9 +105,10 @@ class Gradients:
         may_move: bool = False,
         are_views: bool = False,
     ) -> None:
-        self.named = named
+        self.named = dict(named)
         self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
         self.own = dict(zip(map(id, named.values()), named, strict=True))  # names by the parameters' ids
+        self.hooked = hooked_among(named)
         self.had_stale = any(parameter.grad is not None for parameter in named.values())
         self._watched_ids = set(map(id, self.parameters))
         self._plain = Spread(shards)
@@ -129,6 +134,11 @@ class Gradients:
     def are_all_watched(self, leaves: Sequence[Tensor]) -> bool:
         """Whether these are parameters of the window, and nothing else."""
         return self._watched_ids.issuperset(map(id, leaves))
+
+    def adopt(self, named: dict[str, nn.Parameter]) -> None:
+        """Parameters were added to the models, or replaced, since the window began."""
+        self.named |= named
+        self.own |= dict(zip(map(id, named.values()), named, strict=True))
 
     def include(self, leaves: Iterable[Tensor]) -> None:
         """Accumulate these too, if they are parameters of the models that were frozen when the window began."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -145,21 +146,30 @@ class _Contents:
     """
 
     def __init__(self, batch: object, *, copies: bool) -> None:
-        arrays = [leaf for _, leaf in leaves(batch, "batch") if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
+        self._batch, self._leaves = batch, _leaves_of(batch)
+        arrays = [leaf for leaf in self._leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
         self._tensors = [leaf for leaf in arrays if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._versions = [tensor._version for tensor in self._tensors]
         self._copies = [(leaf, copied) for leaf in arrays if copies and (copied := _copy_on_host(leaf)) is not None]
 
     def require_same(self) -> None:
-        if self._versions == [tensor._version for tensor in self._tensors] and all(
-            _are_equal(leaf, before) for leaf, before in self._copies
+        now = _leaves_of(self._batch)  # a dict may have been filled with other tensors
+        is_same = len(now) == len(self._leaves) and all(map(operator.is_, now, self._leaves))
+        if (
+            is_same
+            and self._versions == [tensor._version for tensor in self._tensors]
+            and all(_are_equal(leaf, before) for leaf, before in self._copies)
         ):
             return
         raise BatchError(
-            "the loader writes every batch to the same memory: reading one ahead, which shows where it ends, has "
-            "overwritten the batch before. Let it yield copies, e.g. batch.clone(), or give it a __len__, with which "
-            "nothing is read ahead."
+            "the loader writes every batch to the same memory, or to the same dict or list: reading one ahead, which "
+            "shows where it ends, has overwritten the batch before. Let it yield new ones, e.g. batch.clone(), or give "
+            "it a __len__, with which nothing is read ahead."
         )
+
+
+def _leaves_of(batch: object) -> list[Any]:
+    return [leaf for _, leaf in leaves(batch, "batch")]
 
 
 def _copy_on_host(leaf: Any) -> Any:

@@ -116,8 +116,11 @@ class DDP(Local):
     one in which a rank has nothing, or that is held.
     """
 
-    def __init__(self, models: Sequence[Any], *, sync: When, group: Group, flat: bool) -> None:
+    def __init__(
+        self, models: Sequence[Any], *, sync: When, group: Group, flat: bool, sees_forwards: bool = True
+    ) -> None:
         self._models = models
+        self._sees_forwards = sees_forwards  # a compiled one may not run DDP's own code
         self._reduced = _reduced_by(models)
         if flat and sync == "micro":
             raise BackendError(
@@ -158,6 +161,8 @@ class DDP(Local):
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
         if self._synced:
+            for model in self._models:  # a number that says the same, until a forward of DDP's sets it to True
+                model.require_forward_param_sync = int(model.require_forward_param_sync)
             return
         if may_sync and self._micro:
             raise BackendError(
@@ -175,6 +180,8 @@ class DDP(Local):
 
     def end(self) -> None:
         self._flags.close()
+        for model in self._models:
+            model.require_forward_param_sync = bool(model.require_forward_param_sync)
 
     def _has_others(self) -> bool:
         """Whether other parameters are trained than the reducer knows: those that were trained when DDP was made."""
@@ -183,9 +190,18 @@ class DDP(Local):
         return any(p.requires_grad != (id(p) in self._reduced) for p in _reducible(self._models))
 
     def check(self, reach: Reach, named: dict[str, nn.Parameter]) -> Sequence[str]:
-        if not self._synced or all(m.find_unused_parameters or m.static_graph for m in self._models):
+        if not self._synced:
             return ()
         used = set(map(id, reach.leaves))
+        for model in self._models if self._sees_forwards else ():
+            if model.require_forward_param_sync is not True and any(id(p) in used for p in model.parameters()):
+                raise BackendError(
+                    "the forward of this rank's last micro-batch did not go through DistributedDataParallel, or inside "
+                    "its no_sync(): nothing would synchronise the gradients. Call model(...) instead of "
+                    "model.module(...), and leave no_sync() out of the loop: it is entered here where it belongs."
+                )
+        if all(m.find_unused_parameters or m.static_graph for m in self._models):
+            return ()
         missing = [name for name, p in named.items() if id(p) not in used and self._reduces(p)]
         if missing and not reach.may_nest:
             raise BackendError(
@@ -406,6 +422,7 @@ class FSDP2(Local):
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         held, self._held = self._held, False
         if self._closed:
+            self._require_reduced()
             return
         if self._micro and not held and any(group.mesh_info.mesh.ndim > 1 for group in _groups(self._models)):
             raise _closed_early("fully_shard over a mesh of two dimensions")
@@ -415,6 +432,15 @@ class FSDP2(Local):
                 model._get_fsdp_state()._root_post_backward_final_callback()
             self.end()
         self._reshard()
+
+    def _require_reduced(self) -> None:
+        """After a window's last backward nothing may be held back any more."""
+        if any(gradient is not None for gradient in self.held()):
+            raise BackendError(
+                "the last backward of the window has reduced no gradients: somebody switched that off, as "
+                "model.set_requires_gradient_sync(False) does. Leave such calls out of the loop: they are made here "
+                "where they belong."
+            )
 
     def clear(self) -> None:
         self._held = False
@@ -487,6 +513,7 @@ def sync_for(
         raise BackendError('gather="window" keeps the parameters of FSDP2 gathered; no given model is sharded by it.')
     if process_group is not None and not _initialized():
         raise BackendError("process_group was given, but torch.distributed is not initialized.")
+    is_compiled = any(_unwrapped(model) is not model for model in models)
     models = [_unwrapped(model) for model in models if kind is None or _wrapper(model) == kind]  # no frozen teacher
     if kind is None:
         group = _given(process_group)
@@ -501,7 +528,8 @@ def sync_for(
             "items must be counted over the same ranks. Leave process_group out, or hand over those."
         )
     if kind == "DistributedDataParallel":
-        return DDP(models, sync=sync, group=group, flat=_widens(models, accumulate_dtype))
+        flat = _widens(models, accumulate_dtype)
+        return DDP(models, sync=sync, group=group, flat=flat, sees_forwards=not is_compiled)
     if kind == "FSDPModule":
         backend = FSDP2(models, sync=sync, gather=gather, group=group)
         if _widens(models, accumulate_dtype):

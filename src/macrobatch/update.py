@@ -190,6 +190,19 @@ class Update:
                     "discard() to drop what was accumulated."
                 )
 
+    def check_unscaled(self, loss: Tensor) -> None:
+        """A loss that ``scaler.scale()`` has multiplied already would be scaled twice."""
+        scale = None if self._scaler is None else self._scaler._scale
+        factor = getattr(loss.grad_fn, "_saved_other", None)  # of a product
+        if scale is None or not isinstance(factor, Tensor):
+            return
+        with torch._C.DisableTorchFunction():  # an address is no number that the device has computed
+            is_scaled = factor.data_ptr() == scale.data_ptr()
+        if is_scaled:
+            raise UsageError(
+                "the loss was multiplied by scaler.scale() already, and backward() scales it itself: hand over the loss."
+            )
+
     def settle(self) -> None:
         """Raise the error that the last window turned out to have."""
         pending, self._pending = self._pending, None

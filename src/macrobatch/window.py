@@ -300,7 +300,9 @@ class Window:
             return self._host_items / max(self.micro_batches, 1)
         else:
             mean = self._own_items() / max(self.micro_batches, 1)
-        before = self.typical.to(mean) if isinstance(self.typical, Tensor) else torch.full_like(mean, self.typical or 1.0)
+        before = (
+            self.typical.to(mean) if isinstance(self.typical, Tensor) else torch.full_like(mean, self.typical or 1.0)
+        )
         return torch.where(torch.isfinite(mean) & (mean > 0), mean, before)
 
     def poisoned(self) -> Tensor | None:

@@ -1,0 +1,63 @@
+"""Other people's hooks on parameters: they may look at what a window accumulates, but not change it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from macrobatch.errors import UsageError
+
+
+def hooked_among(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters with a hook that runs after each addition to their gradient."""
+    return {name: p for name, p in named.items() if getattr(p, "_post_accumulate_grad_hooks", None)}
+
+
+@contextlib.contextmanager
+def guarding(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """While a backward runs: an error if one of these hooks writes to a gradient, replaces or clears it."""
+    handles = []
+    for name, parameter in hooked.items():
+        guard = _Guard(name)
+        first = parameter.register_post_accumulate_grad_hook(guard.note)  # type: ignore[no-untyped-call]
+        _put_first(parameter._post_accumulate_grad_hooks, first.id)
+        last = parameter.register_post_accumulate_grad_hook(guard.check)  # type: ignore[no-untyped-call]
+        handles += [first, last]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _put_first(hooks: dict[int, Any], key: int) -> None:
+    """Torch runs hooks in the order in which they were put into this dict, whatever order it says it has."""
+    others = [(other, hook) for other, hook in hooks.items() if other != key]
+    own = hooks[key]
+    hooks.clear()
+    hooks[key] = own
+    hooks.update(others)
+
+
+class _Guard:
+    """Runs before and after all other hooks of one parameter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def note(self, parameter: Tensor) -> None:
+        self._gradient = parameter.grad
+        self._version = -1 if parameter.grad is None else parameter.grad._version
+
+    def check(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is self._gradient and (gradient is None or gradient._version == self._version):
+            return
+        raise UsageError(
+            f"a hook that runs after each addition to the gradient of parameter {self._name!r} "
+            "(register_post_accumulate_grad_hook) has changed or cleared it. Inside a window it is an undivided sum: "
+            "do this once a window, in a hook of the optimizer (register_step_pre_hook), which sees the mean."
+        )
