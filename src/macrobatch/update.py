@@ -200,7 +200,7 @@ class Update:
             is_scaled = factor.data_ptr() == scale.data_ptr()
         if is_scaled:
             raise UsageError(
-                "the loss was multiplied by scaler.scale() already, and backward() scales it itself: hand over the loss."
+                "the loss was multiplied by scaler.scale() already; backward() does that itself. Hand over the loss."
             )
 
     def settle(self) -> None:
