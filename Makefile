@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
 
-.PHONY: train test check format venv bench fuzz clean
+.PHONY: train test check format venv bench chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -28,6 +28,10 @@ format: venv
 
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
+
+KILLS ?= 1000
+chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --kills $(KILLS) --out results/chaos.json
 
 FIRST ?= 0
 PROGRAMS ?= 2000

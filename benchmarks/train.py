@@ -111,19 +111,17 @@ class Problem:
 def problem(sizes: Sizes) -> Problem:
     from macrobatch.train import models
     from macrobatch.train.data import Data
+    from macrobatch.train.learner import Plan, adamw
     from macrobatch.train.settings import Settings
-    from macrobatch.train.trainer import Plan, _adamw
     from macrobatch.train.world import World
 
     settings = Settings(model=sizes.model, steps=sizes.steps, batch_size=sizes.batch, lr=LEARNING_RATE, device="cpu")
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     data = Data.read(settings)
     plan = Plan.made(settings, data, world)
-    config = models.config_of(settings, data.vocabulary.size, data.vocabulary.end)
-    assert config is not None, "a model of a built-in size is made, not loaded"
-    model = models.prepared(models.made(config, settings.seed), settings, world)
+    model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
-    optimizer = _adamw(model, settings)
+    optimizer = adamw(model, settings)
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]
     return Problem(
         model=model,

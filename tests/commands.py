@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 IMPORTED = [
     "macrobatch.train.trainer",
@@ -67,6 +68,20 @@ def farthest(found: Sequence[float], wanted: Sequence[float]) -> float:
     """The largest relative difference."""
     assert len(found) == len(wanted)
     return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
+
+
+def refused(command: list[str], capsys: Any, *said: str) -> None:
+    """Exit status 2, one message, no traceback."""
+    from macrobatch.cli import main
+
+    capsys.readouterr()
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("macrobatch: ")
+    assert message.count("macrobatch: ") == 1
+    assert "Traceback" not in message
+    for words in said:
+        assert words in message
 
 
 def main() -> None:

@@ -99,6 +99,48 @@ def never(window: list[Batch], micro: Batch) -> float:
     return 1.0
 
 
+def sequences(*, masked: bool = True) -> dict[str, Tensor]:
+    """As a tokenizer gives them: filled up on the right, with a mask; labels are the tokens, or IGNORED in padding."""
+    batch = batch_of(items=UNEQUAL)
+    mask = batch.y != IGNORED
+    tokens = batch.x.masked_fill(~mask, 0)
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": batch.y if masked else tokens}
+
+
+def cut(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    parts = (tensor.split(size) for tensor in batch.values())
+    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+
+
+def cross_entropy(shift: int = 1, key: str = "labels", ignored: int = IGNORED, reduction: str = "mean") -> Any:
+    """The loss of a language model as people write it, right and wrong: `shift` labels ahead."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        logits, labels = model(batch["input_ids"]), batch[key]
+        logits, labels = logits[:, : labels.shape[1] - shift], labels[:, shift:]
+        items = int((labels != ignored).sum())
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction=reduction)
+        return loss, items
+
+    return loss
+
+
+def on_sequences(loss: Any, divisor: Any = None) -> Callable[[nn.Module, dict[str, Tensor]], None]:
+    """Micro-batches of 5, weighed rightly for that loss; or its sums, divided by something of the whole batch."""
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        micro_batches = cut(batch, 5)
+        total = sum(loss(model, micro)[1] for micro in micro_batches) if divisor is None else divisor(batch)
+        for micro in micro_batches:
+            value, items = loss(model, micro)
+            (value * (items if divisor is None else 1) / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 class Statistics(nn.Module):
     """An embedding, something that may look at the other samples, and a head."""
 
@@ -151,3 +193,53 @@ def regression(samples: int) -> Batch:
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     dtype = next(model.parameters()).dtype
     return F.mse_loss(model(batch.x.to(dtype)), batch.y.to(dtype))
+
+
+# ------------------------------------------------------------------------------------------------ the smallest of all
+
+Pair = tuple[Tensor, Tensor]
+Step = Callable[[Any, Any], None]
+
+
+def numbers(dtype: torch.dtype = torch.float64) -> Pair:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(12, 3, generator=draw).to(dtype), torch.randn(12, 1, generator=draw).to(dtype)
+
+
+def squares(model: nn.Module, batch: Pair) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def thirds(batch: Pair) -> list[Pair]:
+    return list(zip(batch[0].split(4), batch[1].split(4), strict=True))
+
+
+def by_hand(*, first: Any = None, last: Any = None) -> Step:
+    """A right loop; something is done to the model first, and to its gradients last."""
+
+    def step(model: nn.Module, batch: Pair) -> None:
+        if first is not None:
+            first(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for micro in thirds(batch):
+            (squares(model, micro) / 3).backward()
+        if last is not None:
+            last(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+
+
+def spoil(parameter: nn.Parameter) -> None:
+    """Its gradient is wrong from now on."""
+    parameter.grad *= 3
+
+
+def causes(report: Any) -> list[str]:
+    return [cause.name for cause in report.causes]

@@ -1,14 +1,18 @@
 """The command, as one types it: exit status and output of real processes."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 from ranks import torchrun
 
+import macrobatch
 from macrobatch.cli import main
 
 TRAINING = """
@@ -35,6 +39,18 @@ def loop(model, batch):
 
 def right():
     return model, loss_fn, batch
+
+
+def impatient(model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in zip(*(tensor.split(4) for tensor in batch)):
+        loss_fn(model, (x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several():
+    return model, loss_fn, batch, impatient
 
 
 def wrong():
@@ -122,6 +138,58 @@ def test_under_torchrun(here):
     assert launch.output.count("EXACT: error ") == 1  # the first rank speaks for all
 
 
+UNREAD = [["train", "--help"], ["bench", "--list"], ["--help"], ["train"], ["train", "--print-config"]]
+
+
+@pytest.mark.parametrize("words", UNREAD, ids=" ".join)
+def test_nobody_reads_what_is_printed(tmp_path, words):
+    """As with `| head` that has seen enough: no traceback, and no complaint of Python's when it ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "macrobatch", *words]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, cwd=tmp_path)
+    finally:
+        os.close(writing)
+    assert done.returncode in (0, 128 + signal.SIGPIPE)  # argparse does not tell
+    assert done.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1.2, 2.4])
+def test_interrupted_in_the_first_seconds(tmp_path, seconds):
+    command = [sys.executable, "-m", "macrobatch", "train", "--out", str(tmp_path / "run")]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
+        time.sleep(seconds)
+        started.send_signal(signal.SIGINT)
+        said = started.stderr.read()
+    assert (started.returncode, said.strip()) == (128 + signal.SIGINT, "macrobatch: interrupted.")
+
+
+def test_something_is_said_before_the_large_packages_are_imported(tmp_path):
+    """Seconds pass with them."""
+    for name in ("torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text("print('imported'); raise SystemExit(7)")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "macrobatch", "train", "--out", tmp_path / "run"],
+        capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    first, second = done.stdout.splitlines()[:2]
+    assert "starting" in first
+    assert second == "imported"
+
+
+def test_the_version(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")  # it is not needed for this
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "macrobatch", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout == f"macrobatch {macrobatch.__version__}\n"
+
+
 # --------------------------------------------------------------------------------------------------- in this process
 
 
@@ -157,6 +225,18 @@ def test_in_this_process(here, capsys):
     assert main(["verify", "my_training:right"]) == 0
     assert main(["verify", "my_training:wrong"]) == 1
     assert "cause 1: mean of means" in capsys.readouterr().out
+
+
+def test_the_number_of_optimizer_steps(here, capsys):
+    """Right for each alone; wrong where one is expected."""
+    assert main(["verify", "my_training:several"]) == 0
+    assert "3 optimizer steps, each compared with its own samples" in capsys.readouterr().out
+    assert main(["verify", "my_training:several", "--windows", "3"]) == 0
+    assert main(["verify", "my_training:several", "--windows", "1"]) == 1
+    assert "the step took 3 optimizer steps where 1 was expected" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "my_training:several", "--windows", "0"])
+    assert ended.value.code == 2
 
 
 def test_no_command_and_help(capsys):

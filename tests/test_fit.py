@@ -328,6 +328,76 @@ def test_unusual_buffers(kind, monkeypatch):
     same(Run(Faults(larger_than(3))).over([batch(8)]), Run(micro=2).over([batch(8)]))
 
 
+# ------------------------------------------------------------------------------------------- a batch changed in place
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda b: b["x"].mul_(2),
+    "behind autograd": lambda b: b["x"].data.mul_(2),
+    "through numpy": lambda b: b["x"].numpy().__imul__(2),
+    "an array": lambda b: b["y"].__imul__(2),
+    "a number": lambda b: b["scale"].mul_(2),
+    "taken away": lambda b: b.update(x=2 * b.pop("x")),
+}
+
+
+def doubling(change: str, limit: int) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss that doubles something of its micro-batch; above so many samples memory runs out afterwards."""
+
+    def loss_fn(model: nn.Module, micro: Any) -> Tensor:
+        CHANGES[change](micro)
+        if len(micro["x"]) > limit:
+            raise torch.OutOfMemoryError(GPU_TEXT)
+        return (model(micro["x"]) - torch.as_tensor(micro["y"])).square().mean() * micro["scale"]
+
+    return loss_fn
+
+
+def numbers() -> dict[str, Any]:
+    return {
+        "x": torch.arange(24.0, dtype=torch.float64).view(8, 3) / 24,
+        "y": np.arange(8.0)[:, None],
+        "scale": torch.tensor(3.0, dtype=torch.float64),
+    }
+
+
+def learnt(loss_fn: Any, given: Any, **options: Any) -> list[Tensor]:
+    """What one window changes in the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **options)(given)
+    return [new.detach() - old for new, old in zip(model.parameters(), before, strict=True)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("limit", [8, 2])
+def test_what_a_loss_changes_in_its_batch_is_changed_once_and_only_there(change, limit):
+    given, whole = numbers(), numbers()
+    CHANGES[change](whole)
+    found = learnt(doubling(change, limit), given)
+    expected = learnt(lambda m, b: (m(b["x"]) - torch.as_tensor(b["y"])).square().mean() * b["scale"], whole)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    same(given, numbers())
+
+
+def test_the_same_where_collate_hands_on_what_it_was_given():
+    data = numbers()
+
+    def collate(some: list[int]) -> dict[str, Any]:
+        return {"x": data["x"][some[0] : some[-1] + 1], "y": data["y"][some[0] : some[-1] + 1], "scale": data["scale"]}
+
+    found = learnt(doubling("in place", 2), list(range(8)), collate=collate)
+    torch.testing.assert_close(found, learnt(doubling("in place", 8), numbers()), rtol=1e-12, atol=0)
+    same(data, numbers())
+
+
+def test_a_fixed_size_gets_no_copies():
+    given, seen = numbers(), []
+    learnt(lambda m, b: seen.append(b["x"].data_ptr()) or m(b["x"]).square().mean(), given, micro=4)
+    assert seen == [given["x"].data_ptr(), given["x"][4:].data_ptr()]
+
+
 # ----------------------------------------------------------------------------------------------- what is not swallowed
 
 

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch import MacroStep, by_tokens, verify
-from macrobatch.errors import FitError
+from macrobatch.errors import BatchError, FitError
+from macrobatch.split import samples_of
 
 pytestmark = pytest.mark.gpu
 
@@ -52,12 +53,73 @@ def test_by_tokens_reads_the_lengths_and_trains_as_the_whole_batch():
 
     def step(model, batch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        results.append(MacroStep(model, optimizer, masked, micro=by_tokens(12))(batch))
+        micro = by_tokens(12, length=lambda batch: batch["attention_mask"].sum(1))
+        results.append(MacroStep(model, optimizer, masked, micro=micro)(batch))
 
     report = verify(model, masked, batch, step=step)
     assert report.ok, str(report)
     assert results[0].items.item() == 30
     assert results[0].micro_batches <= 4
+
+
+@pytest.mark.parametrize("where", [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")])
+def test_padding_is_told_by_masks_and_labels_wherever_they_are(where):
+    mask = torch.arange(6) < torch.tensor([[2], [5], [3], [4]])
+    labels = torch.where(torch.arange(6) < torch.tensor([[4], [1], [3], [5]]), 7, -100)
+    batch = {
+        "input_ids": torch.arange(24).view(4, 6),
+        "attention_mask": mask.to(where[0]),
+        "labels": labels.to(where[1]),
+    }
+    samples = samples_of(batch)
+    assert samples.rows(None) == [(4,), (5,), (3,), (5,)]
+    assert samples.rows(lambda batch: [4, 5, 3, 5]) == [(4,), (5,), (3,), (5,)]
+    with pytest.raises(BatchError, match="label that is not -100"):
+        samples.rows(lambda batch: batch["attention_mask"].sum(1))
+    parts = [samples.take(part) for part in by_tokens(10).parts(samples)]
+    assert [tuple(part["labels"].shape) for part in parts] == [tuple(part["input_ids"].shape) for part in parts]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_uneven_labels_are_read_once(device):
+    model = make_model()
+    labels = torch.where(torch.rand(22, 6, device=device) < 0.5, -100, 3)
+    batch = {"x": whole_batch()["x"].to(device), "labels": labels}
+    train = MacroStep(model, torch.optim.AdamW(model.parameters(), fused=True), lambda m, b: m(b["x"]).mean(), micro=5)
+    with pytest.warns(UserWarning, match="loss_fn returned a loss without its items"):
+        train(batch)
+    even = MacroStep(model, torch.optim.AdamW(model.parameters(), fused=True), lambda m, b: m(b["x"]).mean(), micro=5)
+    even(batch | {"labels": torch.ones_like(labels)})
+    torch.cuda.synchronize()
+    with no_host_reads():
+        even(batch | {"labels": torch.ones_like(labels)})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_batch_changed_in_place_is_changed_once(device):
+    def doubling(model, batch):
+        batch["x"].mul_(2)
+        if len(batch["x"]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return mean_square(model, batch)
+
+    model = make_model()
+    twin = copy.deepcopy(model)
+    batch = {name: leaf.to(device) for name, leaf in whole_batch().items()}
+    before = batch["x"].clone()
+    MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), doubling)(batch)
+    assert torch.equal(batch["x"], before)
+    MacroStep(twin, torch.optim.SGD(twin.parameters(), lr=0.1), mean_square, micro=5)(batch | {"x": 2 * before})
+    assert difference(model, twin) < 1e-6
+
+
+def test_sparse_batches_travel():
+    model = make_model()
+    x = torch.eye(8).to_sparse()
+    train = MacroStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b["x"].to_dense()).mean(), micro=3
+    )
+    assert train({"x": x}).micro_batches == 3
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,6 +249,139 @@ def test_a_language_model_of_transformers(micro):
     assert report.ok, str(report)
     assert results[0].micro_batches > 1
     assert results[0].items.item() == int(mask[:, 1:].sum())
+
+
+# ----------------------------------------------------------------------------------------------- batches of many kinds
+
+
+class Bags(nn.Module):
+    """Texts as bags of words: all tokens that a mask shows reach all that is computed of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(50, 8), nn.Embedding(16, 8), nn.Linear(8, 50)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        shown = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return (self.words(input_ids) * shown[..., None]).sum(1) / shown.sum(1, keepdim=True)
+
+
+def bags(lengths: Iterable[int]) -> dict[str, Tensor]:
+    mask = torch.arange(16) < torch.tensor(list(lengths))[:, None]
+    return {"input_ids": torch.randint(1, 50, mask.shape), "attention_mask": mask.long()}
+
+
+def targets(model: Bags, batch: Any) -> tuple[Tensor, Tensor]:
+    """Every position has to be told from all tokens: of another text, or of the same with blanks."""
+    bag = model(batch["input_ids"], batch.get("attention_mask"))
+    logits = model.head(torch.tanh(bag[:, None] + model.places(torch.arange(batch["labels"].shape[1]))))
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), (batch["labels"] != IGNORED).sum()
+
+
+def preference(model: Bags, batch: Any) -> tuple[Tensor, int]:
+    good, bad = (model(**batch[name]).pow(3).sum(1) for name in ("chosen", "rejected"))
+    return -F.logsigmoid(good - bad).mean(), len(good)
+
+
+def featured(model: Bags, batch: Any) -> Tensor:
+    return (model(batch["input_ids"], batch["attention_mask"]) - batch["features"] @ model.places.weight).pow(2).mean()
+
+
+def described(model: Bags, batch: Any) -> Tensor:
+    bag = model(batch["input_ids"], batch["attention_mask"])
+    return (bag.sum(1) * torch.tensor([len(text) for text in batch["text"]])).pow(2).mean()
+
+
+def many_kinds() -> dict[str, tuple[Callable, Any]]:
+    torch.manual_seed(3)
+    short, long = [3, 4, 5, 3, 12, 13, 5, 9], [10, 9, 16, 12, 3, 2, 14, 15]
+    ids, reach = torch.randint(1, 50, (8, 16)), bags(long)["attention_mask"] != 0
+    return {
+        "encoder and decoder": (targets, {**bags(short), "labels": ids.where(reach, IGNORED)}),
+        "labels of another width": (targets, {**bags(short), "labels": ids.where(reach, IGNORED)[:, :13]}),
+        "blanks": (targets, {"input_ids": ids, "labels": ids.where(torch.rand(8, 16) < 0.2, IGNORED)}),
+        "pairs": (preference, {"chosen": bags(short), "rejected": bags(long)}),
+        "features": (featured, {**bags(short), "features": torch.randn(8, 16, dtype=torch.float64)}),
+        "texts": (described, {**bags(short), "text": ["word" * n for n in long]}),
+    }
+
+
+@pytest.mark.parametrize(
+    "micro", [by_tokens(40), by_tokens(80), 3, "auto"], ids=["40 tokens", "80 tokens", "3", "auto"]
+)
+@pytest.mark.parametrize("kind", many_kinds())
+def test_batches_of_many_kinds_train_as_a_whole(kind, micro):
+    loss_fn, given = many_kinds()[kind]
+    run, whole = training(trainee(Bags), loss_fn, micro=micro).over([given]), trainee(Bags)
+    loss = loss_fn(whole.model, given)
+    (loss[0] if isinstance(loss, tuple) else loss).backward()
+    assert relative_error(run.gradients[0], gradients_of(whole.model)) <= EXACT
+    assert run.results[0].micro_batches > 1 or micro == "auto"
+
+
+# ---------------------------------------------------------------------------------------------------- a mean of means
+
+
+def mean_over(model: nn.Module, batch: Any) -> Tensor:
+    """As a model of transformers returns it, without its items."""
+    return model(batch["x"]).square().mean()
+
+
+def watched(labels: Tensor, *, loss_fn: Callable = mean_over, micro: Any = 2, **options: Any) -> list[str]:
+    """What is warned of in three windows with these labels."""
+    model = nn.Linear(3, 1)
+    train = MacroStep(model, make_optimizer(model.parameters()), loss_fn, micro=micro, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = torch.ones(len(labels), 3)
+            collate = "collate" in options
+            samples = [{"x": x[i], "labels": labels[i]} for i in range(len(labels))]
+            train(samples if collate else {"x": x, "deeper": [{"labels": labels}]})
+    return [str(one.message) for one in caught]
+
+
+FULL = torch.ones(5, 4).long()
+UNEVEN = FULL.where(torch.arange(4) < torch.tensor([4, 4, 2, 3, 1])[:, None], IGNORED)
+
+
+@pytest.mark.parametrize("collate", [None, torch.utils.data.default_collate], ids=["", "collated"])
+def test_a_mean_of_means_is_warned_of_once(collate):
+    found = watched(UNEVEN, **({} if collate is None else {"collate": collate}))
+    assert len(found) == 1
+    assert "8 labels other than -100 in 2 samples, and 5 in 2" in found[0]
+    assert "return loss, (labels[:, 1:] != -100).sum()" in found[0]
+
+
+def test_a_mean_of_means_is_seen_where_the_loss_takes_its_labels_away():
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        batch["deeper"][0].pop("labels")
+        return mean_over(model, batch)
+
+    assert len(watched(UNEVEN, loss_fn=loss_fn)) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "options"),
+    [
+        (FULL, {}),  # of 2, 2 and 1 samples
+        (torch.tensor([0, 1, 2, 1, 0]), {}),
+        (UNEVEN.float(), {}),
+        (UNEVEN, {"micro": 5}),
+        (UNEVEN, {"reduction": "sum"}),
+        (UNEVEN, {"loss_fn": lambda model, batch: (mean_over(model, batch), len(batch["x"]))}),
+        (FULL.index_fill(1, torch.tensor(3), IGNORED), {}),
+        (torch.where(torch.eye(4) > 0, IGNORED, FULL[:4]), {}),  # as many in each micro-batch
+        (torch.where(torch.arange(20).view(5, 4) == 0, IGNORED, FULL), {}),  # the first is predicted by nothing
+    ],
+    ids=["full", "classes", "numbers", "whole", "sums", "items", "all alike", "as many", "first"],
+)
+def test_no_mean_of_means(labels, options):
+    assert watched(labels, **options) == []
+
+
+def test_labels_without_any_in_some_samples():
+    assert len(watched(torch.tensor([0, IGNORED, 2, 1, 0]))) == 1
 
 
 # ----------------------------------------------------------------------------------------------- all of an Accumulator
@@ -569,6 +703,11 @@ def test_a_sample_above_the_budget():
     assert result.micro_batches == 2
     with pytest.raises(BatchError, match=r"sample 1 has 4 tokens.*budget of 3"):
         made(micro=by_tokens(3, length=extents, oversize="raise"))(with_lengths([1, 4, 1]))
+
+
+def test_sizes_may_be_numbers_of_numpy():
+    assert made(micro=np.int64(2))(batch(4, seed=0)).micro_batches == 2
+    assert made(micro=by_tokens(np.int64(8), length=extents))(with_lengths([4, 4, 4])).micro_batches == 2
 
 
 def deep() -> nn.Sequential:

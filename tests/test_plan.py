@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from macrobatch.plan import plan_by_count, plan_by_tokens, plan_few_shapes, rounded_up
+from macrobatch.plan import plan_by_count, plan_by_tokens, plan_few_shapes, plan_sequences, rounded_up
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 at_length = settings(quickly, max_examples=300)
@@ -133,6 +133,61 @@ def test_samples_of_no_length_are_there_too(lengths, budget):
 def test_the_longest_come_first(lengths, budget):
     longest = [max(lengths[sample] for sample in part) for part in plan_by_tokens(lengths, budget)]
     assert all(a >= b for a, b in pairwise(longest))
+
+
+# --------------------------------------------------------------------------------------- samples of several sequences
+
+
+Rows = Sequence[tuple[int, ...]]
+several = st.integers(1, 3).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, 12)] * n), max_size=20))
+
+
+def padded_rows(rows: Rows, part: Sequence[int]) -> int:
+    """What a micro-batch takes: in every sequence so many samples x longest."""
+    return len(part) * sum(max(1, *(rows[sample][i] for sample in part)) for i in range(len(rows[0])))
+
+
+def check_rows(rows: Rows, budget: int) -> Sequence[Sequence[int]]:
+    plan = plan_sequences(rows, budget)
+    assert sorted(sample for part in plan for sample in part) == list(range(len(rows)))
+    assert all(part and (len(part) == 1 or padded_rows(rows, part) <= budget) for part in plan)
+    return plan
+
+
+@at_length
+@given(several, budgets)
+def test_no_cut_of_the_sorted_samples_is_shorter_nor_as_short_with_less_padding(rows, budget):
+    plan = check_rows(rows, budget)
+    order = sorted(range(len(rows)), key=lambda s: (sum(rows[s]), rows[s], s))
+    best = [(0, 0)]  # for the first n: micro-batches, and what they take
+    for end in range(1, len(rows) + 1):
+        cuts = [(start, order[start:end]) for start in range(end)]
+        sizes = [(start, padded_rows(rows, part), len(part)) for start, part in cuts]
+        best.append(min((best[s][0] + 1, best[s][1] + size) for s, size, n in sizes if n == 1 or size <= budget))
+    if len(next(iter(rows), ())) > 1:
+        assert (len(plan), sum(padded_rows(rows, part) for part in plan)) == best[-1]
+
+
+@quickly
+@given(some_lengths, budgets)
+def test_samples_of_one_sequence_are_planned_by_their_lengths(lengths, budget):
+    assert plan_sequences([(length,) for length in lengths], budget) == plan_by_tokens(lengths, budget)
+
+
+@quickly
+@given(several, budgets)
+def test_where_a_search_of_several_would_take_too_long(rows, budget):
+    with mock.patch("macrobatch.plan.SEARCHED", 0):
+        check_rows(rows, budget)
+
+
+def test_a_large_window_of_several_is_planned_without_a_search():
+    rows = [tuple(row) for row in torch.randint(1, 65, (20_000, 2)).tolist()]
+    with mock.patch("macrobatch.plan._least_padding_of_several", side_effect=AssertionError("this takes minutes")):
+        check_rows(rows, 8192)
+
+
+# ---------------------------------------------------------------------------------------------------------- few shapes
 
 
 @at_length

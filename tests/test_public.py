@@ -17,9 +17,10 @@ PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
 LAYERS = [
     {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
+    {"padding", "trees"},
     {"window", "placements", "split", "bench"},
     {"sync"},
-    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable"},
+    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable", "uneven"},
     {"update", "recording"},
     {"cuda_graph"},
     {"accumulator"},
@@ -30,19 +31,27 @@ LAYERS = [
     {"accelerate.accumulation", "accelerate.resuming"},
     {"accelerate.accelerator"},
     {"accelerate", "accelerate.utils"},
-    {"verify.report", "verify.gradient", "verify.keep"},
-    {"verify.witness"},
-    {"verify.rows", "verify.bigbatch"},
-    {"verify.comparison"},
-    {"verify.coupling", "verify.weights"},
-    {"verify.causes"},
-    {"verify.verify"},
+    {"verification.report", "verification.gradient", "verification.names"},
+    {"verification.keep", "verification.seen"},
+    {"verification.witness", "verification.rows"},
+    {"verification.bigbatch"},
+    {"verification.comparison"},
+    {"verification.coupling", "verification.aims", "verification.clipping"},
+    {"verification.weights"},
+    {"verification.causes"},
+    {"verification.main"},
+    {"verification"},
     {"verify"},
-    {f"train.{name}" for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record")},
-    {f"train.{name}" for name in ("documents", "checkpoint", "schedule", "folder", "world", "report")},
+    {
+        f"train.{name}"
+        for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record", "best", "charts")
+    },
+    {f"train.{name}" for name in ("documents", "pretrained", "manifest", "schedule", "folder", "world", "report")},
+    {"train.checkpoint"},
     {"train.vocabulary"},
     {"train.corpus", "train.models"},
     {"train.data", "train.generate"},
+    {"train.learner"},
     {"train.trainer"},
     {"train"},
     {"__init__", "cli"},
@@ -113,3 +122,19 @@ def wrong_imports(source, allowed, others_allowed=frozenset()):
     return [name for name in own if name not in allowed] + sorted(
         others - {"torch"} - others_allowed - sys.stdlib_module_names
     )
+
+
+LAZY = """
+import sys, macrobatch, macrobatch.cli
+assert "torch" not in sys.modules
+import macrobatch.verification.report
+from macrobatch import verify
+assert callable(verify) and verify is macrobatch.verify, verify
+assert macrobatch.errors.UsageError
+assert not hasattr(macrobatch, "no_such_name")
+"""
+
+
+def test_torch_is_imported_when_it_is_needed():
+    """And the function `verify` is not hidden by the module of its name, whichever is imported first."""
+    subprocess.run([sys.executable, "-c", LAZY], timeout=120, check=True)

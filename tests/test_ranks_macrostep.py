@@ -461,6 +461,56 @@ def test_a_restarted_job_begins_with_the_size_that_the_first_one_learnt(tmp_path
     assert launch.seconds < 60  # with all that starting twice takes
 
 
+# ------------------------------------------------------------------------------- a rank that only keeps others company
+
+
+def in_company(**options: Any) -> Outcome:
+    """Two samples fit, and ranks without any take part. The loss takes its targets away, and changes its tokens."""
+    sizes: list[list[int]] = []
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        sizes[-1].append(len(batch["x"]))
+        y, x = batch.pop("y"), batch["x"].add_(1)  # done twice, there would be no such token
+        if len(x) > 2:
+            run_out()
+        return counted_loss(model, Batch(x, y))
+
+    model = fsdp2(made(Tower))
+    step = MacroStep(model, optimizer_for(model), loss_fn, **options)
+    for window, samples in enumerate(FILLED):
+        sizes.append([])
+        own = own_batch(window, samples[dist.get_rank()], dist.get_rank())
+        step({"x": torch.full_like(own.x, VOCABULARY - 2), "y": own.y})
+    kept = [tensor.untyped_storage().nbytes() for tensor in step._spare.values()]
+    return {"sizes": sizes, "kept": kept, "steps": step.optimizer_step}
+
+
+SCENARIOS["company-auto"] = lambda: in_company(gather="window")
+SCENARIOS["company-2"] = lambda: in_company(micro=2)
+
+
+@scenario
+def company_where_one_sample_has_no_variance() -> Outcome:
+    model = fsdp2(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    step = MacroStep(model, optimizer_for(model), lambda model, x: model(x).square().mean(), micro=3)
+    results = [step(torch.randn(6 if dist.get_rank() else 0, 3)) for _ in range(2)]
+    return {"steps": [result.step for result in results]}
+
+
+def test_a_rank_without_samples_takes_part_where_one_has_no_variance(ran):
+    assert [o["steps"] for o in all_well(ran["company_where_one_sample_has_no_variance"])] == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize("name", [pytest.param("company-auto", marks=resets), "company-2"])
+def test_a_rank_without_samples_takes_part_with_a_single_one(ran, name):
+    for rank, outcome in enumerate(all_well(ran[name])):
+        assert outcome["steps"] == sum(1 for samples in FILLED if any(samples))
+        assert all(bytes <= 8 * reference.LENGTH + 256 for bytes in outcome["kept"]), "one row, and where it begins"
+        for samples, sizes in zip(FILLED, outcome["sizes"], strict=True):
+            if not samples[rank] and any(samples):
+                assert set(sizes) == {1}
+
+
 # ------------------------------------------------------------------------------------------------- other failures
 
 

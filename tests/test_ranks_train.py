@@ -123,13 +123,19 @@ def test_ranks_share_the_work(place, on_two):
     assert all(row["time"]["communication"] > 0 for row in one)
 
 
+def test_padding_is_counted_once(place, on_two):
+    """Under fsdp a micro-batch is collated twice in the first step, for ranks that run out of them."""
+    ddp, fsdp = (metrics(place / f"two {name}") for name in ("tokens:256 float64", "fsdp float64"))
+    assert [row["padded_tokens"] for row in ddp] == [row["padded_tokens"] for row in fsdp]
+
+
 def test_the_first_rank_speaks_for_all(on_two):
     assert on_two.output.count("parameters in float32") == sum(name.endswith("float32") for name in TWO)
     assert len(re.findall(r"2 on cpu, fsdp", on_two.output)) == 3
     assert "macrobatch: " not in on_two.output  # no warning
 
 
-def test_the_model_of_shards_is_whole(place, on_two, capsys):
+def test_the_model_of_shards_is_whole(place, alone, on_two, capsys):
     from safetensors.torch import load_file
 
     whole = load_file(place / "alone-float64" / "model" / "model.safetensors")

@@ -1,9 +1,10 @@
 """A batch of any kind is sliced by a plan, without copies, and loses nothing but padding."""
 
 import math
+import warnings
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,14 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 from macrobatch import by_count, by_tokens
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.plan import rounded_up
-from macrobatch.split import samples_of
+from macrobatch.split import leaves, samples_of
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -152,6 +153,134 @@ def test_arrays_are_cut_like_tensors():
     assert [part["y"].tolist() for part in cut] == [[0, 1], [2, 3], [4]]
 
 
+# -------------------------------------------------------------------------------------------- lists, an entry a sample
+
+
+class Names(list):
+    pass
+
+
+class Fixed(tuple):
+    pass
+
+
+ENTRIES: dict[str, list[Any]] = {
+    "texts": ["a", "b", "c", "d", "e"],
+    "numbers": [1, 2.5, True, 4, 5],
+    "nothing": [None, None, "c", None, b"e"],
+    "objects": [len, {1}, object(), range(3), "e"],
+    "scalars": [torch.tensor(float(i)) for i in range(5)],
+    "dicts": [{"id": i, "tags": ["x"] * i} for i in range(5)],
+    "lists of any length": [["a"], [], ["b", "c"], ["d"] * 5, ["e"]],
+}
+
+
+@kinds
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_a_list_with_an_entry_for_each_sample_is_cut_like_a_tensor(kind, entries):
+    for container in (list, tuple, Names, Fixed):
+        found = [along_of(part) for part in parts(KINDS[kind](torch.ones(5, 3), container(ENTRIES[entries])))]
+        assert [type(part) for part in found] == [container] * 3
+        assert list(map(list, found)) == [ENTRIES[entries][:2], ENTRIES[entries][2:4], ENTRIES[entries][4:]]
+
+
+def test_entries_go_with_their_samples_wherever_those_are():
+    batch = tokens([2, 7, 3, 6], 8, text=["a", "b", "c", "d"], deeper={"ids": (1, 2, 3, 4)})
+    first, second = parts(batch, by_tokens(14))
+    assert (first["text"], first["deeper"]) == (["b", "d"], {"ids": (2, 4)})
+    assert (second["text"], second["deeper"]) == (["a", "c"], {"ids": (1, 3)})
+
+
+def test_lists_of_texts_as_default_collate_makes_them():
+    samples = [{"x": torch.ones(2), "text": f"t{i}", "pair": (f"a{i}", f"b{i}"), "n": i} for i in range(4)]
+    for count in (2, 3, 4):  # with two samples, as many as there are in a pair
+        batch = default_collate(samples[:count])
+        cut = parts(batch, by_count(1))
+        assert [part["text"] for part in cut] == [[f"t{i}"] for i in range(count)]
+        assert [list(map(list, part["pair"])) for part in cut] == [[[f"a{i}"], [f"b{i}"]] for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "along",
+    [
+        ["a"] * 4,
+        ("a",) * 6,
+        [],
+        ["a", ["b"]],
+        "abcde",
+        b"abcde",
+        torch.Size([5, 1, 1, 1, 1]),
+        {"a", "b", "c", "d", "e"},
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_with_an_entry_for_each_sample_goes_along_whole(along):
+    for part in parts({"x": torch.ones(5, 3), "along": along}):
+        assert part["along"] == along
+        assert type(part["along"]) is type(along)
+
+
+def test_lists_of_tensors_are_containers_however_long():
+    x = torch.arange(4).view(2, 2)
+    for batch in ([x, x + 4], (x, x + 4), [{"x": x}, {"x": x + 4}], {"x": [x, "whole"]}):
+        cut = parts(batch, by_count(1))
+        assert all(leaf.shape == (1, 2) for part in cut for _, leaf in leaves(part, "") if isinstance(leaf, Tensor))
+        assert [type(part) for part in cut] == [type(batch)] * 2
+
+
+def test_arrays_of_objects_are_cut():
+    texts = np.array(["a", None, "c", {}, "e"], dtype=object)
+    assert [part["t"].tolist() for part in parts({"x": torch.ones(5), "t": texts})] == [["a", None], ["c", {}], ["e"]]
+    cut = parts(tokens([2, 7, 3, 6, 1], 8, text=texts), by_tokens(14))
+    assert sorted(str(text) for part in cut for text in part["text"]) == sorted(map(str, texts))
+
+
+def test_columns_of_pandas_are_cut_by_their_places():
+    pandas = pytest.importorskip("pandas")
+    column = pandas.Series(["a", "b", "c", "d"], index=[3, 2, 1, 0])
+    cut = parts(tokens([2, 7, 3, 6], 8, text=column), by_tokens(14))
+    assert [list(part["text"]) for part in cut] == [["b", "d"], ["a", "c"]]
+
+
+# ----------------------------------------------------------------------------------------------------- unusual tensors
+
+
+def test_sparse_tensors_are_cut():
+    x = torch.eye(5).to_sparse()
+    assert torch.equal(torch.cat([part["x"].to_dense() for part in parts({"x": x})]), torch.eye(5))
+
+
+def test_views_of_any_strides_are_cut():
+    for x in (torch.arange(15).view(3, 5).T, torch.arange(3).expand(5, 3), torch.arange(30).view(10, 3)[::2]):
+        assert torch.equal(torch.cat([part["x"] for part in parts({"x": x})]), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.utils.rnn.pack_sequence([torch.ones(2, 1)]), r"batch\['x'\] is a packed sequence"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        (lambda: torch.eye(2).to_sparse_csr(), r"tensor of layout torch\.sparse_csr"),
+    ],
+    ids=["packed", "jagged", "nested", "CSR"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+def test_tensors_that_cannot_be_cut(make, message):
+    for batch in ({"x": make()}, {"y": torch.ones(2), "x": make()}):
+        with pytest.raises(BatchError, match=f"{message}.*collate="):
+            samples_of(batch)
+
+
+def test_fields_that_were_never_set_stay_so():
+    @dataclass
+    class Lazy:
+        x: Tensor
+        y: Tensor = field(init=False)
+
+    assert [part.x.tolist() for part in parts(Lazy(torch.arange(3)))] == [[0, 1], [2]]
+
+
 # ------------------------------------------------------------------------------------------------------------- lengths
 
 
@@ -180,11 +309,11 @@ def test_nothing_but_padding_is_trimmed_off(lengths, budget, spare):
         assert part["input_ids"].shape[1] == max(int(part["attention_mask"].sum(1).max()), 1)
 
 
-def test_whatever_has_positions_is_trimmed_and_nothing_else():
+def test_what_belongs_to_the_mask_is_trimmed_and_nothing_else():
     batch = tokens([2, 7, 3, 6], 8)
     batch |= {
-        "labels": batch["input_ids"],
-        "hidden": torch.ones(4, 8, 5),
+        "labels": batch["input_ids"].where(batch["attention_mask"] != 0, -100),
+        "inputs_embeds": torch.ones(4, 8, 5),
         "image": torch.ones(4, 6),
         "y": torch.ones(4),
     }
@@ -192,7 +321,7 @@ def test_whatever_has_positions_is_trimmed_and_nothing_else():
     shapes = [{name: tuple(leaf.shape) for name, leaf in part.items()} for part in (first, second)]
     for shape, width in zip(shapes, (7, 3), strict=True):
         positions = dict.fromkeys(("input_ids", "attention_mask", "labels"), (2, width))
-        assert shape == positions | {"hidden": (2, width, 5), "image": (2, 6), "y": (2,)}
+        assert shape == positions | {"inputs_embeds": (2, width, 5), "image": (2, 6), "y": (2,)}
 
 
 def test_samples_that_lie_together_are_not_copied_when_trimmed():
@@ -216,25 +345,28 @@ NAMED = {
 }
 
 
+def lengths(batch: Any, length: Any = None) -> list[int]:
+    return [sum(row) for row in samples_of(batch).rows(length)]
+
+
 def said(batch: Any) -> list[int]:
-    return [2, 2, 2, 2]
+    return [4, 3, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("names", "length", "expected"),
     [
-        (["labels", "attention_mask"], said, [2, 2, 2, 2]),
-        (["labels", "attention_mask"], None, [1, 2, 3, 4]),
-        (["labels"], said, [2, 2, 2, 2]),
-        (["labels"], None, [4, 3, 2, 1]),
+        (["attention_mask"], said, [4, 3, 3, 4]),
+        (["attention_mask"], None, [1, 2, 3, 4]),
+        (["labels"], said, [4, 3, 3, 4]),
+        (["labels", "attention_mask"], None, [4, 3, 3, 4]),
+        (["labels"], None, [4, 4, 4, 4]),  # which do not tell what is padding
     ],
-    ids=["said", "shown", "said though labelled", "labelled"],
+    ids=["said", "masked", "said of labels", "masked and labelled", "labelled"],
 )
-def test_lengths_are_said_or_shown_or_labelled_in_that_order(names, length, expected):
-    batch = {"x": torch.ones(4, 4)} | {name: NAMED[name] for name in names}
-    assert samples_of(batch).lengths(length) == expected
-    cut = parts(batch, by_tokens(4, length))
-    assert [tuple(part["x"].shape) for part in cut] == ([(2, 2)] * 2 if length else [(1, 4), (1, 3), (2, 2)])
+def test_lengths_are_said_or_shown(names, length, expected):
+    batch = {"x": torch.arange(16).view(4, 4)} | {name: NAMED[name] for name in names}
+    assert lengths(batch, length and (lambda batch: expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -251,13 +383,17 @@ def test_lengths_may_be_said_in_many_ways(wrap):
 def test_labels_and_masks_in_dataclasses_and_deeper_down():
     @dataclass
     class Batch:
-        tokens: Tensor
+        input_ids: Tensor
+        attention_mask: Tensor
         labels: Tensor
 
-    labels = torch.where(tokens([4, 1, 2])["attention_mask"] != 0, 5, -100)
-    for batch in (Batch(torch.ones(3, 4), labels), {"a": [torch.ones(3, 4), {"labels": labels}]}):
-        assert samples_of(batch).lengths(None) == [4, 1, 2]
-    assert parts(Batch(torch.ones(3, 4), labels), by_tokens(4))[1].tokens.shape == (2, 2)
+    ids, mask = tokens([4, 1, 2]).values()
+    labels = torch.where(mask != 0, 5, -100)
+    batches = [Batch(ids, mask, labels), {"a": [None, {"input_ids": ids, "attention_mask": mask}], "labels": labels}]
+    for batch in batches:
+        assert lengths(batch) == [4, 1, 2]
+    assert parts(batches[0], by_tokens(4))[1].input_ids.shape == (2, 2)
+    assert parts(batches[1], by_tokens(4))[1]["labels"].shape == (2, 2)
 
 
 def test_padding_on_the_left_is_no_reason_to_lose_a_token():
@@ -278,11 +414,12 @@ def test_few_shapes_pad_as_the_batch_does():
     ids = torch.tensor([[5] * 17, [6, 6, 6, *[9] * 14]])  # 9 is padding
     mask = torch.tensor([[1] * 17, [1, 1, 1, *[0] * 14]])
     hidden = torch.stack([torch.ones(17, 2), torch.cat([torch.ones(3, 2), torch.full((14, 2), 7.0)])])
-    (taken,) = parts_of_few_shapes({"input_ids": ids, "attention_mask": mask, "hidden": hidden, "id": mask[:, 0]}, 64)
+    batch = {"input_ids": ids, "attention_mask": mask, "inputs_embeds": hidden, "id": mask[:, 0]}
+    (taken,) = parts_of_few_shapes(batch, 64)
     assert taken["input_ids"].tolist() == [[5] * 17 + [9] * 3, [6] * 3 + [9] * 17]
     assert taken["attention_mask"].sum(1).tolist() == [17, 3]
-    assert taken["hidden"].shape == (2, 20, 2)
-    assert taken["hidden"][0, 17:].unique().tolist() == [7.0]
+    assert taken["inputs_embeds"].shape == (2, 20, 2)
+    assert taken["inputs_embeds"][0, 17:].unique().tolist() == [7.0]
     assert taken["id"].shape == (2,)
 
 
@@ -341,7 +478,7 @@ def test_lists_of_samples_by_count_keep_their_order():
     ids=str,
 )
 def test_the_length_of_a_sample(sample, expected):
-    assert samples_of([sample], list).lengths(None) == [expected]
+    assert samples_of([sample], list).rows(None) == [(expected,)]
 
 
 def test_samples_that_bring_their_padding_keep_the_budget_too():
@@ -483,6 +620,17 @@ def test_a_sample_above_the_budget_is_alone_and_warned_of(collate):
     assert [tuple(part["input_ids"].shape) for part in cut] == [(1, 9), (2, 3)]
     with pytest.raises(BatchError, match=r"sample 1 has 9 tokens.*budget of 6.*Truncate"):
         parts(batch, by_tokens(6, oversize="raise"), collate)
+
+
+def test_samples_above_the_budget_are_warned_of_once_and_again_only_of_a_larger_one():
+    policy = by_tokens(6)
+    for lengths, warned in (([2, 9], True), ([9, 2], False), ([8, 9], False), ([3, 12], True), ([12, 10], False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parts(tokens(lengths), policy)
+        assert [f"has {max(lengths)} tokens" in str(one.message) for one in caught] == [True] * warned
+    with pytest.warns(UserWarning, match="has 9 tokens"):
+        parts(tokens([2, 9]), by_tokens(6))
 
 
 def test_a_batch_of_no_samples_has_no_parts():

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import arguments, json_lines, losses, metrics, sentences
+from commands import arguments, json_lines, losses, metrics, refused, sentences
 
+from macrobatch import Accumulator
 from macrobatch.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -254,9 +255,190 @@ def test_resuming_a_run_that_is_complete(copy, capsys):
     assert files(copy / "checkpoints") | files(copy / "model") == before
 
 
-def test_resuming_where_nothing_is_begins(data, tmp_path):
-    assert main([*arguments(data, tmp_path / "run", "--steps", 1), "--resume"]) == 0
-    assert len(losses(tmp_path / "run")) == 1
+@pytest.mark.parametrize("exists", [False, True])
+def test_resuming_where_there_is_no_run(data, tmp_path, capsys, exists):
+    """A mistyped name does not begin another run."""
+    if exists:
+        (tmp_path / "typo").mkdir()
+    refused(["train", "--resume", "--out", str(tmp_path / "typo")], capsys, "there is no run in", "leave out --resume")
+    refused([*arguments(data, tmp_path / "typo"), "--resume"], capsys, "there is no run in")
+    assert not exists or not list((tmp_path / "typo").iterdir())
+    assert exists or not (tmp_path / "typo").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+
+
+def validations(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture
+def overfitting(tmp_path) -> list[str]:
+    """A run that soon gets worse on what it does not see."""
+    few = json_lines(tmp_path / "few.jsonl", [{"text": text} for text in sentences(12)])
+    held = json_lines(tmp_path / "held.jsonl", [{"text": text[::-1]} for text in sentences(20, seed=2)])
+    flags = ("--validation-data", held, "--lr", 0.03, "--warmup", 0, "--steps", 40, "--validate-every", 2)
+    return arguments(few, tmp_path / "run", *flags, "--save-every", 10, "--batch-size", 12)
+
+
+def test_other_data_to_validate_on(overfitting, tmp_path, capsys):
+    """All of the data is trained on; the best checkpoint stays beside the last ones, and its model is exported."""
+    assert main(overfitting) == 0
+    found = validations(tmp_path / "run")
+    best = min(found, key=found.get)
+    assert best < 30, found
+    assert checkpoints(tmp_path / "run") == [best, 30, 40]
+    assert metrics(tmp_path / "run")[0]["samples"] == 12
+    assert f"best validation, after step {best}: {tmp_path / 'run' / 'model-best'}" in capsys.readouterr().out
+    again = arguments(tmp_path / "held.jsonl", tmp_path / "again", "--model", tmp_path / "run" / "model-best")
+    assert main([*again, "--lr", "0", "--validation-data", str(tmp_path / "held.jsonl"), "--steps", "1"]) == 0
+    assert validations(tmp_path / "again")[1] == pytest.approx(found[best], rel=1e-5)
+
+
+def test_the_run_stops_when_validations_get_no_better(overfitting, tmp_path, capsys):
+    """And is complete then; a killed one stops where it would have."""
+    assert main([*overfitting, "--early-stop", "3"]) == 0
+    run = tmp_path / "run"
+    found = validations(run)
+    best = min(found, key=found.get)
+    assert max(found) == best + 6 < 40
+    assert f"stopped after step {best + 6}" in capsys.readouterr().out
+    assert checkpoints(run)[-1] == best + 6
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert validations(run) == found
+    shutil.rmtree(run / "checkpoints" / f"step-{best + 6:08d}")
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert validations(run) == found
+
+
+def test_few_samples_to_validate_on_are_told(data, tmp_path, caplog):
+    assert main(arguments(data, tmp_path / "run", "--steps", 1)) == 0
+    assert "the validation has only 4 samples: its loss says little" in caplog.text
+
+
+def test_the_last_line_has_the_last_numbers(data, tmp_path, capsys):
+    assert main(arguments(data, tmp_path / "run", "--steps", 3)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (validation,) = validations(tmp_path / "run").values()
+    loss = metrics(tmp_path / "run")[-1]["loss"]
+    assert printed[-1].startswith("step 3/3  epoch 0.")
+    assert f"loss {loss:.4f}  validation {validation:.3f}" in printed[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ extended
+
+
+def test_a_finished_run_goes_on(run, copy, data, tmp_path, capsys):
+    """With the data where it was; and the longer run can be killed and resumed as any other."""
+    before = losses(run)
+    assert main(["train", "--resume", "--out", str(copy), "--steps", "10"]) == 0
+    assert "extended from 6 to 10 steps" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(copy)] == list(range(1, 11))
+    assert losses(copy)[:6] == before
+    wanted = losses(copy)
+    again = Path(shutil.copytree(copy, tmp_path / "again"))
+    shutil.rmtree(again / "checkpoints" / "step-00000010")
+    assert main(["train", "--resume", "--out", str(again)]) == 0
+    assert losses(again) == wanted
+    stream = [row["items"] for row in metrics(again)]
+    assert main(arguments(data, tmp_path / "longer", "--steps", 10)) == 0
+    assert stream == [row["items"] for row in metrics(tmp_path / "longer")]  # the same batches as of a run of ten
+
+
+def test_an_extension_killed_before_its_first_checkpoint(copy, tmp_path):
+    """The checkpoint to go on from was written by the run as it was before."""
+    longer = Path(shutil.copytree(copy, tmp_path / "longer"))
+    assert main(["train", "--resume", "--out", str(longer), "--steps", "10"]) == 0
+    wanted = losses(longer)
+    for step in (8, 10):
+        shutil.rmtree(longer / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
+    shutil.copytree(copy / "checkpoints" / "step-00000006", longer / "checkpoints" / "step-00000006")
+    assert main(["train", "--resume", "--out", str(longer)]) == 0
+    assert losses(longer) == wanted
+
+
+def test_epochs_instead_of_steps_extend_too(data, tmp_path):
+    assert main(arguments(data, tmp_path / "run", "--steps", 2, "--batch-size", 200)) == 0
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--epochs", "2"]) == 0
+    assert len(losses(tmp_path / "run")) == 5
+
+
+def test_a_run_that_is_not_finished_is_not_extended(copy, capsys):
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    before = files(copy)
+    refused(["train", "--resume", "--out", str(copy), "--steps", "10"], capsys, "has taken 4 of its 6 steps")
+    assert files(copy) == before
+
+
+def test_a_finished_run_does_not_get_shorter(copy, capsys):
+    refused(["train", "--resume", "--out", str(copy), "--steps", "5"], capsys, "has taken 6 steps")
+
+
+# ---------------------------------------------------------------------------------------- checkpoints that are gone
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_checkpoints_that_are_gone(copy, capsys, is_empty):
+    """As on a volume that is not mounted: it does not begin again, and nothing is lost."""
+    shutil.rmtree(copy / "checkpoints")
+    if is_empty:
+        (copy / "checkpoints").mkdir()
+    before = files(copy)
+    refused(["train", "--resume", "--out", str(copy)], capsys, "holds none", "mounted")
+    assert files(copy) == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(data, run, tmp_path):
+    command = arguments(data, tmp_path / "run", "--steps", 6)
+    assert main(command) == 0
+    description = json.loads((tmp_path / "run" / "run.json").read_text())
+    del description["saved"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(description))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
+    assert losses(tmp_path / "run") == losses(run)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_checkpoint_of_another_run_is_passed_over(data, run, copy, tmp_path, capsys):
+    """Of the same shapes, and in order by itself."""
+    other = tmp_path / "other"
+    assert main(arguments(data, other, "--steps", 9, "--seed", 3, "--validate-every", 3)) == 0
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    foreign = shutil.copytree(other / "checkpoints" / "step-00000009", copy / "checkpoints" / "step-00000009")
+    assert main(["train", "--resume", "--out", str(copy)]) == 0
+    assert f"passed over. {foreign} belongs to another run" in capsys.readouterr().err
+    assert losses(copy) == losses(run)
+
+
+def _remembers_its_scale() -> bool:
+    model = torch.nn.Linear(1, 1)
+    return len(Accumulator(model, torch.optim.SGD(model.parameters())).state_dict()) > 2
+
+
+@pytest.mark.skipif(
+    not _remembers_its_scale(),
+    reason="the power of two that fp16 sums are scaled by is not part of an Accumulator's state yet",
+)
+def test_resuming_in_fp16_ends_where_the_run_would_have(data, tmp_path):
+    """Bit by bit, with items that differ much from window to window."""
+    flags = ("--precision", "fp16", "--steps", 8, "--save-every", 2, "--batch-tokens", 300, "--batch-ramp", 6)
+    command = arguments(data, tmp_path / "run", *flags)
+    place = command.index("--batch-size")
+    del command[place : place + 2]
+    assert main(command) == 0
+    resumed = Path(shutil.copytree(tmp_path / "run", tmp_path / "resumed"))
+    shutil.rmtree(resumed / "checkpoints" / "step-00000008")
+    assert main(["train", "--resume", "--out", str(resumed)]) == 0
+    assert losses(resumed) == losses(tmp_path / "run")
+    again, before = weights(resumed), weights(tmp_path / "run")
+    assert all(torch.equal(again[name], before[name]) for name in before)
 
 
 def test_other_micro_batches_are_the_same_run(copy):
@@ -272,7 +454,6 @@ def test_other_micro_batches_are_the_same_run(copy):
         (["--seed", "1"], "seed was 0, now 1"),
         (["--batch-size", "25"], "batch was"),
         (["--lr", "1"], "learning_rate was"),
-        (["--steps", "7"], "steps was 6, now 7"),
         (["--seq-len", "32"], "data was"),
         (["--precision", "bf16"], "precision was"),
         (["--vocabulary-size", "290"], "vocabulary was"),
@@ -415,6 +596,23 @@ def test_a_run_that_blows_up_keeps_its_last_checkpoint(data, tmp_path, capsys):
     assert saved[-1].name == f"step-{rows[-1]['step']:08d}"
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_memory_that_runs_out_is_one_message(data, tmp_path, capsys, monkeypatch, error):
+    """Without --micro auto, too."""
+
+    def runs_out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("macrobatch.train.learner.causal_lm_loss", runs_out)
+    refused(arguments(data, tmp_path / "run", "--micro", 4), capsys, "memory ran out", "--micro auto", "--seq-len")
+
+
+def test_a_prompt_does_not_command_the_terminal(data, tmp_path, capsys):
+    prompt = ("--sample-tokens", 3, "--prompt", "the\x1b[2J")
+    assert main(arguments(data, tmp_path / "run", "--steps", 1, *prompt)) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_what_is_not_installed_is_named(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)  # as if it were not there
     refused(arguments(data, tmp_path / "run"), capsys, "tyro, which is not installed: pip install 'macrobatch[train]'")
@@ -423,15 +621,3 @@ def test_what_is_not_installed_is_named(data, tmp_path, capsys, monkeypatch):
 def test_debug_shows_where(data, tmp_path, capsys):
     assert main([*arguments(tmp_path / "nowhere", tmp_path / "run"), "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def refused(command: list[str], capsys: pytest.CaptureFixture[str], *said: str) -> None:
-    """Exit status 2, one message, no traceback."""
-    capsys.readouterr()
-    assert main(command) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("macrobatch: ")
-    assert message.count("macrobatch: ") == 1
-    assert "Traceback" not in message
-    for words in said:
-        assert words in message

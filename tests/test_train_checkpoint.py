@@ -1,6 +1,7 @@
 """Checkpoints on one rank: everything comes back, kills and full disks cost nothing, damage is never believed."""
 
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from macrobatch.errors import BackendError, CheckpointError, UsageError
-from macrobatch.train.checkpoint import MANIFEST, Checkpoints, _digest, restore, state
+from macrobatch.train.checkpoint import MANIFEST, Checkpoints, restore, state
 
 
 @pytest.fixture
@@ -277,7 +278,29 @@ def cut(file, size):
 def reworded(path, **changes):
     """A manifest that is well formed and says something else."""
     contents = json.loads((path / MANIFEST).read_text())["contents"] | changes
-    (path / MANIFEST).write_text(json.dumps({"sha256": _digest(contents), "contents": contents}))
+    text = json.dumps(contents, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / MANIFEST).write_text(json.dumps({"sha256": digest, "contents": contents}))
+
+
+def rechunked(path, *chunks, **more):
+    """A manifest that tells other chunks of the tensor."""
+    reworded(path, tensors={"a": {"dtype": "I64", "shape": [100], "chunks": list(chunks), **more}})
+
+
+def chunk(offset, size, file="rank-00000.safetensors"):
+    return {"offsets": [offset], "sizes": [size], "file": file}
+
+
+def a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def an_empty_pipe(path):
+    """Of which the manifest says what is true: it holds nothing."""
+    a_pipe(path / TENSORS)
+    reworded(path, files={TENSORS: {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}})
 
 
 def foreign(path):
@@ -306,6 +329,25 @@ DAMAGES = {
     "foreign": (foreign, "is not a checkpoint: it has no manifest.json"),
     "a file": (a_file, "is not a checkpoint: it is no folder"),
     "newer": (lambda path: reworded(path, version=2), "of version 2; this macrobatch reads"),
+    "outside by a chunk": (lambda path: rechunked(path, chunk(0, 100, "../x")), "names files that no checkpoint has"),
+    "absolute": (lambda path: rechunked(path, chunk(0, 100, "/etc/passwd")), "names files that no checkpoint has"),
+    "no chunks": (lambda path: rechunked(path), "chunks of 'a' that are not the whole of it"),
+    "empty chunks": (lambda path: rechunked(path, chunk(0, 0), chunk(100, 0)), "are not the whole of it"),
+    "chunks twice": (lambda path: rechunked(path, chunk(0, 50), chunk(0, 50)), "are not the whole of it"),
+    "chunks beyond": (lambda path: rechunked(path, chunk(50, 100)), "are not the whole of it"),
+    "negative chunks": (lambda path: rechunked(path, chunk(-50, 100)), "are not the whole of it"),
+    "of no dtype": (lambda path: rechunked(path, chunk(0, 100), dtype="PICKLE"), "tensor 'a' that no checkpoint has"),
+    "of no shape": (lambda path: rechunked(path, chunk(0, 100), shape="100"), "that no checkpoint has"),
+    "tensors that are none": (lambda path: reworded(path, tensors=[3]), "parts that no checkpoint has"),
+    "facts that are none": (lambda path: reworded(path, facts=None), "parts that no checkpoint has"),
+    "files that are none": (lambda path: reworded(path, files={TENSORS: 3}), "parts that no checkpoint has"),
+    "a pipe": (lambda path: a_pipe(path / TENSORS), f"{TENSORS} cannot be read: .* is no file"),
+    "an empty pipe": (an_empty_pipe, f"{TENSORS} cannot be read: .* is no file"),
+    "a pipe for a manifest": (lambda path: a_pipe(path / MANIFEST), "manifest.json cannot be read: .* is no file"),
+    "deep": (
+        lambda path: (path / MANIFEST).write_text('{"contents":' * 100_000 + "1" + "}" * 100_000),
+        "manifest.json is damaged, or was not written",
+    ),
     "outside": (lambda path: reworded(path, files={"../../secret": {}}), "names files that no checkpoint has"),
 }
 
@@ -349,11 +391,34 @@ def test_no_flipped_bit_is_believed(checkpoints, data):
         assert len(told) == 1
 
 
+def test_those_of_others_are_passed_over(checkpoints):
+    """A checkpoint says whose it is."""
+    ours = Checkpoints(checkpoints.folder, owners=["ours", "ours before"])
+    path = ours.save(1, {"a": torch.arange(9)}, {})
+    foreign = Checkpoints(checkpoints.folder, owners=["theirs"]).save(2, {"a": torch.arange(9)}, {})
+    with pytest.warns(RuntimeWarning, match=f"passed over. {foreign} belongs to another run"):
+        assert Checkpoints(checkpoints.folder, owners=["ours"]).newest() == path
+    Checkpoints(checkpoints.folder, owners=["ours before"]).save(3, {"a": torch.arange(9)}, {})
+    assert Checkpoints(checkpoints.folder, owners=["ours", "ours before"]).newest().name == "step-00000003"
+
+
+def test_what_killed_processes_left_goes(checkpoints):
+    two(checkpoints)
+    for name in ("step-00000003.partial-0a1b2c3d", "step-00000001-1.partial-ff"):
+        (checkpoints.folder / name).mkdir()
+    (checkpoints.folder / "notes").mkdir()
+    anew(checkpoints).sweep()
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["notes", "step-00000001", "step-00000002"]
+
+
 def test_all_are_damaged(checkpoints):
     two(checkpoints)
     for path in checkpoints.folder.iterdir():
         cut(path / TENSORS, 9)
-    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=r"None of the 2 checkpoints .* is whole"):
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(CheckpointError, match=r"None of the 2 checkpoints .* can be used"),
+    ):
         anew(checkpoints).newest()
 
 

@@ -122,7 +122,7 @@ def test_the_text_comes_before_prompt_and_completion(tmp_path):
 def test_empty_texts_are_left_out_with_a_word(tmp_path, caplog):
     path = written(tmp_path / "data.jsonl", '{"text": ""}\n{"text": "a"}\n{"prompt": "p", "completion": ""}\n')
     assert [document.text for document in documents([path])] == ["a", "p"]
-    assert "1 of 3 texts are empty" in caplog.text
+    assert "left out 1 empty text of 3" in caplog.text
 
 
 def lines_until(number: int, bad: str) -> str:
@@ -154,7 +154,7 @@ BAD_FILES = [
     ("a.txt", b"caf\xe9", "a.txt: not UTF-8; found the byte 0xe9 at position 3. Convert it"),
     ("a.txt", "", "nothing to train on in .*a.txt"),
     ("folder/a.txt", b"caf\xe9", "a.txt: not UTF-8"),
-    ("folder/a.bin", b"\0", "no text in the folder .*found 1 files, none of which is text"),
+    ("folder/a.bin", b"\0", "no text in the folder .*found 1 file, no text"),
     ("folder/.hidden", "x", "the folder .* holds no file"),
 ]
 
@@ -418,11 +418,13 @@ def test_a_split_loses_nothing_and_keeps_documents_whole(vocabulary, count, frac
     assert (again[0].fingerprint, again[1].fingerprint) == (train.fingerprint, validation.fingerprint)
 
 
-def test_one_long_text_is_split_by_samples(vocabulary):
-    corpus = Corpus.made([Document(POEM * 20)], vocabulary, seq_len=16)
+@pytest.mark.parametrize("count", [1, 3])
+def test_of_few_long_texts_the_end_is_kept_aside(vocabulary, count):
+    """Pieces from all over would stand between pieces that are trained on."""
+    corpus = Corpus.made([Document(POEM * 20)] * count, vocabulary, seq_len=16)
     train, validation = corpus.split(0.1, seed=0)
     assert len(validation) == round(0.1 * len(corpus))
-    assert validation[0]["input_ids"].tolist() != train[0]["input_ids"].tolist()
+    assert train.starts.tolist() + validation.starts.tolist() == corpus.starts.tolist()
 
 
 def test_splits_follow_the_seed(vocabulary):
@@ -439,7 +441,7 @@ def test_a_fraction_that_makes_no_sense_is_refused(vocabulary, fraction):
 
 def test_one_sample_cannot_be_split(vocabulary):
     corpus = Corpus.made([Document("a")], vocabulary, seq_len=8)
-    with pytest.raises(UsageError, match="1 samples cannot be split"):
+    with pytest.raises(UsageError, match="1 sample cannot be split"):
         corpus.split(0.5, 0)
 
 
@@ -622,3 +624,35 @@ def test_few_widths_pad_further_with_what_counts_for_nothing():
     assert all(torch.equal(wide[name][:, :17], tight[name]) for name in tight)
     assert wide["attention_mask"].sum() == 22
     assert (wide["labels"] != -100).sum() == 22
+
+
+# ------------------------------------------------------------------------------------------------- what cannot be read
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".CSV", ".xlsx"])
+def test_a_table_is_no_prose(tmp_path, suffix):
+    path = written(tmp_path / f"data{suffix}", "id,text\n1,hello\n")
+    for source in (path, tmp_path):
+        with pytest.raises((UsageError, BatchError), match=r"to_json.*--text-field"):
+            documents([source])
+
+
+def test_a_binary_file_is_not_to_be_converted(tmp_path):
+    picture = bytes(range(256)) * 20
+    for content in (picture, picture.replace(b"\0", b"")):
+        path = tmp_path / "picture.dat"
+        path.write_bytes(content)
+        with pytest.raises(BatchError, match="no text, but a binary file") as raised:
+            documents([path])
+        assert "iconv" not in str(raised.value)
+    path.write_bytes("für Elise\n".encode("latin1") * 20)
+    with pytest.raises(BatchError, match="iconv"):
+        documents([path])
+
+
+def test_one_file_is_one_file(tmp_path, caplog):
+    written(tmp_path / "a.txt", "text")
+    (tmp_path / "b.bin").write_bytes(b"\0\1")
+    documents([tmp_path])
+    assert "left out 1 file in" in caplog.text
+    assert ", ..." not in caplog.text

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -185,6 +186,29 @@ def test_events_of_steps_that_are_taken_anew_are_purged(tmp_path):
     assert scalars(tmp_path)["train/loss"] == [(1, 5.0), (2, 7.0)]
 
 
+FULL_EVENTS = """
+import resource, signal, sys, time
+from pathlib import Path
+from macrobatch.train.record import Recorder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with Recorder(Path(sys.argv[1]), total_steps=2000, resume_step=None) as recorder:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # events are larger than lines
+    for step in range(1, 161):
+        recorder.step({"step": step, **dict.fromkeys("abcdefgh", 1.0), "loss": 1.0})
+        time.sleep(0.01)
+"""
+
+
+def test_tensorboard_on_a_full_disk_is_one_message(tmp_path):
+    """The run goes on without it."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    done = subprocess.run([sys.executable, "-c", FULL_EVENTS, tmp_path], text=True, timeout=100, **pipes)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "TensorBoard" in done.stderr
+    assert steps_in(tmp_path) == list(range(1, 161))
+
+
 def test_without_tensorboard_there_are_lines(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     recorded(tmp_path, [1])
@@ -214,6 +238,15 @@ def test_what_was_derived_is_printed_as_it_is(tmp_path):
     assert "[bold] stays" in log.getvalue()
 
 
+def test_nothing_that_is_printed_commands_the_terminal(tmp_path):
+    log = io.StringIO()
+    with Recorder(tmp_path, total_steps=1, resume_step=None, console=Console(file=log, width=100)) as recorder:
+        recorder.derived({"model": "a\x1b]0;title\x07b"})
+        recorder.say("c\x1b[2Jd\te\nf")
+    assert "\x1b" not in log.getvalue()
+    assert "c\\x1b[2Jd" in log.getvalue()
+
+
 ON_A_TERMINAL = """
 import sys
 from pathlib import Path
@@ -240,6 +273,55 @@ def test_a_terminal_gets_a_bar(tmp_path):
     assert "1,234 tokens/s" in text
     assert "said 2" in text
     assert "━" in text
+
+
+def shown(written: str, width: int) -> list[str]:
+    """The lines that a terminal of that width shows, with all that has scrolled by."""
+    lines, row, column = [""], 0, 0
+    for _, number, what, character in re.findall(r"(\x1b\[\??([0-9;]*)([A-Za-z]))|([^\x1b])", written, re.DOTALL):
+        if what == "A":
+            row = max(row - int(number or 1), 0)
+        elif what == "K":
+            lines[row] = "" if number == "2" else lines[row][:column]
+        elif character == "\r":
+            column = 0
+        elif character and (character == "\n" or column == width):
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        if character and character not in "\r\n":
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+MANY_STEPS = """
+import logging, sys
+from pathlib import Path
+from macrobatch.train.record import Recorder
+with Recorder(Path(sys.argv[1]), total_steps=6, resume_step=None) as recorder:
+    for step in range(1, 7):
+        recorder.step({"step": step, "epoch": step / 4, "loss": 5.0 - step, "tokens_per_second": 1234.0})
+        recorder.say(f"said {step}")
+        logging.getLogger("macrobatch").warning("warned")
+    recorder.validation(6, 2.5)
+    recorder.finish(["report: here"])
+"""
+
+
+@pytest.mark.parametrize("width", [40, 72, 200])
+def test_there_is_one_bar_and_the_last_numbers_come_last(tmp_path, width):
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(width), "LINES": "30"}
+    command = [sys.executable, "-c", MANY_STEPS, tmp_path]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.STDOUT, env=environment) as running:
+        os.close(theirs)
+        screen = shown(b"".join(output_of(ours)).decode(), width)
+        assert running.wait(60) == 0, screen
+    os.close(ours)
+    assert not [line for line in screen if "━" in line], screen  # its place is taken by the last line
+    assert [line for line in screen if line.startswith("said")] == [f"said {step}" for step in range(1, 7)]
+    last = "".join(screen[screen.index("report: here") + 1 :])
+    assert last == "step 6/6  epoch 1.50  loss -1.0000  validation 2.500  1,234 tokens/s"
 
 
 def output_of(terminal):

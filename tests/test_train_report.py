@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
-from macrobatch.train.report import Scale, smoothed, thinned, written
+from macrobatch.train.charts import Scale, smoothed, thinned
+from macrobatch.train.report import written
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SECONDS = 60  # that a browser may take to answer
@@ -54,7 +55,7 @@ def a_run(folder, steps=120, **changes):
 class Text(HTMLParser):
     """The text of a page, and whether all its elements are closed in their order."""
 
-    VOID = ("meta", "link")
+    VOID = ("meta", "link", "input")
 
     def __init__(self, page):
         super().__init__()
@@ -117,7 +118,63 @@ def test_numbers_that_are_missing_are_left_out(tmp_path):
 
 
 def test_a_run_of_one_step_has_a_report(tmp_path):
-    assert "1 optimizer steps" in text_of(a_run(tmp_path / "run", steps=1))
+    assert "1 optimizer step 1,000 tokens" in text_of(a_run(tmp_path / "run", steps=1)).replace("· ", "")
+
+
+def with_facts(folder, **facts):
+    """A run whose run.json says that too."""
+    known = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(known | facts))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("status", "steps", "said"),
+    [
+        (0, 120, "finished"),
+        (0, 300, "stopped early, after 120 of 300 steps"),
+        (143, 300, "interrupted by SIGTERM after 120 of 300 steps"),
+        (None, 300, "interrupted after 120 of 300 steps"),
+    ],
+)
+def test_it_says_how_the_run_ended(tmp_path, status, steps, said):
+    assert said in text_of(with_facts(a_run(tmp_path / "run"), status=status, identity={"steps": steps}))
+
+
+def test_it_says_what_one_wants_to_know_later(tmp_path):
+    facts = {"date": "2031-02-03 04:05", "command": "macrobatch train --lr 7", "sample": "once <b>upon"}
+    settings = {"lr": 7.0, "seed": 0, "steps": 120}
+    text = text_of(with_facts(a_run(tmp_path / "run"), **facts, settings=settings))
+    for said in ("begun 2031-02-03 04:05", "$ macrobatch train --lr 7", "once <b>upon", "perplexity 54.60"):
+        assert said in text
+    changed = text.partition("Settings that differ from the default")[2].partition("All settings")[0]
+    assert "lr 7.0" in changed
+    assert "steps 120" in changed
+    assert "seed" not in changed
+
+
+def test_memory_does_not_fall_where_a_run_was_resumed(tmp_path):
+    folder = a_run(tmp_path / "run", steps=4)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row, size in zip(rows, (500, 600, 300, 400), strict=True):
+        row["memory_bytes"] = size * 2**20
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = written(folder).read_text().partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(data)[-1]["lines"][0]["points"] == [[1, 500], [2, 600], [3, 600], [4, 600]]
+
+
+def test_several_runs_in_one_report(tmp_path):
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "<other>", steps=60)
+    with_facts(other, settings={"lr": 0.002, "model": {"layers": 4}, "data": ["/a/very/long/path" * 20]})
+    path = written(one, other)
+    assert path == tmp_path / "report.html"
+    text = " ".join(" ".join(Text(path.read_text()).text).split())
+    assert "one · <other>" in text
+    assert "steps 120 60" in text
+    assert "lr 0.001 0.002" in text
+    assert "model.layers" not in text  # it is the same
+    assert "<other>" not in path.read_text()
+    assert written(one, other, out=tmp_path / "x.html") == tmp_path / "x.html"
 
 
 def test_a_folder_without_steps_is_refused(tmp_path):
@@ -183,6 +240,22 @@ def test_ticks_are_on_the_axis_and_told_apart(low, width):
     ticks = scale.ticks()
     assert 3 <= len(ticks) <= 11
     assert all(-1e-6 <= scale.share(tick) <= 1 + 1e-6 for tick in ticks)
+
+
+def test_a_narrow_logarithmic_scale_has_ticks_too():
+    scale = Scale(6.9, 8.85, log=True)
+    assert [scale.label(tick) for tick in scale.ticks()] == [
+        "7.0",
+        "7.2",
+        "7.4",
+        "7.6",
+        "7.8",
+        "8.0",
+        "8.2",
+        "8.4",
+        "8.6",
+        "8.8",
+    ]
 
 
 @pytest.mark.parametrize("scale", [Scale(0, 1), Scale(4.02, 8.3), Scale(0, 0.00105), Scale(0, 44_000), Scale(1, 301)])
@@ -307,7 +380,7 @@ def page(browser, tmp_path):
     return report
 
 
-LINES = """[...document.querySelectorAll(".chart .line")].map((line) => {
+LINES = """[...document.querySelectorAll(".chart .line")].filter((line) => line.getClientRects().length).map((line) => {
     const box = line.getBoundingClientRect(), chart = line.closest(".plot").getBoundingClientRect();
     return {
         width: box.width, height: box.height, length: line.getTotalLength(), stroke: getComputedStyle(line).stroke,
@@ -329,6 +402,32 @@ def test_the_charts_are_really_drawn(browser, page):
         assert line["stroke"] not in ("none", "rgba(0, 0, 0, 0)")
     assert lines[0]["height"] > 100
     assert browser.value('document.querySelectorAll(".up span").length') >= 6 * 3
+
+
+def test_a_single_validation_can_be_seen(browser, tmp_path):
+    folder = a_run(tmp_path / "run")
+    (folder / "validation.jsonl").write_text('{"step": 120, "loss": 5.0}\n')
+    browser.size(1200, 900)
+    browser.open(written(folder).as_uri())
+    dots = browser.value(
+        """[...document.querySelectorAll(".first .dots.validation")].map((dot) => [
+            getComputedStyle(dot).strokeWidth, getComputedStyle(dot).strokeLinecap, dot.getAttribute("d"),
+        ])"""
+    )
+    assert len(dots) == 1
+    assert dots[0][:2] == ["6px", "round"]
+    assert dots[0][2].startswith("M1000.0 ")
+
+
+def test_the_scale_can_be_switched(browser, page):
+    frames = '[...document.querySelector(".chart").querySelectorAll(".frame")]'
+    heights = f"JSON.stringify({frames}.map((frame) => frame.offsetHeight))"
+    first, second = json.loads(browser.value(heights))
+    assert first > 100
+    assert second == 0
+    browser.value('document.querySelector(".switch input").click()')
+    assert json.loads(browser.value(heights)) == [0, first]
+    assert all(line["inside"] and line["width"] > 100 for line in browser.value(LINES))
 
 
 def test_no_request_and_no_complaint(browser, page):

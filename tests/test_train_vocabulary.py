@@ -1,6 +1,7 @@
 """Ids and back: any text survives, the same texts make the same vocabulary, and others can read what is saved."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from macrobatch.errors import UsageError
 from macrobatch.train import vocabulary as module
@@ -259,3 +260,26 @@ def test_a_name_on_a_hub_that_cannot_be_reached(monkeypatch):
         Vocabulary.load("nobody/nothing")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     assert not module.hub_is_out_of_reach()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("alphabet", ["ACGT", " ", "0123456789", "-=", "\u4e2d\u56fd"])
+def test_a_word_without_an_end_does_not_stall(alphabet):
+    """Its merges would take time by the square of its length."""
+    draw = random.Random(0)
+    endless = "".join(draw.choice(alphabet) for _ in range(250_000))
+    vocabulary = Vocabulary.trained([Document(endless), Document("to be or not to be " * 50)], size=400)
+    (ids,) = vocabulary.encode([endless])
+    assert vocabulary.decode(ids) == endless
+
+
+def test_long_words_change_nothing_for_others():
+    """A tokenizer that is trained on words of usual lengths is the one that the library makes by itself."""
+    texts = ["def function(argument): return argument " * 20, "x" * 200]
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"vocab_size": 300, "min_frequency": 2, "special_tokens": [END], "show_progress": False}
+    plain.train_from_iterator(texts, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
+    vocabulary = Vocabulary.trained([Document(text) for text in texts], size=300)
+    assert vocabulary.encode(texts) == [plain.encode(text).ids for text in texts]

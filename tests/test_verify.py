@@ -15,9 +15,9 @@ from torch import nn
 
 from macrobatch import MacrobatchError, verify
 from macrobatch.errors import BatchError, FitError, UsageError
-from macrobatch.verify import Report
-from macrobatch.verify.rows import micro_batches_of
-from macrobatch.verify.witness import Call
+from macrobatch.verification import Report
+from macrobatch.verification.rows import rows_of
+from macrobatch.verification.seen import Arrival, Call
 
 BATCH = batch_of(items=UNEQUAL)
 
@@ -330,18 +330,33 @@ def test_what_is_not_finite_is_null():
 
 
 def calls(*rows: list[list[int]], micro: list[int] | None = None) -> list[Call]:
-    return [Call({"x": torch.tensor(each)}, (micro or range(len(rows)))[i]) for i, each in enumerate(rows)]
+    """One in each backward, or in the backwards `micro`."""
+    backwards = micro or range(len(rows))
+    return [
+        Call({"x": torch.tensor(each)}, arrived=[Arrival(backward, torch.ones(()))])
+        for each, backward in zip(rows, backwards, strict=True)
+    ]
+
+
+def parts(found: list[Call], whole: list[Call], used: set[int] | None = None) -> list[list[int]] | None:
+    rows = rows_of(found, whole, 4, set() if used is None else used)
+    return None if rows is None else rows.parts
 
 
 def test_rows_are_found_by_their_values():
     whole = calls([[1, 2, 0], [3, 4, 5], [6, 0, 0], [1, 2, 0]])
-    assert micro_batches_of(calls([[3, 4, 5]], [[6, 0, 0], [1, 2, 0]]), whole, 4) == [[1], [2, 0]]
-    assert micro_batches_of(calls([[1, 2, 0]], [[1, 2, 0]]), whole, 4) == [[0], [3]]  # twins, each once
-    assert micro_batches_of(calls([[1, 2]], [[6, 0, 0, 0]]), whole, 4) == [[0], [2]]  # trimmed, padded
-    assert micro_batches_of(calls([[1, 9, 9]]), whole, 4) is None
-    assert micro_batches_of(calls([[1, 2]], [[3]]), whole, 4) is None  # what was trimmed was no padding
-    same_backward = calls([[1, 2, 0]], [[3, 4, 5]], [[1, 2, 0]], micro=[0, 0, 0])
-    assert micro_batches_of(same_backward, whole, 4) == [[0], [1]]
+    assert parts(calls([[3, 4, 5]], [[6, 0, 0], [1, 2, 0]]), whole) == [[1], [2, 0]]
+    assert parts(calls([[1, 2, 0]], [[1, 2, 0]]), whole) == [[0], [3]]  # twins, each once
+    assert parts(calls([[1, 2]], [[6, 0, 0, 0]]), whole) == [[0], [2]]  # trimmed, padded
+    assert parts(calls([[1, 9, 9]]), whole) is None
+    assert parts(calls([[1, 2]], [[3]]), whole) is None  # what was trimmed was no padding
+    assert parts(calls([[1, 2, 0]], [[3, 4, 5]], [[1, 2, 0]], micro=[0, 0, 0]), whole) == [[0], [1]]
+
+
+def test_twins_are_each_used_once_in_several_windows():
+    whole, used = calls([[1, 2, 0], [3, 4, 5], [6, 0, 0], [1, 2, 0]]), set()
+    assert parts(calls([[1, 2, 0]]), whole, used) == [[0]]
+    assert parts(calls([[1, 2, 0]]), whole, used) == [[3]]
 
 
 def test_batches_of_every_shape():

@@ -22,18 +22,23 @@ from loops import (
     Statistics,
     batch_of,
     by_items,
+    cross_entropy,
+    cut,
     loss_fn,
     next_token_fn,
     next_token_loss,
+    on_sequences,
     pieces,
     regression,
+    sequences,
     squared_error,
 )
-from peers import accelerate_loop, accelerate_tokens, all_labels, lightning_loop
-from reference import IGNORED, WIDTH, Attention, Batch, mean_loss, sum_loss
+from peers import accelerate_loop, accelerate_tokens, accelerator, all_labels, lightning_loop, loader_of
+from reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, mean_loss, sum_loss
 from torch import Tensor, nn
 
-from macrobatch import Accumulator, verify
+from macrobatch import Accumulator, causal_lm_loss, verify
+from macrobatch.verify import Report
 
 TWENTY_UNEQUAL = batch_of(items=UNEQUAL)  # in micro-batches of 5, one window of 4
 
@@ -49,6 +54,10 @@ class Mistake:
     make: Callable[[], nn.Module] = Attention
     dtype: torch.dtype = torch.float64
     before: Callable[[nn.Module], object] = lambda model: model.eval()
+    windows: int | None = None
+
+    def verified(self) -> Report:
+        return verify(self.model(), self.loss_fn, self.batch, step=self.step, windows=self.windows)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -67,6 +76,10 @@ def always(number: float) -> Callable[[list[Batch], Batch], float]:
 def by_labels(window: list[Batch], micro: Batch) -> float:
     """For summed losses: divided by all labels of the window, before any shift."""
     return 1 / sum(other.items for other in window)
+
+
+def by_samples(window: list[Batch], micro: Batch) -> float:
+    return len(micro.x) / sum(len(other.x) for other in window)
 
 
 def counted_before_the_shift(model: nn.Module, batch: Batch) -> None:
@@ -177,6 +190,87 @@ def all_but_the_last(batch: Batch, size: int) -> list[Batch]:
     return [micro for micro in pieces(batch, size) if len(micro.x) == size]
 
 
+# ------------------------------------------------------------------------------------------------- clipped too early
+
+
+def clipped_each_time(
+    clip: Callable[[nn.Module], object], weight: Any = by_items
+) -> Callable[[nn.Module, Batch], None]:
+    """In windows of 4, with something done after every backward that belongs before the optimizer's step."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        optimizer, micro_batches = torch.optim.SGD(model.parameters(), 0.1), list(pieces(batch, 5))
+        for index, micro in enumerate(micro_batches):
+            window = micro_batches[index - index % 4 :][:4]
+            (mean_loss(model, micro) * weight(window, micro)).backward()
+            clip(model)
+            if micro is window[-1]:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return step
+
+
+def by_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.003)
+
+
+def by_four(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad /= 4
+
+
+def now_and_then(model: nn.Module) -> None:
+    """Only gradients that are large, as those of later micro-batches are here."""
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def with_clamping_hooks(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+
+
+def accelerate_clipping(model: nn.Module, batch: Batch) -> None:
+    """Without `if accelerator.sync_gradients`."""
+    with accelerator() as theirs:
+        model, optimizer, loader = theirs.prepare(model, torch.optim.AdamW(model.parameters()), loader_of(batch))
+        for x, y in loader:
+            with theirs.accumulate(model):
+                theirs.backward(mean_loss(model, Batch(x, y)))
+                theirs.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------- labels and padding
+
+
+def summed_without_labels(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+    return cross_entropy(reduction="sum")(model, batch | {"labels": labels})
+
+
+def counting_positions(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Sorted by length and trimmed; every position that is left counts as an item."""
+    order = batch["attention_mask"].sum(1).argsort()
+    micro_batches = cut({key: tensor[order] for key, tensor in batch.items()}, 5)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), steps=4)
+    for micro in acc.batches(micro_batches):
+        longest = int(micro["attention_mask"].sum(1).max())
+        micro = {key: tensor[:, :longest] for key, tensor in micro.items()}
+        acc.backward(cross_entropy()(model, micro)[0], items=micro["labels"].numel())
+        acc.step()
+
+
+def per_position() -> nn.Module:
+    """Padding may be trimmed: no position sees another."""
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+
 def backward_before(model: nn.Module) -> None:
     mean_loss(model, batch_of(3, seed=7)).backward()
 
@@ -252,6 +346,125 @@ MISTAKES = {
         step=Loop(steps=9, weight=by_items, cut=twice_the_last),
         batch=batch_of(22, items=UNEQUAL),
     ),
+    "weighed by samples": Mistake(
+        causes=("items that do not fit the loss",),
+        step=Loop(steps=9, weight=by_samples),
+        batch=batch_of(22, items=UNEQUAL),
+    ),
+    # clipped between micro-batches
+    "clipped each time": Mistake(causes=("clip per micro-batch",), step=clipped_each_time(by_norm)),
+    "clipped each time, float32": Mistake(
+        causes=("clip per micro-batch",), step=clipped_each_time(by_norm), dtype=torch.float32
+    ),
+    "clipped each time, several windows": Mistake(
+        causes=("clip per micro-batch",), step=clipped_each_time(by_norm), batch=TEN_UNEQUAL
+    ),
+    "clipped each time, a mean of means": Mistake(
+        causes=("clip per micro-batch",), step=clipped_each_time(by_norm, always(1 / 4))
+    ),
+    "clipped now and then": Mistake(
+        causes=("clip per micro-batch",), step=clipped_each_time(now_and_then, always(1.0))
+    ),
+    "clipped each time, by value": Mistake(causes=("clip per micro-batch",), step=clipped_each_time(by_value)),
+    "clipped by hooks": Mistake(causes=("clip per micro-batch",), before=with_clamping_hooks),
+    "clipped by hooks, float32": Mistake(
+        causes=("clip per micro-batch",), before=with_clamping_hooks, step=Loop(weight=by_items), dtype=torch.float32
+    ),
+    "divided each time": Mistake(causes=("divided inside the window",), step=clipped_each_time(by_four, always(1.0))),
+    "divided each time, float32": Mistake(
+        causes=("divided inside the window",), step=clipped_each_time(by_four), dtype=torch.float32
+    ),
+    "Accelerate, clipped each time": Mistake(
+        causes=("clip per micro-batch",), step=accelerate_clipping, batch=batch_of(40), dtype=torch.float32
+    ),
+    # labels
+    "not shifted": Mistake(
+        causes=("labels not shifted",), step=Loop(weight=by_items), loss_fn=next_token_fn, batch=batch_of()
+    ),
+    "not shifted, a mean of means": Mistake(causes=("labels not shifted",), step=Loop(), loss_fn=next_token_fn),
+    "not shifted, sequences": Mistake(
+        causes=("labels not shifted",),
+        step=on_sequences(cross_entropy(shift=0)),
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+        dtype=torch.float32,
+    ),
+    "not shifted in loss_fn": Mistake(
+        causes=("labels not shifted",),
+        step=on_sequences(cross_entropy()),
+        loss_fn=cross_entropy(shift=0),
+        batch=sequences(),
+    ),
+    "shifted twice": Mistake(
+        causes=("labels shifted twice",),
+        step=on_sequences(cross_entropy(shift=2)),
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+    ),
+    "not shifted, and trained on padding": Mistake(
+        causes=("labels not shifted", "trained on padding"),
+        step=on_sequences(cross_entropy(shift=0, key="input_ids")),
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+    ),
+    # padding
+    "trained on padding": Mistake(
+        causes=("trained on padding",),
+        step=on_sequences(cross_entropy(key="input_ids")),
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+    ),
+    "trained on padding, not shifted by anybody": Mistake(
+        causes=("trained on padding",),
+        step=on_sequences(cross_entropy(shift=0, key="input_ids")),
+        loss_fn=cross_entropy(shift=0),
+        batch=sequences(),
+        dtype=torch.float32,
+    ),
+    "trained on padding, a mean of means": Mistake(
+        causes=("trained on padding",),
+        step=Loop(loss=lambda model, batch: F.cross_entropy(model(batch.x).flatten(0, 1), batch.x.flatten())),
+    ),
+    "trained on padding that has a label of its own": Mistake(
+        causes=("trained on padding",),
+        step=on_sequences(cross_entropy()),
+        loss_fn=cross_entropy(ignored=0),
+        batch={key: tensor for key, tensor in sequences(masked=False).items() if key != "attention_mask"},
+    ),
+    "trained on padding by everybody": Mistake(
+        causes=("trained on padding",),
+        step=on_sequences(cross_entropy()),
+        loss_fn=cross_entropy(),
+        batch=sequences(masked=False),
+    ),
+    "trained on padding by everybody, by MacroStep": Mistake(
+        causes=("trained on padding",), loss_fn=cross_entropy(), batch=sequences(masked=False), dtype=torch.float32
+    ),
+    "padding counted": Mistake(
+        causes=("trained on padding",),
+        step=on_sequences(cross_entropy(reduction="sum"), divisor=lambda batch: batch["labels"].numel()),
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+    ),
+    "padding counted, after the shift": Mistake(
+        causes=("trained on padding",),
+        step=on_sequences(cross_entropy(reduction="sum"), divisor=lambda batch: batch["labels"][:, 1:].numel()),
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+    ),
+    "padding counted in micro-batches": Mistake(
+        causes=("trained on padding",),
+        make=per_position,
+        step=counting_positions,
+        loss_fn=cross_entropy(),
+        batch=sequences(),
+    ),
+    "the mask counted before the shift": Mistake(
+        causes=("labels counted before the shift",),
+        step=on_sequences(summed_without_labels, divisor=lambda batch: batch["attention_mask"].sum()),
+        loss_fn=causal_lm_loss,
+        batch={key: sequences()[key] for key in ("input_ids", "attention_mask")},
+    ),
     # gradients that stay
     "left over, windows": Mistake(
         causes=("gradients left over",), step=Loop(weight=by_items, zero_after=False), batch=TEN_UNEQUAL
@@ -268,6 +481,18 @@ MISTAKES = {
     ),
     "closed twice": Mistake(
         causes=("window closed twice",), step=Loop(weight=by_items, step_times=2), batch=TEN_UNEQUAL
+    ),
+    "a step after every micro-batch": Mistake(
+        causes=("number of optimizer steps",), step=Loop(weight=by_items, steps=1), windows=1
+    ),
+    "a step after every micro-batch, and a wrong weight": Mistake(
+        causes=("number of optimizer steps", "short window"),
+        step=Loop(weight=always(1 / 4), closes=lambda *_: True),
+        batch=batch_of(),
+        windows=1,
+    ),
+    "too few windows": Mistake(
+        causes=("number of optimizer steps",), step=Loop(weight=by_items), batch=TEN_UNEQUAL, windows=4
     ),
     # samples that see each other
     "BatchNorm": Mistake(
@@ -340,7 +565,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_it_is_found_and_named(name):
     mistake = MISTAKES[name]
-    report = verify(mistake.model(), mistake.loss_fn, mistake.batch, step=mistake.step)
+    report = mistake.verified()
     assert not report.ok
     assert tuple(cause.name for cause in report.causes) == mistake.causes, str(report)
     assert all(cause.evidence and cause.cure for cause in report.causes)
@@ -358,9 +583,7 @@ def test_every_cause_is_documented_and_planted():
 
 def test_evidence_has_the_numbers():
     evidence = {
-        name: verify(MISTAKES[name].model(), MISTAKES[name].loss_fn, MISTAKES[name].batch, step=MISTAKES[name].step)
-        .causes[0]
-        .evidence
+        name: MISTAKES[name].verified().causes[0].evidence
         for name in ("mean of means", "mean of means, loss alone", "short last window", "BatchNorm", "never closed")
     }
     assert "38 24 30 26" in evidence["mean of means"]  # its items

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import Loop, by_items, loss_fn, pieces
+import torch.nn.functional as F
+from loops import Loop, by_items, loss_fn, next_token_fn, pieces
 from ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
-from reference import Attention, Batch, batch, sum_loss
-from torch import nn
+from reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,10 +30,16 @@ def own_share(samples: int = 12) -> Batch:
     return batch(samples + 3 * dist.get_rank(), seed=dist.get_rank())
 
 
-def verified(model: nn.Module, step: Any = None, share: Callable[[], Batch] = own_share, **options: Any) -> Outcome:
+def verified(
+    model: nn.Module,
+    step: Any = None,
+    share: Callable[[], Batch] = own_share,
+    loss: Callable[[nn.Module, Batch], Any] = loss_fn,
+    **options: Any,
+) -> Outcome:
     """The report, and whether the weights are as before."""
     before = full_weights(model)
-    report = verify(model, loss_fn, share(), step=step, **options)
+    report = verify(model, loss, share(), step=step, **options)
     after = full_weights(model)
     return {
         "ok": report.ok,
@@ -55,8 +62,59 @@ def everyone(number: float) -> float:
     return total.item()
 
 
-def by_hand(divisor: Callable[[Batch], float], *, syncs: bool = True) -> Callable[[nn.Module, Batch], None]:
-    """Sums, divided by something, in 3 micro-batches on every rank; gradients travel with the last."""
+class Inner(nn.Module):
+    """A weight of its own, and a child that is called as DDP calls its."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.module = (
+            nn.Parameter(torch.randn(VOCABULARY, WIDTH)),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(torch.tanh(F.embedding(x, self.weight)))
+
+
+def spoil(model: Any) -> None:
+    """Of the first parameter, which both ranks have the same gradient of."""
+    next(iter(model.parameters())).grad.mul_(3)
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def as_many_samples() -> Batch:
+    """But not as many items."""
+    return batch(12, seed=dist.get_rank())
+
+
+def each_its_mean(model: nn.Module, share: Batch) -> None:
+    mean_loss(model, share).backward()
+
+
+def next_tokens() -> Batch:
+    """Whose labels are the tokens themselves."""
+    share = own_share()
+    return Batch(share.x, share.x.clone())
+
+
+def not_shifted(model: nn.Module, share: Batch) -> None:
+    by_hand(lambda share: everyone(share.x.numel()) / 2)(model, share)
+
+
+def by_hand(
+    divisor: Callable[[Batch], float],
+    *,
+    syncs: bool = True,
+    each: Callable[[nn.Module], None] | None = None,
+    last: Callable[[nn.Module], None] | None = None,
+) -> Callable[[nn.Module, Batch], None]:
+    """Sums, divided by something, in 3 micro-batches on every rank; gradients travel with the last.
+
+    Something may be done after each backward, and before the optimizer's step.
+    """
 
     def step(model: Any, share: Batch) -> None:
         optimizer, number = torch.optim.AdamW(model.parameters(), 0.1), divisor(share)
@@ -66,12 +124,16 @@ def by_hand(divisor: Callable[[Batch], float], *, syncs: bool = True) -> Callabl
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = is_last
             (sum_loss(model, micro) / number).backward()
+            if each is not None:
+                each(model)
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = True
         elif syncs and type(model) is Attention:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+        if last is not None:
+            last(model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -127,6 +189,8 @@ RIGHT = {
     "ddp-by-hand": lambda: verified(ddp(made()), by_hand(all_items)),
     "ddp-accumulator": lambda: verified(ddp(made()), accumulated),
     "ddp-float32": lambda: verified(ddp(made(dtype=torch.float32)), by_hand(all_items)),
+    "ddp-inner": lambda: verified(ddp(made(Inner)), by_hand(all_items)),
+    "ddp-of-compiled": lambda: verified(ddp(torch.compile(made(Inner), backend="eager")), by_hand(all_items)),
     "plain-by-hand": lambda: verified(made(), by_hand(all_items)),
     "fsdp1-by-hand": lambda: verified(fsdp1(made()), by_hand(all_items)),
     "fsdp2-default": lambda: verified(fsdp2(made())),
@@ -147,6 +211,17 @@ WRONG = {
         lambda: verified(ddp(made()), Loop(size=4, steps=100), lambda: batch(12, seed=dist.get_rank())),
         "mean of means",
     ),
+    "ddp-inner-spoiled": (lambda: verified(ddp(made(Inner)), by_hand(all_items, last=spoil)), "unexplained"),
+    "ddp-clipped-each": (lambda: verified(ddp(made()), by_hand(all_items, each=clip)), "clip per micro-batch"),
+    "ddp-no-items": (
+        lambda: verified(ddp(made()), each_its_mean, as_many_samples, mean_loss),
+        "items that do not fit the loss",
+    ),
+    "ddp-not-shifted": (
+        lambda: verified(ddp(made()), not_shifted, next_tokens, next_token_fn),
+        "labels not shifted",
+    ),
+    "ddp-too-many": (lambda: verified(ddp(made()), accumulated, windows=1), "number of optimizer steps"),
     "fsdp2-world": (lambda: verified(fsdp2(made()), by_hand(lambda b: everyone(b.items))), "world size"),
     "fsdp2-ranks": (lambda: verified(fsdp2(made()), by_hand(lambda b: b.items)), "mean of means"),
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),

@@ -17,10 +17,13 @@ from loops import (
     Statistics,
     batch_of,
     by_items,
+    cross_entropy,
     loss_fn,
     next_token_fn,
+    on_sequences,
     pieces,
     regression,
+    sequences,
     squared_error,
     sum_fn,
 )
@@ -41,7 +44,7 @@ from reference import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from macrobatch import Accumulator, MacroStep, by_tokens, verify
+from macrobatch import Accumulator, MacroStep, by_tokens, causal_lm_loss, verify
 
 TWENTY = batch_of(items=UNEQUAL)  # in micro-batches of 5, one window of 4
 FIFTY = batch_of(50, items=UNEQUAL)  # three windows, the last of 2
@@ -293,6 +296,45 @@ def named_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     return loss, (batch["labels"] != IGNORED).sum()
 
 
+SEQUENCES = sequences()
+
+
+def prompted() -> dict[str, Tensor]:
+    """With prompts, which are shown but not trained."""
+    labels = SEQUENCES["labels"].clone()
+    labels[:, :2] = IGNORED
+    return SEQUENCES | {"labels": labels}
+
+
+def filled_on_the_left() -> dict[str, Tensor]:
+    return {name: tensor.flip(1) for name, tensor in SEQUENCES.items()}
+
+
+def other_way_round() -> dict[str, Tensor]:
+    """A mask of what is padding, not of what is shown."""
+    return SEQUENCES | {"attention_mask": 1 - SEQUENCES["attention_mask"]}
+
+
+def two_languages() -> dict[str, Tensor]:
+    """Labels that are no tokens of the input, and have nothing to do with its mask."""
+    return SEQUENCES | {"labels": batch_of(seed=1, items=UNEQUAL).y}
+
+
+def with_a_label_for_padding() -> dict[str, Tensor]:
+    return {"input_ids": SEQUENCES["input_ids"], "labels": SEQUENCES["input_ids"]}
+
+
+def averaged_as_it_goes(model: nn.Module, batch: Batch) -> None:
+    """Gradients are made smaller between backwards, on purpose: they are a mean at any time."""
+    items = 0
+    for micro in pieces(batch, 5):
+        items += micro.items
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 1 - micro.items / items
+        (mean_loss(model, micro) * micro.items / items).backward()
+
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 EVERY_MODEL = (Attention, Tied, Experts, Convolution, PartlyFrozen)
 
@@ -333,6 +375,33 @@ STEPS = {
     "sparse gradients": Right(make=lambda: Local(sparse=True)),
     "by tokens": Right(
         make=Local, step=by_length, loss_fn=named_loss, batch={"input_ids": FIFTY.x, "labels": FIFTY.y}, windows=1
+    ),
+    "averaged as it goes": Right(step=averaged_as_it_goes, windows=1),
+    "sequences": Right(
+        step=on_sequences(cross_entropy()), loss_fn=cross_entropy(), batch=SEQUENCES, windows=1, dtype=torch.float32
+    ),
+    "sequences, not shifted": Right(
+        step=on_sequences(cross_entropy(shift=0)), loss_fn=cross_entropy(shift=0), batch=SEQUENCES, windows=1
+    ),
+    "sequences without labels": Right(
+        step=None, loss_fn=causal_lm_loss, batch={"input_ids": SEQUENCES["input_ids"]}, windows=1
+    ),
+    "sequences, our own loss": Right(step=None, loss_fn=causal_lm_loss, batch=SEQUENCES, windows=1),
+    "prompts": Right(step=on_sequences(cross_entropy()), loss_fn=cross_entropy(), batch=prompted(), windows=1),
+    "filled on the left": Right(
+        step=on_sequences(cross_entropy()), loss_fn=cross_entropy(), batch=filled_on_the_left(), windows=1
+    ),
+    "a mask the other way round": Right(
+        step=on_sequences(cross_entropy()), loss_fn=cross_entropy(), batch=other_way_round(), windows=1
+    ),
+    "two languages": Right(
+        step=on_sequences(cross_entropy(shift=0)), loss_fn=cross_entropy(shift=0), batch=two_languages(), windows=1
+    ),
+    "a label for padding": Right(
+        step=on_sequences(cross_entropy(ignored=0)),
+        loss_fn=cross_entropy(ignored=0),
+        batch=with_a_label_for_padding(),
+        windows=1,
     ),
     "two towers": Right(
         make=Towers, loss_fn=distance_of_towers, step=Loop(loss=distance_of_towers, size=10, steps=5), windows=1

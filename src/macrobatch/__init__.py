@@ -1,12 +1,18 @@
 """The batch you want, on the memory you have, with exactly the gradient you would have got."""
 
-from macrobatch.accumulator import Accumulator
-from macrobatch.errors import MacrobatchError
-from macrobatch.losses import causal_lm_loss
-from macrobatch.macrostep import MacroStep
-from macrobatch.split import by_count, by_tokens
-from macrobatch.update import StepResult
-from macrobatch.verify import verify
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from macrobatch.accumulator import Accumulator
+    from macrobatch.errors import MacrobatchError
+    from macrobatch.losses import causal_lm_loss
+    from macrobatch.macrostep import MacroStep
+    from macrobatch.split import by_count, by_tokens
+    from macrobatch.update import StepResult
+    from macrobatch.verification import verify
 
 __all__ = [
     "Accumulator",
@@ -19,3 +25,43 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Accumulator": "accumulator",
+    "MacroStep": "macrostep",
+    "MacrobatchError": "errors",
+    "StepResult": "update",
+    "by_count": "split",
+    "by_tokens": "split",
+    "causal_lm_loss": "losses",
+    "verify": "verify",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name, or a module, when it is first used: torch takes seconds, and the command speaks sooner."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = globals()[name] = getattr(module, name) if name in _MODULES else module
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Whoever imports the module `verify` must not find it where the function is expected."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        is_module = name in _MODULES and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if is_module else value)
+
+
+sys.modules[__name__].__class__ = _Package

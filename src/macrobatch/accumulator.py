@@ -184,8 +184,8 @@ class Accumulator:
         self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
-        walk = self._walker.begin(loss) if self._may_overlap(loss) else None
-        confinement, awaited = (UNCONFINED, ()) if walk is not None else self._look_at_graph(loss, gradients)
+        overlaps = self._may_overlap(loss)
+        confinement, awaited = (UNCONFINED, ()) if overlaps else self._look_at_graph(loss, gradients)
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
@@ -196,12 +196,9 @@ class Accumulator:
         try:
             counts = not (self._is_repeat or window.counts_for_nothing(items))
             with self._noting_used(gradients, awaited):
-                self._run_backward(loss, seed, gradients, confinement, counts=counts)
+                self._run_backward(loss, seed, gradients, None if overlaps else confinement, counts=counts)
         finally:
-            reach = None if walk is None else walk.result()
             self._end_turn()
-        if reach is not None:
-            self._require_no_others(reach, gradients)
         self._order.expects = "step"
 
     def step(self, now: bool = False) -> StepResult | None:
@@ -441,20 +438,27 @@ class Accumulator:
             self._order.broken = True
             raise UsageError(
                 f"this micro-batch reached {len(others)} parameters of another model, the first of shape "
-                f"{tuple(others[0].shape)}, where no earlier one of its window did: undivided sums were added to their "
-                "gradients. Clear those with zero_grad(), drop this window with discard(), and let all micro-batches of "
-                "a window reach the other model, or none: detach() it, or freeze it."
+                f"{tuple(others[0].shape)}, where no earlier one of its window did: undivided sums were added to "
+                "their gradients. Clear those with zero_grad(), drop this window with discard(), and let all "
+                "micro-batches of a window reach the other model, or none: detach() it, or freeze it."
             )
 
     def _run_backward(
-        self, loss: Tensor, seed: Tensor, gradients: Gradients, confinement: Confinement, *, counts: bool
+        self, loss: Tensor, seed: Tensor, gradients: Gradients, confinement: Confinement | None, *, counts: bool
     ) -> None:
+        """Add the gradients of `loss`. Without a confinement its graph is looked at meanwhile, and judged after it."""
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
         hooks = [] if counts else self._sync.zeroed(gradients.parameters)
         try:
-            with gradients_aside(confinement.aside):
-                run_backward(loss, seed, confinement.inputs)
+            reach = None
+            if confinement is None:
+                with self._walker.walking(loss) as walk:
+                    run_backward(loss, seed)
+                reach = walk.result()
+            else:
+                with gradients_aside(confinement.aside):
+                    run_backward(loss, seed, confinement.inputs)
         except BaseException:
             self._undo_turn()
             raise
@@ -462,6 +466,8 @@ class Accumulator:
             for hook in hooks:
                 hook.remove()
         gradients.mark()
+        if reach is not None:
+            self._require_no_others(reach, gradients)
         if self._sync.confines and self._open_window().turns == 1 and not gradients.any():
             self._undo_turn()
             raise BatchError(NO_PARAMETER)

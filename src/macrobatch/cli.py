@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -15,15 +16,19 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
+import macrobatch
 from macrobatch import bench
-from macrobatch.errors import MacrobatchError, UsageError
-from macrobatch.verify import verify
+from macrobatch.errors import FitError, MacrobatchError, UsageError, printable
+
+if TYPE_CHECKING:
+    from macrobatch.train.settings import Settings
+
+# torch and all that needs it are imported where they are used: that takes seconds, and the command speaks before.
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
+UNREAD = 128 + signal.SIGPIPE  # nobody reads what is printed, as with `| head`
 EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
 
 
@@ -31,18 +36,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["train"]:
-            return _train(given[1:])
-        parsed = _parser().parse_args(given)
-        run: Callable[[argparse.Namespace], int] = parsed.run
-        return run(parsed)
+        status = _run(given)
+        sys.stdout.flush()
+        return status
     except MacrobatchError as error:
         return _unusable(error, "--debug" in given)
+    except BrokenPipeError:
+        return UNREAD
+    except SystemExit:  # of whoever printed help
+        if not _can_print():
+            return UNREAD
+        raise
+    except KeyboardInterrupt:
+        print("macrobatch: interrupted.", file=sys.stderr)
+        return 128 + signal.SIGINT
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
         return _unusable(f"this needs {error.name}, which is not installed: pip install 'macrobatch[train]'.", False)
     finally:
+        _leave_ranks()
+        if not _can_print():  # or Python would try once more when it ends, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(given: list[str]) -> int:
+    if given[:1] == ["train"]:
+        return _train(given[1:])
+    parsed = _parser().parse_args(given)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
+
+
+def _can_print() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _leave_ranks() -> None:
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -50,12 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _unusable(why: object, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print(f"macrobatch: {why}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"macrobatch: {printable(str(why))}", file=sys.stderr)
     return UNUSABLE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="macrobatch", description="Exact gradient accumulation for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"macrobatch {macrobatch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a causal language model", add_help=False)  # `_train` parses its arguments
 
@@ -70,8 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--seed", type=int, default=0)
     text.set_defaults(run=_generate)
 
-    page = commands.add_parser("report", help="write report.html of a run again")
-    page.add_argument("folder", metavar="RUN", type=Path)
+    page = commands.add_parser("report", help="write report.html of a run again, or of several beside each other")
+    page.add_argument("folders", metavar="RUN", type=Path, nargs="+")
+    page.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run, or beside several")
     page.set_defaults(run=_report)
 
     check = commands.add_parser(
@@ -88,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         "if it is not to be a MacroStep, step",
     )
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--windows", type=_count, metavar="N", help="how many optimizer steps the step must take; without: any number"
+    )
     check.set_defaults(run=_verify)
 
     measure = commands.add_parser(
@@ -128,35 +171,50 @@ def _not_negative(text: str) -> float:
 
 def _train(arguments: Sequence[str]) -> int:
     from macrobatch.train import settings
+    from macrobatch.train.signals import interruptible
+
+    with interruptible():
+        chosen = settings.parsed(arguments)
+        if chosen.print_config:
+            print(chosen.toml(), end="")
+            return RIGHT
+        if _is_first():
+            print("starting: torch and transformers are loaded, then the data", flush=True)
+        else:
+            logging.getLogger("macrobatch").setLevel(logging.ERROR)  # the first rank says it
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _trained(chosen)
+
+
+def _trained(chosen: Settings) -> int:
+    from macrobatch.fit import asked_for, is_out_of_memory
+    from macrobatch.train.trainer import train
     from macrobatch.train.world import OtherRankError
 
-    chosen = settings.parsed(arguments)
-    if chosen.print_config:
-        print(chosen.toml(), end="")
-        return RIGHT
-    if not _is_first():
-        logging.getLogger("macrobatch").setLevel(logging.ERROR)  # the first rank says it
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        try:
-            from macrobatch.train.trainer import train
-
-            return train(chosen)
-        except OtherRankError:
-            return UNUSABLE  # that rank says why
-        except KeyboardInterrupt:
-            print("macrobatch: interrupted.", file=sys.stderr)
-            return 128 + signal.SIGINT
-        except OSError as error:
-            if chosen.debug:
-                raise
-            raise UsageError(f"{error.strerror or error}: {error.filename or 'the run could not go on'}.") from error
+    try:
+        return train(chosen)
+    except OtherRankError:
+        return UNUSABLE  # that rank says why
+    except (RuntimeError, MemoryError) as error:
+        if chosen.debug or not is_out_of_memory(error):
+            raise
+        raise FitError(
+            f"memory ran out: {asked_for(error)} more was asked for, with --micro {chosen.micro}. Say --micro auto or "
+            "a smaller --micro, keep fewer activations (--checkpoint-activations), or take a smaller --seq-len or "
+            "--model. The last checkpoint, if there is one, is as it was."
+        ) from error
+    except OSError as error:
+        if chosen.debug or isinstance(error, BrokenPipeError):
+            raise
+        raise UsageError(f"{error.strerror or error}: {error.filename or 'the run could not go on'}.") from error
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a user of a command wants it: without the line of source that gave it."""
     if _is_first():
-        print(f"macrobatch: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"macrobatch: {printable(str(message))}", file=sys.stderr)
 
 
 def _is_first() -> bool:
@@ -167,14 +225,15 @@ def _generate(parsed: argparse.Namespace) -> int:
     from macrobatch.train import generate
 
     options = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "seed")}
-    print(generate.from_run(parsed.folder, parsed.prompt, **options))
+    text = generate.from_run(parsed.folder, parsed.prompt, **options)
+    print(printable(text) if sys.stdout.isatty() else text)
     return RIGHT
 
 
 def _report(parsed: argparse.Namespace) -> int:
     from macrobatch.train import report
 
-    print(report.written(parsed.folder))
+    print(report.written(*parsed.folders, out=parsed.out))
     return RIGHT
 
 
@@ -193,10 +252,14 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from macrobatch import verify
+
     function = _function(parsed.target)
     try:
         model, loss_fn, batch, step = _returned(function(), parsed.target)
-        report = verify(model, loss_fn, batch, step=step)
+        report = verify(model, loss_fn, batch, step=step, windows=parsed.windows)
     except MacrobatchError:
         raise
     except Exception:

@@ -46,3 +46,25 @@ class FitError(MacrobatchError):
 
 class CheckpointError(MacrobatchError):
     """A checkpoint that cannot be written, or is damaged, or belongs to another model."""
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "sample"), counted(2_000, "sample")
+    ('1 sample', '2,000 samples')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def printable(text: str) -> str:
+    r"""The text, with whatever could command a terminal written out. Lines and tabs stay.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() or c == " " else _written_out(c) for c in text)
+
+
+def _written_out(character: str) -> str:
+    return character.encode("unicode_escape").decode()

@@ -45,10 +45,14 @@ class Feed:
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copies: list[Tensor] = []
+        usual = torch.cuda.current_stream(device)
 
         def copied(leaf: Tensor) -> Tensor:
             if leaf.device.type != "cpu":
                 return leaf
+            if leaf.layout != torch.strided:
+                with torch.cuda.stream(usual):  # its parts cannot be recorded for another one
+                    return leaf.to(device)
             pinned = leaf.contiguous().pin_memory()  # each a copy only where needed
             copies.append(pinned.to(device, non_blocking=True))
             return copies[-1]

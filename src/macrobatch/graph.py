@@ -71,18 +71,26 @@ def _walked(loss: Tensor) -> Reach:
 class Walker:
     """Walks a graph on a thread of its own while its backward runs.
 
-    On a GPU the host only waits then, for kernels to be queued outside of Python: a walk of a millisecond costs nothing.
-    But what it finds comes too late to confine that backward.
+    On a GPU the host only waits then, for kernels that are queued outside of Python: a walk costs nothing. But what it
+    finds comes too late to confine that backward.
     """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
 
-    def begin(self, loss: Tensor) -> Future[Reach]:
-        """Start on the graph behind `loss`, which must live until the result is there."""
+    @contextlib.contextmanager
+    def walking(self, loss: Tensor) -> Iterator[Future[Reach]]:
+        """Walk the graph behind `loss` while the block runs, which should do nothing but its backward.
+
+        Whatever else it did in Python would wait for the walk, or the walk for it.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="macrobatch")
-        return self._thread.submit(reach_of, loss)
+        walk = self._thread.submit(reach_of, loss)
+        try:
+            yield walk
+        finally:
+            walk.exception()  # the graph must not be freed before
 
 
 def _may_nest(kind: type) -> bool:

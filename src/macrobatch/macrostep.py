@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack
 
 import torch
@@ -31,7 +32,9 @@ from macrobatch.loader import Turn
 from macrobatch.placements import sharing_ranks
 from macrobatch.recordable import is_compiled_around_ddp, unwrapped
 from macrobatch.snapshot import Snapshot
-from macrobatch.split import ByCount, ByTokens, Collate, Part, Samples, samples_of, transformed
+from macrobatch.split import ByCount, ByTokens, Collate, Part, Samples, samples_of
+from macrobatch.trees import transformed, unshared
+from macrobatch.uneven import LabelWatch
 from macrobatch.update import StepResult
 from macrobatch.window import Items
 
@@ -107,7 +110,7 @@ class MacroStep:
         optimizer: one or a list.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
             ``reduction``), and the items: an int, or a tensor that the host never reads. The loss alone: its items are
-            the samples.
+            the samples, with a warning where micro-batches have uneven numbers of labels that are not -100.
         micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits. It is
             found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
@@ -156,6 +159,7 @@ class MacroStep:
         self._graphs = self._made_graphs() if cuda_graph else None
         self._ranks: Any = None  # to exchange what lives on the host
         self._pressure = Pressure(HOST)
+        self._label_watch = LabelWatch() if self._acc._reduction == "mean" else None
         self._spare: Any = None  # a micro-batch to take part with in a window for which this rank has none
 
     def __call__(self, batch: Any) -> StepResult:
@@ -243,13 +247,20 @@ class MacroStep:
         if not self._acc._sync.needs_turns or not any(row.samples for row in rows):
             return
         if self._spare is None and parts:
-            self._spare = transformed(samples.take(parts[-1]), Tensor.clone)  # not a view, which would keep the batch
+            part = parts[-1]._replace(samples=parts[-1].samples[: self._smallest])
+            self._spare = unshared(samples.take(part), lambda _: True)  # not a view, which would keep the batch
         if all(row.has_spare for row in rows):
             return
         source = next(rank for rank, row in enumerate(rows) if row.samples)
         sent = collectives.sent(transformed(self._spare, Tensor.cpu), source, self._ranks)
         if self._spare is None:
             self._spare = transformed(sent, lambda tensor: tensor.to(self._acc._device))
+
+    @property
+    def _smallest(self) -> int:
+        """How many samples a forward needs: normalisation over a batch has no variance with one."""
+        modules = (module for model in self._acc._models for module in model.modules())
+        return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules) else 1
 
     # ------------------------------------------------------------------------------------------ the window
 
@@ -265,7 +276,7 @@ class MacroStep:
         try:
             if may_repeat:
                 before = Snapshot(self._acc._models)
-            self._take_turns(cut)
+            self._take_turns(cut, may_repeat=may_repeat)
         except BaseException as error:
             could_fit = self._is_auto or self._has_recordings
             has_begun = before is not None or not may_repeat
@@ -298,16 +309,25 @@ class MacroStep:
             raise too_large(asked or f"what rank {statuses.index(TOO_LARGE)} says")
         return False
 
-    def _take_turns(self, cut: Cut) -> None:
-        """The forward and backward of every micro-batch."""
+    def _take_turns(self, cut: Cut, *, may_repeat: bool) -> None:
+        """The forward and backward of every micro-batch.
+
+        Where a window may be done again, or its last micro-batch comes again, `loss_fn` gets copies of what lies in the
+        batch's own memory: whatever it changes in place is then changed once.
+        """
+        copies = may_repeat or cut.turns > len(cut.parts)
         if not cut.turns:
             self._acc._take_part()
         if self._graphs is not None:
             few_shapes = isinstance(self._micro, ByTokens)
             self._graphs.open(self._acc._open_gradients(), self._coming(cut), few_shapes=few_shapes)
+        if self._label_watch is not None:
+            self._label_watch.begin_window()
         takes, counted = [partial(self._taken, cut, part) for part in cut.in_turns()], set[bool]()
         for index, (micro_batch, samples) in enumerate(self._feed.each(takes, self._acc._device)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
+            if self._label_watch is not None and not is_repeat:
+                self._label_watch.note(micro_batch, samples)
             with self._acc._micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
                 recording = None
                 if self._graphs is not None and not is_repeat and self._acc._open_window().knows_multiplier:
@@ -315,7 +335,8 @@ class MacroStep:
                 if recording is not None:
                     self._acc._replay(recording, micro_batch)
                 else:
-                    self._run(micro_batch, samples, counted)
+                    own = unshared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
+                    self._run(own, samples, counted)
             if not is_final:
                 self._acc.step()
         if self._graphs is not None and self._acc._window is not None:
@@ -339,8 +360,10 @@ class MacroStep:
         return [(part.key, partial(self._feed.one, partial(self._taken, cut, part), device)) for part in cut.parts]
 
     def _taken(self, cut: Cut, part: Part | None) -> tuple[Any, int]:
-        """A micro-batch with its number of samples; without a part, the spare one."""
-        return (self._spare, 1) if part is None else (cut.samples.take(part), len(part.samples))
+        """A micro-batch with its number of samples; without a part, a copy of the spare one."""
+        if part is None:
+            return transformed(self._spare, Tensor.clone), 1
+        return cut.samples.take(part), len(part.samples)
 
     def _loss(self, model: Any, micro_batch: Any) -> tuple[Tensor, Items]:
         loss = self._loss_fn(model, micro_batch)
@@ -348,6 +371,8 @@ class MacroStep:
             return loss, None
         if len(loss) != 2:
             raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
+        if loss[1] is not None:
+            self._label_watch = None  # nothing is weighed by samples
         return loss[0], loss[1]
 
     def _made_graphs(self) -> Graphs | None:
@@ -390,6 +415,9 @@ class MacroStep:
         if self._is_auto and cut.parts:
             barely = cut.size > 1 and self._pressure.rose()
             (self._sizes.ran_out if barely else self._sizes.fitted)(cut.samples.shape, cut.size)
+        if self._label_watch is not None and (why := self._label_watch.uneven()) is not None:
+            self._label_watch = None
+            warnings.warn(why, stacklevel=3)
         return result
 
     # ------------------------------------------------------------------------------------------ where it failed
@@ -439,6 +467,6 @@ def _checked_micro(micro: object) -> ByCount | ByTokens | None:
         return micro
     if micro == "auto":
         return None
-    if isinstance(micro, int) and not isinstance(micro, bool):
-        return ByCount(micro)
+    if isinstance(micro, Integral) and not isinstance(micro, bool):
+        return ByCount(int(micro))
     raise UsageError(f'micro must be a number of samples, by_count(n), by_tokens(budget) or "auto": got {micro!r}.')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 Plan = Sequence[Sequence[int]]  # for each micro-batch, which samples
 
@@ -33,6 +33,26 @@ def plan_by_tokens(lengths: Sequence[int], budget: int) -> Plan:
     return [sorted(order[start:end]) for start, end in cuts][::-1]
 
 
+def plan_sequences(rows: Sequence[tuple[int, ...]], budget: int) -> Plan:
+    """The same for samples that have several sequences each, such as a question and its answer.
+
+    A micro-batch has number of samples x longest tokens in each sequence, and no more than `budget` in all of them
+    together. Samples are put in the order of all their tokens, and then cut as `plan_by_tokens` does.
+
+    >>> plan_sequences([(3, 9), (8, 2), (4, 9)], budget=26)
+    [[0, 2], [1]]
+    """
+    if all(len(row) == 1 for row in rows):
+        return plan_by_tokens([length for (length,) in rows], budget)
+    order = sorted(range(len(rows)), key=lambda sample: (sum(rows[sample]), rows[sample], sample))
+    sequences = [tuple(max(length, 1) for length in rows[sample]) for sample in order]
+    totals = [sum(row) for row in sequences]
+    is_long = STEP_OF_SEVERAL * _work(totals, budget) > SEARCHED
+    ends = _filled(sequences, budget) if is_long else _least_padding_of_several(sequences, budget)
+    return [sorted(order[start:end]) for start, end in itertools.pairwise([0, *ends])][::-1]
+
+
+STEP_OF_SEVERAL = 10  # times as long as a step of the search for samples of one sequence
 SEARCHED = 500_000  # steps of the search for the least padding that a window is worth: about 50 ms
 
 
@@ -60,7 +80,41 @@ def _least_padding(widths: list[int], budget: int) -> list[int]:
     for end, width in enumerate(widths, start=1):
         starts = range(max(end - _room(width, budget), 0), end)
         best.append(min((best[s][0] + 1, best[s][1] + (end - s) * width, s) for s in starts))
-    ends, end = [], len(widths)
+    return _ends(best)
+
+
+def _starts(sequences: list[tuple[int, ...]], end: int, budget: int) -> Iterator[tuple[int, int]]:
+    """Where a micro-batch that ends there can start, from one sample up, with its padded size."""
+    widths = sequences[end - 1]
+    for start in range(end - 1, -1, -1):
+        widths = tuple(map(max, widths, sequences[start]))
+        size = (end - start) * sum(widths)
+        if size > budget and start < end - 1:
+            return
+        yield start, size
+
+
+def _filled(sequences: list[tuple[int, ...]], budget: int) -> list[int]:
+    """Where the micro-batches end, filled from the longest sample down."""
+    ends, end = [], len(sequences)
+    while end > 0:
+        ends.append(end)
+        *_, (end, _) = _starts(sequences, end, budget)
+    return ends[::-1]
+
+
+def _least_padding_of_several(sequences: list[tuple[int, ...]], budget: int) -> list[int]:
+    """Where they end if they are as few as can be in this order, and their padded sizes add up to the least."""
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # for the first n samples: micro-batches, padded size, last start
+    for end in range(1, len(sequences) + 1):
+        starts = _starts(sequences, end, budget)
+        best.append(min((best[start][0] + 1, best[start][1] + size, start) for start, size in starts))
+    return _ends(best)
+
+
+def _ends(best: list[tuple[int, int, int]]) -> list[int]:
+    """Where the micro-batches of the best plan end, by their starts."""
+    ends, end = [], len(best) - 1
     while end > 0:
         ends.append(end)
         end = best[end][2]

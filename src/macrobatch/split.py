@@ -1,29 +1,37 @@
 """Cutting a batch of any kind, as a plan says.
 
 A batch is seen as so many samples (`samples_of`): a tree of tensors with a common first dimension, or a list of samples
-with a function that collates some of them. `by_count` and `by_tokens` say how to cut it.
+with a function that collates some of them. `by_count` and `by_tokens` say how to cut it; what is padding, and may be
+trimmed off, says `padding`.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
+import logging
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from macrobatch import padding
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.plan import plan_by_count, plan_by_tokens, plan_few_shapes
+from macrobatch.padding import IGNORED as IGNORED
+from macrobatch.padding import TokenGroup
+from macrobatch.plan import plan_by_count, plan_few_shapes, plan_sequences, rounded_up
+from macrobatch.trees import Leaf, Taken, address, children, count_samples, flat, has_fields, has_samples, rebuilt
+from macrobatch.trees import leaves as leaves
+from macrobatch.trees import transformed as transformed
 
-IGNORED = -100  # what torch's losses take for "no label here"
 Collate = Callable[[list[Any]], Any]
+Row = tuple[int, ...]  # how long a sample is in each group of tokens
+
+logger = logging.getLogger("macrobatch")
 
 
 # ---------------------------------------------------------------------------------------------- how to cut
@@ -33,12 +41,12 @@ class Part(NamedTuple):
     """A micro-batch to be."""
 
     samples: Sequence[int]
-    width: int | None = None  # padding beyond it is trimmed; None: nothing is
+    widths: Row = ()  # of each group of tokens: padding beyond it is trimmed off; (): nothing is
 
     @property
-    def key(self) -> tuple[int, int | None]:
+    def key(self) -> tuple[int, Row]:
         """What is known of its shape beforehand."""
-        return len(self.samples), self.width
+        return len(self.samples), self.widths
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class ByTokens:
     budget: int
     length: Callable[[Any], Any] | None = None
     oversize: Literal["warn", "raise"] = "warn"
+    _told: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # what was said already
 
     def __post_init__(self) -> None:
         _check_whole(self.budget, "a token budget must be a whole number, 1 or more")
@@ -72,23 +81,44 @@ class ByTokens:
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The plan for these samples, with widths that are rounded up where few different shapes are wanted."""
-        lengths = samples.lengths(self.length)
-        longest = max(lengths, default=0)
-        if longest > self.budget:
-            found = f"sample {lengths.index(longest)} has {longest} tokens, which is above the budget of {self.budget}"
-            if self.oversize == "raise":
-                raise BatchError(f"{found}. Truncate it, raise the budget, or let it be a micro-batch of its own.")
-            warnings.warn(f"{found}: it is a micro-batch of its own.", stacklevel=4)
-        # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
-        # Nor where few shapes are wanted: how far it pads is then for the one who collates to say.
-        trims = isinstance(samples, Tree) or (self.length is None and not few_shapes)
-        samples.find_positions(longest)
+        rows = samples.rows(self.length)
+        self._judge_oversize([sum(row) for row in rows])
+        if "untrimmed" not in self._told and (why := samples.why_untrimmed()) is not None:
+            self._told["untrimmed"] = 1
+            logger.warning("by_tokens: %s", why)
         if few_shapes:
-            plan, widths = plan_few_shapes(lengths, self.budget)
-            samples.widen(max(widths, default=0), lengths)
-            return [Part(*part) for part in zip(plan, widths if trims else [None] * len(plan), strict=True)]
-        plan = plan_by_tokens(lengths, self.budget)
-        return [Part(indices, max(lengths[sample] for sample in indices) if trims else None) for indices in plan]
+            return _parts_of_few_shapes(samples, rows, self.budget)
+        plan = plan_sequences(rows, self.budget)
+        # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
+        if isinstance(samples, Listed) and self.length is not None:
+            return [Part(indices) for indices in plan]
+        return [Part(indices, _widest(rows, indices)) for indices in plan]
+
+    def _judge_oversize(self, lengths: Sequence[int]) -> None:
+        """Say so where a sample is above the budget: once, and again where a larger one comes."""
+        longest = max(lengths, default=0)
+        if longest <= self._told.get("oversize", self.budget):
+            return
+        found = f"sample {lengths.index(longest)} has {longest} tokens, which is above the budget of {self.budget}"
+        if self.oversize == "raise":
+            raise BatchError(f"{found}. Truncate it, raise the budget, or let it be a micro-batch of its own.")
+        self._told["oversize"] = longest
+        warnings.warn(
+            f"{found}: it is a micro-batch of its own. (Said again only for a larger one.)",
+            stacklevel=5,
+        )
+
+
+def _widest(rows: Sequence[Row], indices: Sequence[int]) -> Row:
+    return tuple(map(max, zip(*[rows[sample] for sample in indices], strict=True)))
+
+
+def _parts_of_few_shapes(samples: Samples, rows: Sequence[Row], budget: int) -> list[Part]:
+    """Every group of tokens gets the width of the longest, so that shapes do not multiply."""
+    groups = max(map(len, rows), default=1)
+    plan, widths = plan_few_shapes([max(row) for row in rows], max(budget // groups, 1))
+    samples.widen(max(widths, default=0))
+    return [Part(indices, samples.widths(width)) for indices, width in zip(plan, widths, strict=True)]
 
 
 def by_count(n: int) -> ByCount:
@@ -111,18 +141,24 @@ def by_tokens(
     >>> [tuple(samples.take(part)["input_ids"].shape) for part in by_tokens(18).parts(samples)]
     [(2, 9), (2, 3)]
 
+    Only what is known to be padding is trimmed off: columns at the end that an attention mask hides in all samples of
+    the micro-batch, and only from tensors that belong to that mask by their names (`attention_mask`, `input_ids`,
+    `labels`, ... of one dict; `chosen_attention_mask`, `chosen_input_ids`, ...). Labels are never cut where they are
+    not -100. Where it is not known, nothing is trimmed, and samples are as long as their tensors are wide.
+
     Args:
-        budget: the largest number of samples x longest of a micro-batch. A longer sample is alone in its own.
-        length: the length of a sample of a list, or, of a batch of tensors, those of all its samples: what is beyond
-            is trimmed off. Without it, the last position that the attention mask shows tells; without a mask, the last
-            that has a label.
-        oversize: what a sample above the budget does: "warn" or "raise".
+        budget: the largest number of samples x longest of a micro-batch; where samples have several sequences (chosen
+            and rejected, encoder and decoder), summed over them. A longer sample is alone in its own.
+        length: the length of a sample of a list, or, of a batch of tensors, those of all its samples: you say that all
+            beyond is padding, and it is trimmed off every tensor of that width. A mask that is not 0 there, or labels
+            that are not -100, are an error.
+        oversize: what a sample above the budget does: "warn" (once, and again for a larger one) or "raise".
     """
     return ByTokens(budget, length, oversize)
 
 
 def _check_whole(number: object, what: str) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
         raise UsageError(f"{what}: got {number!r}.")
 
 
@@ -142,50 +178,85 @@ class Shape(NamedTuple):
 
 
 class Tree:
-    """A batch of tensors with a common first dimension, nested in any way. What has no dimension goes along whole."""
+    """A batch of tensors with a common first dimension, nested in any way.
+
+    Lists and tuples that are as long, and hold nothing with a first dimension, have one entry a sample too. What has
+    neither goes along whole.
+    """
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._leaves = [(path, leaf) for path, leaf in leaves(batch, "batch") if _has_samples(leaf)]
-        if not self._leaves:
-            raise BatchError(
-                f"the batch has no tensor that could be cut: got {type(batch).__name__}. Hand over tensors with a "
-                "common first dimension, in dicts, lists, tuples or dataclasses; or a list of samples, with collate=."
-            )
-        path, leaf = self._leaves[0]
-        self.count = int(leaf.shape[0])
-        self._positions = 0  # the size of the dimension that holds them
-        for other, different in self._leaves:
-            if different.shape[0] != self.count:
+        self.count = count_samples(batch)
+        self._lists: dict[int, bool] = {}  # by their ids: whether they have an entry for each sample, or go along whole
+        self._leaves = list(flat(batch, (), "batch", self.count, self._lists))
+        self._groups: Sequence[TokenGroup] = ()
+        self._rows: list[Row] = []
+        first, *others = [leaf for leaf in self._leaves if has_samples(leaf.value)]
+        for leaf in others:
+            if leaf.value.shape[0] != self.count:
                 raise BatchError(
-                    f"the tensors of a batch must agree in their first dimension, the samples: {path} has "
-                    f"{self.count}, but {other} has {different.shape[0]}. A list of samples needs collate=; and what "
-                    "belongs to no sample does not belong into the batch: let loss_fn have it in another way, e.g. "
-                    "with functools.partial."
+                    f"the tensors of a batch must agree in their first dimension, the samples: {first.path} has "
+                    f"{self.count}, but {leaf.path} has {leaf.value.shape[0]}. A list of samples needs collate=; and "
+                    "what belongs to no sample does not belong into the batch: let loss_fn have it in another way, "
+                    "e.g. with functools.partial."
                 )
 
     @functools.cached_property
     def shape(self) -> Shape:
-        kind = " ".join(f"{path}:{leaf.dtype}:{len(leaf.shape)}" for path, leaf in self._leaves)
-        return Shape(kind, tuple(int(size) for _, leaf in self._leaves for size in leaf.shape[1:]))
+        tensors = [leaf for leaf in self._leaves if has_samples(leaf.value)]
+        kind = " ".join(f"{path}:{value.dtype}:{len(value.shape)}" for _, path, value in tensors)
+        return Shape(kind, tuple(int(size) for _, _, value in tensors for size in value.shape[1:]))
 
     def take(self, part: Part) -> Any:
         """A micro-batch: views where the samples lie together, else copies."""
-        taken = _Taken(part, self._positions)
-        return _rebuilt(self._batch, lambda leaf: taken.of(leaf) if _has_samples(leaf) else leaf)
+        groups = zip(self._groups, part.widths, strict=True) if part.widths else ()
+        widths = {member: max(width, 1) for group, width in groups if group.trims for member in group.members}
+        taken = Taken(part.samples)
+        cut = iter([self._taken(value, taken, widths.get(i)) for i, (_, _, value) in enumerate(self._leaves)])
+        return rebuilt(self._batch, lambda _: next(cut), self._lists)
 
-    def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
-        """How long each sample is without its padding."""
+    def _taken(self, value: Any, taken: Taken, width: int | None) -> Any:
+        if has_samples(value):
+            return taken.of_tensor(value if width is None else value[:, :width])
+        return taken.of_list(value) if self._lists.get(id(value)) else value
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor of a micro-batch lies in the memory of the batch."""
+        return address(tensor) in self._addresses
+
+    @functools.cached_property
+    def _addresses(self) -> set[int | None]:
+        return {address(leaf.value) for leaf in self._leaves if isinstance(leaf.value, Tensor)}
+
+    # ------------------------------------------------------------------------------------------ lengths
+
+    @property
+    def _values(self) -> list[Any]:
+        return [leaf.value for leaf in self._leaves]
+
+    def _described(self) -> tuple[padding.Named, ...]:
+        return padding.described((leaf.keys, leaf.value if has_samples(leaf.value) else None) for leaf in self._leaves)
+
+    def rows(self, length: Callable[[Any], Any] | None) -> list[Row]:
+        """How long each sample is without its padding, in each group of tokens."""
+        described, values = self._described(), self._values
         if length is not None:
-            return self._told(length)
-        if (mask := self._named("attention_mask")) is not None:
-            return _extents(mask != 0)
-        if (labels := self._named("labels")) is not None:
-            return _extents(labels != IGNORED)
-        raise BatchError(
-            "by_tokens cannot tell the lengths of samples: the batch has neither an attention_mask nor labels of two "
-            "dimensions. Say it: by_tokens(budget, length=lambda batch: batch[...])."
-        )
+            told = self._told(length)
+            group = padding.group_of_width(described, values, max(told, default=0))
+            if group is None:
+                raise BatchError(self._no_positions(max(told, default=0)))
+            padding.require_padding(group, values, [leaf.path for leaf in self._leaves], told)
+            self._groups, columns = [group], [told]
+        else:
+            self._groups = padding.token_groups(described)
+            columns = [padding.lengths_of(group, values) for group in self._groups]
+            if not any(map(padding.tells_length, described)):
+                raise BatchError(
+                    "by_tokens cannot tell the lengths of samples: the batch has neither an attention_mask nor labels "
+                    "of two dimensions. Say it: by_tokens(budget, length=lambda batch: batch[...])."
+                )
+        self._rows = list(zip(*columns, strict=True))
+        return self._rows
 
     def _told(self, length: Callable[[Any], Any]) -> list[int]:
         found = length(self._batch)
@@ -197,54 +268,61 @@ class Tree:
             )
         return [_checked_length(number, index) for index, number in enumerate(numbers)]
 
-    def trimmed(self) -> Any:
-        """The batch without the columns at its end in which the attention mask shows nothing, if there is such a mask.
-
-        One that lies on a device is not looked at: the host would have to wait for it.
-        """
-        mask = self._named("attention_mask")
-        if mask is None or mask.device.type != "cpu" or not self.count:
-            return self._batch
-        self._positions = int(mask.shape[1])
-        return self.take(Part(range(self.count), max(_extents(mask != 0))))
-
-    def _named(self, name: str) -> Tensor | None:
-        """The leaf of that name, if it has one row for each sample and one column for each position."""
-        ends = (f"[{name!r}]", f".{name}")
-        found = [leaf for path, leaf in self._leaves if path.endswith(ends) and len(leaf.shape) == 2]
-        return torch.as_tensor(found[0]) if found else None
-
-    def find_positions(self, width: int) -> None:
-        """Which second dimension is that of positions: padding beyond `width` is trimmed off wherever it stands."""
-        for name in ("attention_mask", "labels", "input_ids"):
-            if (leaf := self._named(name)) is not None:
-                widths = {int(leaf.shape[1])}
-                break
-        else:
-            widths = {int(leaf.shape[1]) for _, leaf in self._leaves if len(leaf.shape) > 1 and leaf.shape[1] >= width}
-        if len(widths) == 1 and max(widths) >= width:
-            self._positions = widths.pop()
-            return
-        raise BatchError(
-            f"by_tokens cannot tell which dimension holds the positions: a sample is {width} long, and the second "
-            f"dimensions of the tensors are { {path: tuple(leaf.shape) for path, leaf in self._leaves} }. Call one of "
-            "them attention_mask or labels, or hand over a list of samples, with collate=."
+    def _no_positions(self, longest: int) -> str:
+        shapes = {leaf.path: tuple(leaf.value.shape) for leaf in self._leaves if has_samples(leaf.value)}
+        return (
+            f"by_tokens cannot tell which dimension holds the positions: a sample is {longest} long, and the second "
+            f"dimensions of the tensors are {shapes}. Call one of them attention_mask or labels, or hand over a list "
+            "of samples, with collate=."
         )
 
-    def widen(self, width: int, lengths: Sequence[int]) -> None:
-        """Pad all samples to `width`, if they are shorter: with what stands in the last column of one with padding."""
-        more, shortest = width - self._positions, min(range(self.count), key=lengths.__getitem__, default=None)
-        if more <= 0 or shortest is None or lengths[shortest] == self._positions:
-            return
+    def why_untrimmed(self) -> str | None:
+        """What keeps padding from being trimmed off, if anything does."""
+        paths = [leaf.path for leaf in self._leaves]
+        whys = (padding.why_untrimmed(group, self._values, paths) for group in self._groups)
+        return next(filter(None, whys), None)
 
-        def padded(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != self._positions:
-                return leaf
-            padding = leaf[shortest : shortest + 1, -1:]
-            return torch.cat([leaf, padding.expand(leaf.shape[0], more, *leaf.shape[2:])], 1)
+    def trimmed(self) -> Any:
+        """The batch without the padding that all of its samples have.
 
-        self._batch = _rebuilt(self._batch, padded)
-        self._positions = width
+        What lies on a device is not looked at: the host would have to wait for it.
+        """
+        values = self._values
+        self._groups = padding.token_groups(self._described())
+        tell = [values[i] for group in self._groups if group.trims for i in (*group.masks, *group.labels)]
+        if not tell or not self.count or any(isinstance(value, Tensor) and not value.is_cpu for value in tell):
+            return self._batch
+        widths = tuple(max(padding.lengths_of(group, values)) for group in self._groups)
+        return self.take(Part(range(self.count), widths))
+
+    # ------------------------------------------------------------------------------------------ few shapes
+
+    def widen(self, width: int) -> None:
+        """Pad groups of tokens, at most up to `width`, so that their longest sample has one of few lengths.
+
+        The padding is what a sample that is known to have padding holds in its last column.
+        """
+        for number, group in enumerate(self._groups):
+            lengths = [row[number] for row in self._rows]
+            shortest = min(range(self.count), key=lengths.__getitem__, default=None)
+            if not group.trims or shortest is None or lengths[shortest] >= self._width(group):
+                continue
+            more = min(width, rounded_up(max(lengths))) - self._width(group)
+            members = [self._leaves[member].value for member in group.members]
+            is_even = all(isinstance(v, Tensor) and v.shape[1] == members[0].shape[1] for v in members)
+            if more > 0 and is_even:
+                for member in group.members:
+                    keys, path, value = self._leaves[member]
+                    last = value[shortest : shortest + 1, -1:].expand(self.count, more, *value.shape[2:])
+                    self._leaves[member] = Leaf(keys, path, torch.cat([value, last], 1))
+
+    def widths(self, width: int) -> Row:
+        """Of each group of tokens, in a micro-batch whose longest sample is given that width."""
+        own = [(self._width(group), group.trims) for group in self._groups]
+        return tuple(min(width, widest) if trims else widest for widest, trims in own)
+
+    def _width(self, group: TokenGroup) -> int:
+        return padding.width_of(group, self._values)
 
 
 class Listed:
@@ -272,23 +350,32 @@ class Listed:
     def take(self, part: Part) -> Any:
         """A micro-batch, without the padding that its samples may have brought."""
         collated = self._collate([self._samples[index] for index in part.samples])
-        if part.width is None:
+        if not part.widths:
             return collated
         try:
             return Tree(collated).trimmed()
         except BatchError:  # it need not be a tree of samples: packed ones are none
             return collated
 
-    def find_positions(self, width: int) -> None:
-        """What is collated tells by itself."""
+    def shares_memory(self, tensor: Tensor) -> bool:  # noqa: ARG002 (a collate function may return anything)
+        """Whether a tensor of a micro-batch may lie in the memory of a sample."""
+        return True
 
-    def widen(self, width: int, lengths: Sequence[int]) -> None:
-        """How far samples are padded is for `collate` to say."""
+    def why_untrimmed(self) -> None:
+        """How much samples are padded is for `collate` to say."""
 
-    def lengths(self, length: Callable[[Any], Any] | None) -> list[int]:
-        """How long each sample is."""
-        tell = length or _sample_length
-        return [_checked_length(tell(sample), index) for index, sample in enumerate(self._samples)]
+    def widen(self, width: int) -> None:
+        """The same."""
+
+    def widths(self, width: int) -> Row:  # noqa: ARG002
+        """The same."""
+        return ()
+
+    def rows(self, length: Callable[[Any], Any] | None) -> list[Row]:
+        """How long each sample is, in each of its sequences."""
+        if length is not None:
+            return [(_checked_length(length(sample), index),) for index, sample in enumerate(self._samples)]
+        return padding.rows_of([_sample_row(sample) for sample in self._samples])
 
 
 Samples = Tree | Listed
@@ -301,114 +388,7 @@ def samples_of(batch: Any, collate: Collate | None = None) -> Samples:
     return Tree(batch) if collate is None else Listed(batch, collate)
 
 
-# ---------------------------------------------------------------------------------------------- trees
-
-
-def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Everything in a tree that is no container, with the path that a user would write.
-
-    >>> [path for path, _ in leaves({"x": [1, 2]}, "batch")]
-    ["batch['x'][0]", "batch['x'][1]"]
-    """
-    branches = _branches(tree)
-    if branches is None:
-        yield path, tree
-    else:
-        for key, child in branches:
-            inner = f"{path}.{key}" if _has_fields(tree) else f"{path}[{key!r}]"
-            yield from leaves(child, inner)
-
-
-def _branches(tree: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(tree, Mapping | UserDict):
-        return list(tree.items())
-    if _has_fields(tree):
-        return [(name, getattr(tree, name)) for name in _fields(tree)]
-    if isinstance(tree, list | tuple):
-        return list(enumerate(tree))
-    return None
-
-
-def _has_fields(tree: Any) -> bool:
-    """Whether it is a dataclass or a named tuple."""
-    return not isinstance(tree, type | Mapping) and (
-        dataclasses.is_dataclass(tree) or (isinstance(tree, tuple) and hasattr(tree, "_fields"))
-    )
-
-
-def _fields(tree: Any) -> list[str]:
-    return list(getattr(tree, "_fields", ())) or [field.name for field in dataclasses.fields(tree)]
-
-
-def _rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tree of the same types, with its leaves changed."""
-    branches = _branches(tree)
-    if branches is None:
-        return change(tree)
-    changed = {key: _rebuilt(child, change) for key, child in branches}
-    if isinstance(tree, tuple):
-        return type(tree)(*changed.values()) if hasattr(tree, "_fields") else tuple(changed.values())
-    if isinstance(tree, list):
-        return list(changed.values())
-    if _has_fields(tree):
-        rebuilt = copy.copy(tree)
-        for name, value in changed.items():
-            object.__setattr__(rebuilt, name, value)  # frozen ones too
-        return rebuilt
-    if type(tree) is dict or not hasattr(tree, "__setitem__"):
-        return changed
-    rebuilt = copy.copy(tree)  # keeps what such a mapping carries besides its items
-    for key, value in changed.items():
-        rebuilt[key] = value
-    return rebuilt
-
-
-def transformed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with all its tensors changed."""
-    return _rebuilt(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
-
-
-def _has_samples(leaf: Any) -> bool:
-    """Whether it has a first dimension: a tensor, or an array."""
-    return hasattr(leaf, "dtype") and len(getattr(leaf, "shape", ())) > 0
-
-
-class _Taken:
-    """The samples of a part, out of one leaf after the other."""
-
-    def __init__(self, part: Part, positions: int) -> None:
-        self._part = part
-        self._positions = positions
-        self._rows: dict[torch.device, Tensor] = {}
-
-    def of(self, leaf: Any) -> Any:
-        samples, width = self._part
-        if width is not None and len(leaf.shape) > 1 and leaf.shape[1] == self._positions:
-            leaf = leaf[:, : max(width, 1)]
-        start, end = samples[0], samples[-1] + 1
-        if end - start == len(samples):
-            return leaf[start:end]
-        if isinstance(leaf, Tensor):
-            return leaf.index_select(0, self._rows_on(leaf.device))
-        return leaf[list(samples)]
-
-    def _rows_on(self, device: torch.device) -> Tensor:
-        if device not in self._rows:
-            rows = torch.tensor(self._part.samples)
-            if device.type == "cuda":
-                rows = rows.pin_memory()  # else the host would wait for the copy
-            self._rows[device] = rows.to(device, non_blocking=True)
-        return self._rows[device]
-
-
 # ---------------------------------------------------------------------------------------------- lengths
-
-
-def _extents(shown: Tensor) -> list[int]:
-    """For each row, the position of the last True, counted from 1; 0 where there is none."""
-    positions = torch.arange(1, shown.shape[1] + 1, device=shown.device)
-    extents: list[int] = (shown * positions).amax(1).tolist() if shown.numel() else [0] * len(shown)
-    return extents
 
 
 def _is_numbers(found: Any) -> bool:
@@ -427,27 +407,34 @@ def _checked_length(number: Any, index: int) -> int:
     return length
 
 
-def _sample_length(sample: Any) -> int:
-    """The length of a sample of a list, where nobody said how to tell it."""
-    if isinstance(sample, Mapping | UserDict):
-        if "attention_mask" in sample:
-            return _extents(torch.as_tensor(sample["attention_mask"]).reshape(1, -1) != 0)[0]
-        for name in ("labels", "input_ids"):
-            if name in sample and (_has_samples(sample[name]) or isinstance(sample[name], Sequence)):
-                return len(sample[name])
-    elif _has_samples(sample) or (isinstance(sample, list) and all(isinstance(token, int) for token in sample)):
-        return len(sample)
+def _sample_row(sample: Any) -> tuple[dict[Any, int], dict[Any, int]]:
+    """How long a sample of a list is in each of its sequences, where nobody said how to tell it."""
+    if isinstance(sample, Mapping | UserDict) or has_fields(sample):
+        row = padding.sequences_of(list(_fields_of_sample(sample, ())))
+        if row[0]:
+            return row
+    elif has_samples(sample) or (isinstance(sample, list) and all(isinstance(token, int) for token in sample)):
+        return {(): len(sample)}, {}
     raise BatchError(
         f"by_tokens cannot tell the length of a sample of type {type(sample).__name__}: it has neither an "
         "attention_mask nor labels. Say it: by_tokens(budget, length=lambda sample: len(...))."
     )
 
 
+def _fields_of_sample(sample: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What a sample holds that has a length; lists are no containers here."""
+    if isinstance(sample, Mapping | UserDict) or has_fields(sample):
+        for key, child in children(sample) or ():
+            yield from _fields_of_sample(child, (*keys, key))
+    elif has_samples(sample) or isinstance(sample, list | tuple):
+        yield keys, sample
+
+
 def _sample_shape(sample: Any) -> tuple[str, tuple[int, ...]]:
     """The kinds of a sample's tensors, and all their dimensions; a list of numbers has one."""
     if isinstance(sample, list) and sample and isinstance(sample[0], int | float):
         return "numbers", (len(sample),)
-    branches = _branches(sample)
+    branches = children(sample)
     if branches is None:
         shape = tuple(int(size) for size in getattr(sample, "shape", ()))
         return f"{getattr(sample, 'dtype', type(sample).__name__)}:{len(shape)}", shape

@@ -46,7 +46,7 @@ class RankProgram(Program):
 WRAPS = ("ddp", "ddp", "ddp unused", "ddp unused", "ddp view", "fsdp2", "fsdp2", "fsdp2 blocks")
 NOT_ON_RANKS = {"dropout", "statistics"}  # they see the micro-batch of a rank
 NEEDS_UNUSED = {"unused", "detached", "expert"}
-NOT_UNDER_FSDP = {"expert", "scalar", "complex", "tied", "penalty", "parameter hook", "module hook",
+NOT_UNDER_FSDP = {"expert", "scalar", "complex", "float32 gain", "tied", "penalty", "parameter hook", "module hook",
                   "reentrant checkpoint", "custom checkpoint"}  # fmt: skip
 EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "idle forward", "halve lr",
           "zero_grad between", "zero_grad", "clip", "scale gradients", "drop a gradient", "second backward", "no step",
@@ -54,7 +54,7 @@ EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "id
 
 
 # A rank that has run out is ahead of the others: it waits for their last backward, and raises first.
-NOT_WHERE_UNEVEN = {"now", "discard after", *SPOILS}
+NOT_WHERE_UNEVEN = {"now", "discard after", "no step", *SPOILS}
 
 
 def draw_rank_program(seed: int) -> RankProgram:

@@ -19,14 +19,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch.errors import BackendError, CheckpointError, UsageError
+from macrobatch.train import manifest
+from macrobatch.train.manifest import MANIFEST
 from macrobatch.train.storage import (
     DTYPES,
     NAMED,
@@ -50,11 +51,8 @@ from macrobatch.train.storage import (
     write,
 )
 
-MANIFEST = "manifest.json"
-KIND, VERSION = "macrobatch checkpoint", 1
 FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: written again, beside one that was there
 PARTIAL = re.compile(r"step-\d{8,}(?:-\d+)?\.partial-[0-9a-f]+")
-FILE = re.compile(r"rank-\d{5,}\.safetensors")
 RANDOM = "random."  # names of tensors that every rank has its own of
 
 
@@ -70,27 +68,34 @@ class Checkpoints:
     {'seen': 6400}
     >>> weight
     tensor([1., 1.])
+
+    Args:
+        folder: made where it is missing.
+        keep: how many stay.
+        owners: whose they are: what is written says the first, and what says none of them is passed over. None: nobody
+            asks.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, owners: Sequence[str] = ()) -> None:
         if keep < 1:
             raise UsageError(f"keep must be at least 1, or nothing would be left to resume from: got {keep}.")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.owners = Path(folder), keep, tuple(owners)
         self._verified: dict[Path, Json] = {}  # those whose every byte was compared, with their manifests
         self._damaged: set[Path] = set()
 
-    def save(self, step: int, tensors: Mapping[str, Any], facts: Json) -> Path:
-        """Write a checkpoint; when this returns, it is on the disk, whole.
+    def save(self, step: int, tensors: Mapping[str, Any], facts: Json, *, spared: int | None = None) -> Path:
+        """Write a checkpoint; when this returns, it is on the disk, whole. That of the step `spared` stays as well.
 
         `tensors` is a dict of tensors and DTensors, or of such dicts; `facts`, of which the first rank's count, what
         JSON can hold.
         """
         named = flat(tensors)
+        owner = self.owners[0] if self.owners else ""
         partial: Path | None = None
         try:
             partial = begun = by_the_first(lambda: self._begun(step))
             held, files = write(partial, named)
-            path = by_the_first(lambda: self._finished(begun, _contents(step, facts, held, files)))
+            path = by_the_first(lambda: self._finished(begun, manifest.contents(step, owner, facts, held, files)))
         except CheckpointError as error:
             if partial is not None and rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -99,8 +104,12 @@ class Checkpoints:
             ) from None
         self._verified.pop(path, None)  # of one that had the name before
         if rank() == 0:
-            self._prune(path)
+            self._prune(path, spared)
         return path
+
+    def of_step(self, step: int) -> Path | None:
+        """The newest checkpoint of that step, which need not be whole."""
+        return next((path for path in by_the_first(self._found) if _numbers(path)[0] == step), None)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; None where there has never been one.
@@ -110,20 +119,33 @@ class Checkpoints:
         """
         candidates = by_the_first(self._found)
         for path in candidates:
+            if path in self._damaged:
+                continue
             try:
                 self._verify(path)
             except CheckpointError as error:
-                self._damaged.add(path)
-                if rank() == 0:
-                    warnings.warn(f"A checkpoint is passed over. {error}", RuntimeWarning, stacklevel=2)
+                self.pass_over(path, error)
             else:
                 return path
         if candidates:
             raise CheckpointError(
-                f"None of the {len(candidates)} checkpoints in {self.folder} is whole. "
+                f"None of the {len(candidates)} checkpoints in {self.folder} can be used. "
                 "Bring one back from a copy, or begin another run in a new folder."
             )
         return None
+
+    def pass_over(self, path: Path, why: object) -> None:
+        """Take this one for damaged: it is not used, and not removed either."""
+        self._damaged.add(path)
+        if rank() == 0:
+            warnings.warn(f"A checkpoint is passed over. {why}", RuntimeWarning, stacklevel=3)
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half written. Only for whoever has the folder to himself."""
+        with contextlib.suppress(OSError):
+            for stale in self.folder.iterdir():
+                if PARTIAL.fullmatch(stale.name):
+                    shutil.rmtree(stale, ignore_errors=True)
 
     def load(self, path: Path, tensors: Mapping[str, Any]) -> Json:
         """Fill the tensors in place, on as many ranks as there are now, and return the facts.
@@ -131,9 +153,9 @@ class Checkpoints:
         The checkpoint must have all of them, of the same shape and dtype, and no other.
         """
         named = flat(tensors)
-        manifest = self._verify(path)
-        agreed(_misfit(path, manifest["tensors"], named))
-        read(path, manifest["tensors"], named)
+        held = self._verify(path)["tensors"]
+        agreed(_misfit(path, held, named))
+        read(path, held, named)
         return self.facts(path)
 
     def facts(self, path: Path) -> Json:
@@ -151,9 +173,7 @@ class Checkpoints:
     def _begun(self, step: int) -> Path:
         """A new folder to write into. What a killed process left behind goes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.iterdir():
-            if PARTIAL.fullmatch(stale.name):
-                shutil.rmtree(stale, ignore_errors=True)
+        self.sweep()
         partial = self.folder / f"step-{step:08d}.partial-{secrets.token_hex(4)}"
         partial.mkdir()
         return partial
@@ -161,7 +181,7 @@ class Checkpoints:
     def _finished(self, partial: Path, contents: Json) -> Path:
         """All files are on the disk: now the manifest, and then the name that makes it a checkpoint."""
         with (partial / MANIFEST).open("wb") as opened:
-            opened.write(json.dumps({"sha256": _digest(contents), "contents": contents}, indent=1).encode())
+            opened.write(manifest.encoded(contents))
             flush(opened)
         _flush_folder(partial)
         path = self._unused(contents["step"])
@@ -174,9 +194,10 @@ class Checkpoints:
         times = [time for number, time in map(_numbers, self._found()) if number == step]
         return self.folder / (f"step-{step:08d}-{max(times) + 1}" if times else f"step-{step:08d}")
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path, spared: int | None) -> None:
         """Remove all but the newest ones. What cannot be removed is no reason to stop."""
         others = [path for path in self._found() if path not in self._damaged and path != newest]
+        others = [path for path in others if _numbers(path)[0] != spared]
         with contextlib.suppress(OSError):
             for path in others[self.keep - 1 :]:
                 going = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
@@ -200,70 +221,25 @@ class Checkpoints:
         """The manifest of a checkpoint that is whole. Ranks share the reading."""
         path = Path(path)
         if path not in self._verified:
-            manifest = by_the_first(lambda: _manifest(path))
-            own = sorted(manifest["files"])[rank() :: world_size()]
-            problems = [problem for name in own if (problem := _damage(path / name, manifest["files"][name]))]
+            said = by_the_first(lambda: self._read(path))
+            own = sorted(said["files"])[rank() :: world_size()]
+            problems = [problem for name in own if (problem := manifest.damage(path / name, said["files"][name]))]
             agreed(" ".join(problems) or None)
-            self._verified[path] = manifest
+            self._verified[path] = said
         return self._verified[path]
+
+    def _read(self, path: Path) -> Json:
+        """The manifest, of a checkpoint of these owners."""
+        said = manifest.read(path)
+        if self.owners and said.get("owner") not in self.owners:
+            raise CheckpointError(f"{path} belongs to another run.")
+        return said
 
 
 def _numbers(path: Path) -> tuple[int, ...]:
     """The step of a checkpoint, and which of that step it is, by its name; nothing where it is not one."""
     match = FOLDER.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else ()
-
-
-def _contents(step: int, facts: Json, held: Json, files: Json) -> Json:
-    """What the manifest says, as it will be read."""
-    about = {"kind": KIND, "version": VERSION, "step": step, "ranks": world_size()}
-    try:
-        contents: Json = json.loads(json.dumps({**about, "facts": facts, "files": files, "tensors": held}))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"facts must be what JSON can hold: {error}.") from None
-    return contents
-
-
-def _manifest(path: Path) -> Json:
-    """What a checkpoint says of itself, if it is one and says so undamaged."""
-    try:
-        content = (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        what = f"has no {MANIFEST}" if path.is_dir() else "is no folder"
-        raise CheckpointError(f"{path} is not a checkpoint: it {what}.") from None
-    try:
-        outer = json.loads(content)
-        contents: Json = outer["contents"]
-        intact = outer["sha256"] == _digest(contents) and isinstance(contents, dict)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path / MANIFEST} is damaged, or was not written by macrobatch.")
-    kind, version = contents.get("kind"), contents.get("version")
-    if (kind, version) != (KIND, VERSION):
-        raise CheckpointError(
-            f"{path} is a {kind!r} of version {version!r}; this macrobatch reads a {KIND!r} of version {VERSION}. "
-            "Use the macrobatch that wrote it."
-        )
-    if not all(FILE.fullmatch(name) for name in contents["files"]):
-        raise CheckpointError(f"{path / MANIFEST} names files that no checkpoint has.")
-    return contents
-
-
-def _damage(file: Path, expected: Json) -> str | None:
-    """What is wrong with a file, if anything is."""
-    try:
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            return f"{file} is damaged: it has {size:,} bytes where {expected['bytes']:,} were written."
-        with file.open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                return f"{file} is damaged: its content is not what was written."
-    except FileNotFoundError:
-        return f"{file} is missing."
-    except OSError as error:
-        return f"{file} cannot be read: {error.strerror}."
-    return None
 
 
 def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
@@ -279,10 +255,6 @@ def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
         return None
     more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
     return f"{path} was saved from another model or optimizer: {'; '.join(differences[:5])}{more}."
-
-
-def _digest(contents: Any) -> str:
-    return hashlib.sha256(json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _flush_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.plan import rounded_up
 from macrobatch.split import IGNORED
 from macrobatch.train.cache import digest, kept
@@ -102,7 +102,10 @@ class Corpus:
         return total.hexdigest()
 
     def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-        """A part to train on, and one to measure on: whole documents where there are enough, else samples.
+        """A part to train on, and one to measure on: whole documents, of which the seed says which.
+
+        Where there are so few that one would be more than that part, it is the end of all the texts instead: pieces
+        from all over would have their neighbours among those that are trained on.
 
         Args:
             fraction: how much to measure on; 0: nothing.
@@ -112,18 +115,21 @@ class Corpus:
             raise UsageError(f"the fraction to validate on must be at least 0 and less than 1: got {fraction!r}.")
         if fraction == 0:
             return self._some([True] * len(self)), self._some([False] * len(self))
-        groups: list[int] = self.parents.tolist()
-        if fraction * len(set(groups)) < 1:
-            groups = list(range(len(self)))
-        different = sorted(set(groups))
-        if len(different) < 2:
+        if len(self) < 2:
             raise UsageError(
-                f"{len(self)} samples cannot be split into some to train on and some to validate on. Add data, take a "
-                "smaller --seq-len, or validate on none."
+                f"{counted(len(self), 'sample')} cannot be split into some to train on and some to validate on. Add "
+                "data, take a smaller --seq-len, or validate on none: --validation 0."
             )
-        count = min(max(round(fraction * len(different)), 1), len(different) - 1)
-        chosen = set(random.Random(f"split {seed}").sample(different, count))
-        return self._some([g not in chosen for g in groups]), self._some([g in chosen for g in groups])
+        parents: list[int] = self.parents.tolist()
+        documents = sorted(set(parents))
+        if fraction * len(documents) < 1:
+            first = min(max(round((1 - fraction) * len(self)), 1), len(self) - 1)
+            is_held = [index >= first for index in range(len(self))]
+        else:
+            count = min(round(fraction * len(documents)), len(documents) - 1)
+            chosen = set(random.Random(f"split {seed}").sample(documents, count))
+            is_held = [parent in chosen for parent in parents]
+        return self._some([not held for held in is_held]), self._some(is_held)
 
     def _some(self, keep: list[bool]) -> Corpus:
         mask = torch.tensor(keep, dtype=torch.bool)

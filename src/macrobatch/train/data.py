@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from pathlib import Path
 
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import models
 from macrobatch.train.cache import cache_folder
 from macrobatch.train.corpus import Corpus, documents
-from macrobatch.train.settings import Settings
+from macrobatch.train.settings import DEFAULT_VALIDATION, Settings
 from macrobatch.train.vocabulary import Vocabulary
+
+logger = logging.getLogger("macrobatch")
+
+FEW = 16  # samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +36,29 @@ class Data:
         else:
             vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
         corpus = Corpus.made(texts, vocabulary, seq_len=settings.seq_len, cache=cache)
-        train, validation = corpus.split(settings.validation, settings.seed)
+        if settings.validation_data:
+            held_out = documents(settings.validation_data, text_field=settings.text_field, cache=cache)
+            train = corpus
+            validation = Corpus.made(held_out, vocabulary, seq_len=settings.seq_len, cache=cache)
+        else:
+            part = DEFAULT_VALIDATION if settings.validation is None else settings.validation
+            train, validation = corpus.split(part, settings.seed)
+        if 0 < len(validation) < FEW:
+            logger.warning(
+                "the validation has only %s: its loss says little. Name more with --validation-data, or a larger "
+                "--validation.", counted(len(validation), "sample"),
+            )  # fmt: skip
         return cls(train=train, validation=validation, vocabulary=vocabulary)
 
     def fits(self, vocabulary_size: int, positions: int | None) -> None:
         """Refuse samples that the model cannot take."""
-        if self.train.largest_id >= vocabulary_size:
+        largest = max(self.train.largest_id, self.validation.largest_id)
+        if largest >= vocabulary_size:
             raise BatchError(
-                f"the data has the token {self.train.largest_id}, and the model's vocabulary ends at "
+                f"the data has the token {largest}, and the model's vocabulary ends at "
                 f"{vocabulary_size - 1}: model and tokenizer do not belong together. Say which --tokenizer does."
             )
-        longest = max(self.train.lengths)
+        longest = max([*self.train.lengths, *self.validation.lengths])
         if positions is not None and longest > positions:
             raise UsageError(
                 f"the longest sample has {longest} tokens, and the model takes {positions}: say --seq-len {positions}."
@@ -64,11 +80,4 @@ def _loaded(name: str, flag: str) -> Vocabulary:
 
 def _tokenizer(settings: Settings) -> str | None:
     """Where the tokenizer is; None: one is to be trained."""
-    if settings.tokenizer is not None:
-        return settings.tokenizer
-    folder = Path(settings.model)
-    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        return settings.model
-    if settings.model in models.SIZES or folder.exists():
-        return None
-    return settings.model  # on the hub
+    return settings.tokenizer or models.origin_of(settings).tokenizer

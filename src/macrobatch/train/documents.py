@@ -21,13 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train.cache import digest, kept
 
 logger = logging.getLogger("macrobatch")
 
 _PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"}
-_TABLES = {".parquet", ".arrow", ".feather"}
+_TABLES = {".parquet", ".arrow", ".feather", ".csv", ".tsv", ".xls", ".xlsx"}
+_WITH_TABLES = (
+    "Write it as JSONL, for instance with pandas: read_csv(...).to_json(..., orient='records', lines=True); then name "
+    "the column that holds the text with --text-field."
+)
 _TEXT = "text"
 
 
@@ -68,7 +72,8 @@ def documents(
         named = ", ".join(str(source) for source in sources)
         raise BatchError(f"there is nothing to train on in {named}: found {len(found)} texts, all of them empty.")
     if len(texts) < len(found):
-        logger.warning("%d of %d texts are empty, and left out.", len(found) - len(texts), len(found))
+        empty = counted(len(found) - len(texts), "empty text")
+        logger.warning("left out %s of %d.", empty, len(found))
     return texts
 
 
@@ -87,10 +92,7 @@ def _read(source: Path, text_field: str) -> Iterator[Document]:
     if source.suffix.lower() in _PACKED:
         raise UsageError(f"{source} is packed, and read here only unpacked. Unpack it first.")
     if source.suffix.lower() in _TABLES:
-        raise UsageError(
-            f"{source} is a table in {source.suffix}, which is not read here. Write it as JSONL, for instance with "
-            f"pandas: to_json(..., orient='records', lines=True)."
-        )
+        raise UsageError(f"{source} is a table in {source.suffix}, which is not read here. {_WITH_TABLES}")
     yield from _file(source, _bytes(source), text_field)
 
 
@@ -108,13 +110,15 @@ def _folder(folder: Path, text_field: str) -> Iterator[Document]:
         used += 1
         yield from _file(path, content, text_field)
     if not used:
+        tables = f" {_WITH_TABLES}" if any(path.suffix.lower() in _TABLES for path in skipped) else ""
         raise BatchError(
-            f"there is no text in the folder {folder}: found {len(skipped)} files, none of which is text."
+            f"there is no text in the folder {folder}: found {counted(len(skipped), 'file')}, no text.{tables}"
             if skipped
             else f"the folder {folder} holds no file (hidden ones do not count)."
         )
     if skipped:
-        logger.warning("%d files in %s are not text, and left out: %s, ...", len(skipped), folder, skipped[0])
+        named = f"{skipped[0]}, ..." if len(skipped) > 1 else str(skipped[0])
+        logger.warning("left out %s in %s that cannot be read: %s", counted(len(skipped), "file"), folder, named)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -152,10 +156,19 @@ def _decoded(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if _is_binary(content):
+            raise BatchError(f"{where}: this is no text, but a binary file. Name files of text, or JSONL.") from None
         raise BatchError(
             f"{where}: not UTF-8; found the byte 0x{content[error.start]:02x} at position {error.start}. Convert it, "
             "for instance with iconv -f latin1 -t utf-8."
         ) from None
+
+
+def _is_binary(content: bytes) -> bool:
+    """Whether this is no text in any of the usual encodings: those have few control characters."""
+    start = content[:8192]
+    control = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in start)
+    return b"\0" in content or control > 0.02 * len(start)
 
 
 # ------------------------------------------------------------------------------------------------------------ records

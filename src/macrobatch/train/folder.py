@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import platform
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,11 +40,14 @@ def chosen(settings: Settings) -> Path | None:
     folder = Path(settings.out)
     if _is_run(folder) and (settings.resume or (_is_restarted() and _launch_of(folder) == launch())):
         return folder
-    _require_unused(folder)
+    require_unused(folder)
+    if settings.resume:
+        raise UsageError(f"there is no run in {folder}. Check the name, or leave out --resume to begin one there.")
     return None
 
 
-def _require_unused(folder: Path) -> None:
+def require_unused(folder: Path) -> None:
+    """Refuse a folder that holds anything."""
     if folder.is_file():
         raise UsageError(f"--out {folder} is a file. It must be a folder, or a name that is free.")
     if _is_run(folder):
@@ -72,7 +79,7 @@ def made(settings: Settings) -> Path:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Inside, no other process may train here. The kernel lets go where this one ends, however it does."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -102,15 +109,39 @@ def _is_mine(descriptor: int) -> bool:
 # ------------------------------------------------------------------------------------------------------- run.json
 
 
-def described(folder: Path, *, settings: Settings, derived: Mapping[str, str], identity: Json) -> None:
-    """Write it down: aside, then renamed."""
-    content = {
+def described(
+    folder: Path, *, settings: Settings, derived: Mapping[str, str], identity: Json, past: Past | None = None
+) -> None:
+    """Write it down; again, where a run is extended."""
+    content: Json = {
         "settings": settings.lasting,
         "derived": dict(derived),
         "versions": versions(),
         "identity": identity,
         "launch": launch(),
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+        "command": shlex.join(["macrobatch", *sys.argv[1:]]),
     }
+    if past is not None:
+        content |= {"saved": past.is_saved, "earlier": list(past.owners)}
+    _write(folder, content)
+
+
+def note_saved(folder: Path) -> None:
+    """Remember that the run has had a checkpoint: where none is found later, it does not begin again."""
+    if not description(folder).get("saved"):
+        note(folder, saved=True)
+
+
+def note(folder: Path, **facts: object) -> None:
+    """Add what became of the run: its exit status, a text."""
+    content = description(folder)
+    if any(content.get(name) != value for name, value in facts.items()):
+        _write(folder, content | facts)
+
+
+def _write(folder: Path, content: Json) -> None:
+    """Aside, then renamed."""
     aside = folder / PARTIAL
     with aside.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
@@ -127,19 +158,81 @@ def description(folder: Path) -> Json:
             return content
     except FileNotFoundError:
         raise UsageError(f"{folder} is no run folder: there is no {DESCRIPTION} in it.") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise UsageError(f"{folder / DESCRIPTION} is damaged, or was not written by macrobatch.")
 
 
-def same_run(folder: Path, identity: Json) -> None:
-    """Refuse to go on with a run under settings that would make it another one."""
-    saved = description(folder)["identity"]
-    here = json.loads(json.dumps(identity))
-    differing = [name for name in here if saved.get(name) != here[name]]
-    if differing:
-        told = "; ".join(f"{name} was {_short(saved.get(name))}, now {_short(here[name])}" for name in differing)
-        raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What a run that goes on has behind it.
+
+    Attributes:
+        folder: of the run.
+        steps: that it was to take.
+        owners: digests of its identity, and of those it had before it was extended: whose checkpoints are its own.
+        is_saved: whether it has ever had a checkpoint.
+    """
+
+    folder: Path
+    steps: int
+    owners: tuple[str, ...]
+    is_saved: bool
+
+    @classmethod
+    def of(cls, folder: Path, identity: Json, *, own_warmup: bool) -> Past:
+        """The past of the run there; refuses settings that would make it another run. More steps do not.
+
+        Args:
+            folder: of the run.
+            identity: what it would be now.
+            own_warmup: whether the user said how long the warm-up is; otherwise it may follow the number of steps.
+        """
+        content = description(folder)
+        saved, here = content["identity"], json.loads(json.dumps(identity))
+        differing = [name for name in here if saved.get(name) != here[name]]
+        if "steps" in differing and not own_warmup and _without_warmup(saved) == _without_warmup(here):
+            differing = [name for name in differing if name != "learning_rate"]
+        if others := [name for name in differing if name != "steps"]:
+            told = "; ".join(f"{name} was {_short(saved.get(name))}, now {_short(here[name])}" for name in others)
+            raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
+        earlier = content.get("earlier") or ()
+        return cls(
+            folder=folder,
+            steps=int(saved["steps"]),
+            owners=(digest_of(saved), *map(str, earlier)),
+            is_saved=bool(content.get("saved")),
+        )
+
+    def require_whole(self, taken: int, steps: int) -> None:
+        """Refuse a run whose checkpoints are gone, and one that cannot be extended; `taken` steps are in the last one.
+
+        Args:
+            taken: the step of the last checkpoint; 0: there is none.
+            steps: that the run is to take now.
+        """
+        if not taken and self.is_saved:
+            raise UsageError(
+                f"{self.folder} has had checkpoints, and its folder of them holds none. Is a volume not mounted? "
+                "Bring them back, or begin another run in a new folder."
+            )
+        if steps != self.steps and taken != self.steps:
+            raise UsageError(
+                f"{self.folder} has taken {taken} of its {self.steps} steps: only a run that is finished can be "
+                "extended. Resume it without --steps and --epochs first."
+            )
+        if steps < taken:
+            raise UsageError(f"{self.folder} has taken {taken} steps: it cannot be made shorter, to {steps}.")
+
+
+def _without_warmup(identity: Json) -> list[Any] | None:
+    rate = identity.get("learning_rate")
+    return [*rate[:1], *rate[2:]] if isinstance(rate, list) else None
+
+
+def digest_of(identity: Json) -> str:
+    """What tells this run from others, in short."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _short(value: object) -> str:

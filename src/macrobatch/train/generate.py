@@ -10,6 +10,7 @@ from torch import nn
 
 from macrobatch.errors import UsageError
 from macrobatch.train import models
+from macrobatch.train.pretrained import find, model_folder
 from macrobatch.train.vocabulary import Vocabulary
 
 
@@ -17,20 +18,17 @@ def from_run(
     run: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
     """The prompt, and how the model of a run goes on from it."""
-    exported = run / "model" if (run / "model").is_dir() else run
-    if not (exported / "config.json").is_file():
-        raise UsageError(
-            f"{run} holds no model. A run writes its folder 'model' when it ends: go on with it, "
-            f"macrobatch train --resume --out {run}."
-        )
-    return from_folder(exported, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return from_folder(model_folder(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
 def from_folder(
     folder: Path, prompt: str, *, tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
     """The same, of a folder with weights and a tokenizer."""
-    model, vocabulary = models.loaded(str(folder)), Vocabulary.load(folder)
+    origin = find(str(folder))
+    if not origin.has_weights:
+        raise UsageError(f"{folder} holds the configuration of a model, and no weights.")
+    model, vocabulary = models.loaded(origin), Vocabulary.load(folder)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)

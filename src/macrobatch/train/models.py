@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -25,8 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.train.pretrained import GENERATION, INDEX, Kept, Origin, check_index, find, read_json
 from macrobatch.train.settings import Settings
-from macrobatch.train.vocabulary import Vocabulary
+from macrobatch.train.vocabulary import Vocabulary, hub_is_out_of_reach
 from macrobatch.train.world import World
 
 # Llamas: width, layers, heads. Keys and values have as many heads as queries; the embedding is tied to the head.
@@ -49,8 +49,16 @@ _SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "
 
 def check(settings: Settings, world: World) -> None:
     """Refuse what can be seen to be wrong before anything has been read."""
-    if settings.model not in SIZES and (file := _config_file(settings.model)) is not None:
-        _read_config(file)
+    origin = origin_of(settings)
+    if origin.kind == "config":
+        _read_config(origin.path)
+    elif origin.kind == "hub":
+        _check_hub(origin)
+    if origin.kind == "weights" and settings.tokenizer is None and origin.tokenizer is None:
+        raise UsageError(
+            f"--model {settings.model} has weights and no tokenizer: without the one that they were trained with, they "
+            "mean nothing. Say where it is: --tokenizer FOLDER."
+        )
     if settings.parallel == "ddp":
         return
     if world.size == 1:
@@ -67,28 +75,35 @@ def check(settings: Settings, world: World) -> None:
 # -------------------------------------------------------------------------------------------------- made or loaded
 
 
-def config_of(settings: Settings, vocabulary_size: int, end: int) -> Config | None:
-    """The configuration of a model that is to be made; None where there are weights to load."""
-    if settings.model in SIZES:
-        return _llama(*SIZES[settings.model], vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len)
-    file = _config_file(settings.model)
-    return None if file is None else _read_config(file)
+def origin_of(settings: Settings) -> Origin:
+    """What ``--model`` names."""
+    return Origin(settings.model, "size", Path(settings.model)) if settings.model in SIZES else find(settings.model)
 
 
-def _config_file(name: str) -> Path | None:
-    """Where the configuration of a model without weights is; None: there are weights, here or on the hub."""
-    path = Path(name)
-    if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))):
-        return None
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        return file
-    if path.exists() or name.startswith((".", "/", "~")) or name.endswith(".json"):
+def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
+    """The model that is trained, in float32 on the CPU: made, or loaded."""
+    origin = origin_of(settings)
+    if origin.kind == "size":
+        size = SIZES[settings.model]
+        return made(_llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len), settings.seed)
+    model = loaded(origin) if origin.has_weights else made(_read_config(origin.path), settings.seed)
+    _require_causal(model, settings.model)
+    return model
+
+
+@torch.no_grad()
+def _require_causal(model: nn.Module, name: str) -> None:
+    """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
+    ids = torch.arange(8) % min(vocabulary_size_of(model), 8)
+    others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
+    model.eval()
+    one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
+    if (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UsageError(
-            f"--model {name}: there is no configuration of a model there. It must be one of {', '.join(SIZES)}, a "
-            "config.json of transformers, or a folder with one."
+            f"--model {name}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
+            "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
+            '"is_decoder": true makes one.'
         )
-    return None
 
 
 def learning_rate(settings: Settings) -> float:
@@ -97,7 +112,7 @@ def learning_rate(settings: Settings) -> float:
         return settings.lr
     if settings.model in RATES:
         return RATES[settings.model]
-    return 5e-5 if _config_file(settings.model) is None else 1e-3
+    return 5e-5 if origin_of(settings).has_weights else 1e-3
 
 
 def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: int, seq_len: int) -> Config:
@@ -118,14 +133,10 @@ def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: in
 
 
 def _read_config(file: Path) -> Config:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(config, dict) and isinstance(config.get("model_type"), str):
-            return config
-        found = "no model_type in it"
-    except (OSError, ValueError) as error:
-        found = str(error)
-    raise UsageError(f"{file} is not a configuration of transformers: {found}.")
+    config = read_json(file)
+    if isinstance(config, dict) and isinstance(config.get("model_type"), str):
+        return config
+    raise UsageError(f"{file} is not a configuration of transformers: no model_type in it.")
 
 
 def made(config: Config, seed: int) -> nn.Module:
@@ -144,24 +155,52 @@ def made(config: Config, seed: int) -> nn.Module:
     return model.float()
 
 
-def loaded(name: str) -> nn.Module:
+def _check_hub(origin: Origin) -> None:
+    """Refuse a name that is not on the hub, or cannot be reached, and weights that are not safetensors alone."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(origin.name, trust_remote_code=False, local_files_only=hub_is_out_of_reach())
+        index = origin.file(INDEX)
+    except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
+        raise UsageError(
+            f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
+            f"hub that can be reached: {_first_line(error)}"
+        ) from error
+    if index is not None:
+        check_index(index)
+
+
+def loaded(origin: Origin) -> nn.Module:
     """The model in a folder with weights, or of that name on the hub. Only safetensors are read: they hold no code."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    shows = logging.is_progress_bar_enabled()
+    shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would warn of is an error below
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        model, info = AutoModelForCausalLM.from_pretrained(
+            origin.source,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            local_files_only=origin.kind == "weights" or hub_is_out_of_reach(),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        where = "folder" if Path(name).is_dir() else "name of a size, folder, or model on the hub that can be reached"
-        raise UsageError(f"--model {name}: no model could be loaded from this {where}: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, SafetensorError) as error:
+        raise UsageError(f"--model {origin.name}: no model could be loaded: {_first_line(error)}") from error
     finally:
+        logging.set_verbosity(level)
         if shows:
             logging.enable_progress_bar()
-    return model
+    if missing := sorted(info["missing_keys"]):
+        raise UsageError(
+            f"--model {origin.name}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
+            f"{missing[0]} for one, which would be random. Choose a complete causal language model."
+        )
+    found: nn.Module = model
+    return found
 
 
 def _first_line(error: Exception) -> str:
@@ -265,10 +304,11 @@ def _mesh(settings: Settings, world: World) -> Any:
 # --------------------------------------------------------------------------------------------------------- for others
 
 
-def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, world: World) -> Path:
+def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept, world: World) -> Path:
     """Write the model as transformers does, with its tokenizer: ``AutoModelForCausalLM.from_pretrained`` reads it.
 
-    All ranks take part, as each may hold a shard only. An earlier export is there until the new one is whole.
+    Weights that were loaded keep the dtype they had on disk. All ranks take part, as each may hold a shard only. An
+    earlier export is there until the new one is whole.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.is_first:
@@ -279,11 +319,15 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, world: Worl
         tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in plain.named_parameters()}
         own = {n: v.contiguous() for n, v in weights.items() if n not in tied and isinstance(v, torch.Tensor)}
+        dtype = kept.dtype or next(plain.parameters()).dtype
+        own = {name: _as_saved(tensor, dtype) for name, tensor in own.items()}
         save_file(own, aside / "model.safetensors", metadata={"format": "pt"})
         config: Any = copy.deepcopy(plain.config)
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
-        config.dtype = next(plain.parameters()).dtype
+        config.dtype = dtype
         config.save_pretrained(aside)
+        if kept.generation is not None:
+            (aside / GENERATION).write_bytes(kept.generation)
         vocabulary.save(aside)
         before = folder.with_name(f"{folder.name}.before")
         if folder.exists():
@@ -292,3 +336,11 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, world: Worl
         aside.rename(folder)
         shutil.rmtree(before, ignore_errors=True)
     return folder
+
+
+def _as_saved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the dtype that weights came in, unless that cannot hold what became of them."""
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return tensor
+    narrow = tensor.to(dtype)
+    return tensor if narrow.isinf().any() and not tensor.isinf().any() else narrow

@@ -9,15 +9,18 @@ takes anew: written aside, then renamed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import resource
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,9 +29,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, printable
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -61,6 +64,9 @@ class Silent:
     def validation(self, step: int, loss: float) -> None:
         """Record the loss on samples that are not trained on, after that many steps."""
 
+    def finish(self, lines: Sequence[str]) -> None:
+        """The run has ended well: say this, and the last numbers."""
+
     def flush(self) -> None:
         """See to it that all lines are on the disk: before a checkpoint is, which counts on them."""
 
@@ -72,6 +78,14 @@ class Silent:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+class Screen(Console):
+    """A console that leaves it to the recorder what a closed pipe means."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what is being handled; rich would end the process."""
+        raise
 
 
 class Recorder(Silent):
@@ -89,45 +103,62 @@ class Recorder(Silent):
         total_steps: of the whole run.
         resume_step: the step of the checkpoint that the run goes on from, 0 where it had none; None for a new run.
         console: where to print.
+        unread: called once, where nobody reads any more: a pipe or a terminal was closed.
     """
 
     def __init__(
-        self, folder: Path, *, total_steps: int, resume_step: int | None, console: Console | None = None
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        resume_step: int | None,
+        console: Console | None = None,
+        unread: Callable[[], None] = lambda: None,
     ) -> None:
-        self.console = Console(soft_wrap=True) if console is None else console
+        self.console = Screen() if console is None else console
+        self._unread = unread
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
+        self._excepthook = threading.excepthook
         self._events = _events(folder / EVENTS, resume_step)
+        if self._events is not None:
+            threading.excepthook = self._thread_failed
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
         self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
         self._last_validation = ""
+        self._row: Mapping[str, Any] = {}  # of the last step
 
     def derived(self, facts: Mapping[str, str]) -> None:
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
-            table.add_row(f"[bold]{escape(name)}[/bold]", escape(str(value)))
-        self.console.print(table)
+            table.add_row(f"[bold]{escape(name)}[/bold]", escape(printable(str(value))))
+        self._print(table)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self._print(printable(text), markup=False, highlight=False)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._metrics.append(row)
         step = int(row["step"])
-        if self._events is not None:
-            for name, value in _numbers(row):
-                self._events.add_scalar(name, value, step)
+        self._add_events(step, _numbers(row))
         self._show(step, row)
 
     def validation(self, step: int, loss: float) -> None:
         self._validation.append({"step": step, "loss": loss})
-        if self._events is not None and math.isfinite(loss):
-            self._events.add_scalar("validation/loss", loss, step)
+        if math.isfinite(loss):
+            self._add_events(step, [("validation/loss", loss)])
         self._last_validation = f"validation {loss:.3f}  "
         if self._bar is None:
             self.say(f"step {step}  validation loss {loss:.4f}")
+
+    def finish(self, lines: Sequence[str]) -> None:
+        self._stop_bar()
+        for line in lines:
+            self.say(line)
+        if self._row:
+            self.say(self._line())
 
     def flush(self) -> None:
         self._metrics.sync()
@@ -135,31 +166,88 @@ class Recorder(Silent):
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+            self._stop_bar()
+            self.say(self._line())
         self._metrics.close()
         self._validation.close()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        self._close_events()
+
+    # ------------------------------------------------------------------------------------------ TensorBoard
+
+    def _add_events(self, step: int, numbers: Iterable[tuple[str, float]]) -> None:
+        if self._events is None:
+            return
+        try:
+            for name, value in numbers:
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            logger.warning("TensorBoard's events are no longer written: %s", error.strerror or error)
+            self._close_events()
+
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            with contextlib.suppress(OSError):  # what it has not written is in the lines too
+                events.close()
+        threading.excepthook = self._excepthook
+
+    def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
+        """Its thread stores what happened, for whoever writes next, and would print a traceback besides."""
+        if type(thread.thread).__module__.startswith("tensorboard."):
+            return
+        self._excepthook(thread)
 
     # ------------------------------------------------------------------------------------------ on the screen
 
+    def _stop_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._screen():
+                bar.stop()
+
+    def _print(self, what: Any, **options: Any) -> None:
+        with self._screen():
+            self.console.print(what, soft_wrap=True, **options)
+
+    @contextmanager
+    def _screen(self) -> Iterator[None]:
+        """Printing inside goes on without a screen where there is none any more."""
+        try:
+            yield
+        except OSError:
+            self.console, self._bar = Console(quiet=True), None
+            self._unread()
+
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
         left = clock_time(self._pace.left(step))
-        facts = f"loss {row['loss']:.4f}  {self._last_validation}{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
+        self._row = row
+        facts = self._facts()
         if self.console.is_terminal:
-            self._draw(step, f"{facts}  {left} left")
+            with self._screen():
+                self._draw(step, f"{facts}  {left} left")
         elif self._is_due(step):
             self.say(f"step {step}/{self._total}  {facts}  {left} left")
 
+    def _line(self) -> str:
+        return f"step {self._row['step']}/{self._total}  {self._facts()}"
+
+    def _facts(self) -> str:
+        """The numbers of the last step."""
+        row = self._row
+        epoch = f"epoch {row['epoch']:.2f}  " if "epoch" in row else ""
+        speed = f"{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
+        return f"{epoch}loss {row['loss']:.4f}  {self._last_validation}{speed}"
+
     def _draw(self, step: int, text: str) -> None:
         if self._bar is None:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, console=self.console, expand=True)
+            numbers = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), numbers)
+            # Drawn after each step, and by no thread of its own, which nobody could keep from a screen that is gone.
+            self._bar = Progress(*columns, console=self.console, expand=True, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self._total, text="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=step, text=text)
+        self._bar.refresh()
 
     def _is_due(self, step: int) -> bool:
         """Whether a log file should get another line."""

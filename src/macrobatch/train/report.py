@@ -12,24 +12,25 @@ import json
 import logging
 import math
 import os
+import signal
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, counted
+from macrobatch.train.charts import Chart, Line, Points, in_bytes, short, smoothed
 from macrobatch.train.clock import PARTS
 from macrobatch.train.record import METRICS, VALIDATION, clock_time, rows
+from macrobatch.train.settings import Settings
 
 REPORT = "report.html"
 RUN = "run.json"
-POINTS = 800  # of a line: about one for each pixel of its width
-SIZE = 1000  # of a chart, in its own coordinates, both ways
+MOST = 8  # runs beside each other, each in a colour of its own
 
 Row = Mapping[str, Any]
-Points = list[tuple[int, float]]
 
 logger = logging.getLogger("macrobatch")
 
@@ -37,36 +38,85 @@ logger = logging.getLogger("macrobatch")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def written(folder: Path) -> Path:
-    """Write the report of the run in `folder`, and return its path."""
-    steps = rows(folder / METRICS)
-    if not steps:
-        raise UsageError(f"{folder} holds no steps of a run: {METRICS} is missing or empty. Name the folder of a run.")
-    run = _run(folder / RUN)
-    page = _page(folder.resolve().name, steps, rows(folder / VALIDATION), run)
-    aside = folder / f"{REPORT}.partial"
+@dataclass(frozen=True)
+class Run:
+    """What lies in the folder of a run."""
+
+    name: str
+    steps: Sequence[Row]
+    validations: Sequence[Row]
+    facts: Mapping[str, Any]  # run.json
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """The run there; refuses a folder without any step."""
+        steps = rows(folder / METRICS)
+        if not steps:
+            raise UsageError(
+                f"{folder} holds no steps of a run: {METRICS} is missing or empty. Name the folder of a run."
+            )
+        return cls(folder.resolve().name, steps, rows(folder / VALIDATION), _facts(folder / RUN))
+
+
+def written(*folders: Path, out: Path | None = None) -> Path:
+    """Write the report of the run in a folder, or of several beside each other, and return its path.
+
+    Args:
+        folders: of one run or more.
+        out: the file; by default report.html in the folder of one run, or in the one that holds the first of several.
+    """
+    if len(folders) > MOST:
+        raise UsageError(f"at most {MOST} runs can be told apart in one report: got {len(folders)}.")
+    runs = [Run.read(folder) for folder in folders]
+    home = folders[0] if len(folders) == 1 else folders[0].resolve().parent
+    path = home / REPORT if out is None else out
+    aside = path.with_name(f"{path.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
-        file.write(page)
+        file.write(_page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(folder / REPORT)
-    return folder / REPORT
+    aside.replace(path)
+    return path
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _facts(path: Path) -> dict[str, Any]:
     """What the trainer knew of the run; nothing where that cannot be read."""
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s): the report is without settings and versions", path, error)
         return {}
-    return run if isinstance(run, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
-def _page(name: str, steps: Sequence[Row], validations: Sequence[Row], run: Mapping[str, Any]) -> str:
-    charts = _charts(steps, validations)
-    data = json.dumps([chart.data() for chart in charts])
+def _page_of_one(run: Run) -> str:
+    charts = _charts(run.steps, run.validations)
+    parts = [
+        _tiles(run.steps, run.validations),
+        _section_of(charts),
+        _sample(run.facts),
+        _where_time_went(run.steps),
+        _tables(run.facts),
+    ]
+    return _page(run.name, [_summary(run.steps), *_history(run)], parts, charts)
+
+
+def _page_of_several(runs: Sequence[Run]) -> str:
+    charts = _charts_of_several(runs)
+    title = " · ".join(run.name for run in runs)
+    return _page(title, [f"{len(runs)} runs"], [_comparison(runs), _section_of(charts)], charts)
+
+
+def _section_of(charts: Sequence[Chart]) -> str:
+    shown = "".join(chart.html(number) for number, chart in enumerate(charts))
+    return f'<section class="charts">\n{shown}</section>'
+
+
+def _page(title: str, said: Sequence[str], parts: Sequence[str], charts: Sequence[Chart]) -> str:
+    data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")  # names of runs are in it
     own = Path(__file__)
+    body = "\n".join(part for part in parts if part)
+    header = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -74,21 +124,17 @@ def _page(name: str, steps: Sequence[Row], validations: Sequence[Row], run: Mapp
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
-<title>{html.escape(name)}</title>
+<title>{html.escape(title)}</title>
 <style>
 {own.with_suffix(".css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <header>
-<h1>{html.escape(name)}</h1>
-<p>{html.escape(_summary(steps))}</p>
+<h1>{html.escape(title)}</h1>
+{header}
 </header>
 <main>
-{_tiles(steps, validations)}
-<section class="charts">
-{"".join(chart.html(number) for number, chart in enumerate(charts))}</section>
-{_where_time_went(steps)}
-{_tables(run)}
+{body}
 </main>
 <script type="application/json" id="data">{data}</script>
 <script>
@@ -120,12 +166,37 @@ def _sum(steps: Iterable[Row], name: str) -> float:
 
 
 def _summary(steps: Sequence[Row]) -> str:
-    facts = [f"{steps[-1]['step']:,} optimizer steps"]
+    facts = [counted(steps[-1]["step"], "optimizer step")]
     if tokens := _sum(steps, "tokens") or _sum(steps, "items"):
         facts.append(f"{short(tokens)} tokens")
     if seconds := _sum(steps, "seconds"):
         facts.append(f"{clock_time(seconds)} {'hours' if seconds >= 3600 else 'minutes'} of training")
     return " · ".join(facts)
+
+
+def _history(run: Run) -> list[str]:
+    """How the run ended, when it was begun, and by which command."""
+    said = [_ending(run)]
+    said += [f"begun {run.facts['date']}" if isinstance(run.facts.get("date"), str) else ""]
+    said += [f"$ {run.facts['command']}" if isinstance(run.facts.get("command"), str) else ""]
+    return [line for line in said if line]
+
+
+def _ending(run: Run) -> str:
+    """Whether the run came to its end."""
+    identity = run.facts.get("identity")
+    steps = identity.get("steps") if isinstance(identity, Mapping) else None
+    taken, status = run.steps[-1]["step"], run.facts.get("status")
+    if not isinstance(steps, int):
+        return ""
+    if taken >= steps:
+        return "finished"
+    if status == 0:
+        return f"stopped early, after {taken:,} of {steps:,} steps: validations got no better"
+    by = ""
+    if isinstance(status, int) and status - 128 in set(signal.Signals):
+        by = f" by {signal.Signals(status - 128).name}"
+    return f"interrupted{by} after {taken:,} of {steps:,} steps"
 
 
 def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
@@ -137,6 +208,7 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
     if measured := values(validations, "loss"):
         best = min(measured, key=lambda point: point[1])
         tiles.append(("validation loss", f"{measured[-1][1]:.3f}", f"best {best[1]:.3f} at step {best[0]:,}"))
+        tiles.append(("perplexity", _perplexity(measured[-1][1]), f"of the validation; best {_perplexity(best[1])}"))
     if speeds := values(steps, "tokens_per_second"):
         tiles.append(("tokens a second", short(statistics.median(speed for _, speed in speeds)), "median of the steps"))
     tiles += _padding_tile(steps)
@@ -148,6 +220,11 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
         for title, figure, note in tiles
     )
     return f'<section class="tiles">\n{shown}</section>'
+
+
+def _perplexity(loss: float) -> str:
+    number = math.exp(min(loss, 700))
+    return f"{number:.2f}" if number < 1000 else short(number)
 
 
 def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
@@ -170,7 +247,7 @@ def _charts(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
     if measured := values(validations, "loss"):
         lines.append(Line("validation", measured, "validation"))
     charts = [
-        Chart("Loss", "nats a token", lines),
+        Chart("Loss", "nats a token", lines, switch=True),
         Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
         Chart(
             "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
@@ -200,189 +277,59 @@ def _padding(steps: Sequence[Row]) -> list[Line]:
 
 def _memory(points: Points) -> Chart:
     unit, name = (2**30, "GiB") if max((size for _, size in points), default=0) >= 2**30 else (2**20, "MiB")
-    line = Line("peak", [(step, size / unit) for step, size in points], "train")
+    peaks = accumulate((size for _, size in points), max)  # a process that resumed the run begins anew
+    line = Line("peak", [(step, size / unit) for (step, _), size in zip(points, peaks, strict=True)], "train")
     return Chart("Memory", f"peak so far, {name}", [line], zero=True)
 
 
-def smoothed(points: Points) -> Points:
-    """Each with the mean of those around it; nothing where there are too few to need that."""
-    if len(points) < 60:
-        return []
-    sums = [0.0, *accumulate(value for _, value in points)]
-    found, reach = [], max(len(points) // 60, 3)
-    for index, (step, _) in enumerate(points):
-        side = min(reach, index, len(points) - 1 - index)  # as far to the left as to the right: no lag
-        found.append((step, (sums[index + side + 1] - sums[index - side]) / (2 * side + 1)))
-    return found
+# ---------------------------------------------------------------------------------------------- several runs
 
 
-# ---------------------------------------------------------------------------------------------- charts
+def _charts_of_several(runs: Sequence[Run]) -> list[Chart]:
+    def lines(name: str, of: str = "steps") -> list[Line]:
+        found = ((run.name, values(getattr(run, of), name)) for run in runs)
+        return [Line(title, points, f"run{number}") for number, (title, points) in enumerate(found)]
 
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a chart, and the names of its style."""
-
-    name: str
-    points: Points
-    style: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines over the steps.
-
-    Attributes:
-        title: what is drawn.
-        unit: in which unit, or how to read it.
-        lines: at least one of them with a point.
-        zero: whether the scale begins at zero.
-        may_be_log: whether the scale is logarithmic where values differ by orders of magnitude.
-    """
-
-    title: str
-    unit: str
-    lines: Sequence[Line]
-    zero: bool = False
-    may_be_log: bool = False
-
-    @property
-    def steps(self) -> Scale:
-        steps = [step for line in self.lines for step, _ in line.points]
-        return Scale(min(steps), max(max(steps), min(steps) + 1))
-
-    @property
-    def heights(self) -> Scale:
-        found = [value for line in self.lines for _, value in line.points]
-        low, high = min(found), max(found)
-        if self.may_be_log and low > 0 and high / low > 30:
-            return Scale(low / 1.1, high * 1.1, log=True)
-        if self.zero:
-            low = min(low, 0.0)
-        room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-        return Scale(low if self.zero else low - room, high + room)
-
-    def html(self, number: int) -> str:
-        """The chart as a part of the page."""
-        steps, heights = self.steps, self.heights
-        across, up = steps.ticks(whole=True), heights.ticks()
-        grid = "".join(f"M0 {SIZE - SIZE * heights.share(tick):.1f}H{SIZE}" for tick in up)
-        lines = "".join(f'<path class="line {line.style}" d="{_path(line, steps, heights)}"/>' for line in self.lines)
-        labels = "".join(f'<span style="bottom:{heights.share(tick):.2%}">{heights.label(tick)}</span>' for tick in up)
-        feet = "".join(
-            f'<span style="left:{steps.share(tick):.2%}">{steps.label(tick, whole=True)}</span>' for tick in across
-        )
-        return (
-            f'<figure class="chart" data-chart="{number}">\n'
-            f"<figcaption><b>{html.escape(self.title)}</b> <small>{html.escape(self.unit)}</small>{self._legend()}"
-            "</figcaption>\n"
-            f'<div class="frame"><div class="up">{labels}</div><div class="plot">'
-            f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" '
-            f'aria-label="{html.escape(self.title)} over optimizer steps">'
-            f'<path class="grid" d="{grid}"/>{lines}</svg>'
-            f'<div class="cursor" hidden></div><output class="readout" hidden></output></div>'
-            f'<small class="step">step</small><div class="across">{feet}</div></div>\n</figure>\n'
-        )
-
-    def _legend(self) -> str:
-        if len(self.lines) < 2:
-            return ""
-        entries = "".join(f'<li class="{line.style}">{html.escape(line.name)}</li>' for line in self.lines)
-        return f'<ul class="legend">{entries}</ul>'
-
-    def data(self) -> dict[str, Any]:
-        """What the read-out needs."""
-        return {
-            "steps": [self.steps.low, self.steps.high],
-            "lines": [
-                {"name": line.name, "points": [[step, _rounded(value)] for step, value in thinned(line.points)]}
-                for line in self.lines
-            ],
-        }
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What lies between the two ends of an axis."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1.
-
-        >>> Scale(10, 20).share(12.5), Scale(1, 100, log=True).share(10)
-        (0.25, 0.5)
-        """
-        low, high, value = (
-            (math.log(n) for n in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        )
-        return (value - low) / (high - low)
-
-    def ticks(self, *, whole: bool = False) -> list[float]:
-        """Round numbers that divide the axis into a few parts.
-
-        >>> Scale(0, 100).ticks(), Scale(0.5, 40, log=True).ticks()
-        ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [0.5, 1.0, 2.0, 5.0, 10.0, 20.0])
-        """
-        if self.log:
-            lowest, highest = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            factors = (1,) if highest - lowest > 1 else (1, 2, 5)
-            candidates = [f * 10.0**power for power in range(lowest - 1, highest + 1) for f in factors]
-            return [tick for tick in candidates if self.low <= tick <= self.high]
-        widest = (self.high - self.low) / (3 if whole else 4)
-        power = 10.0 ** math.floor(math.log10(widest))
-        size = next(factor * power for factor in (10, 5, 2, 1, 0.5) if factor * power <= widest * 1.000001)
-        if whole:
-            size = max(round(size), 1)
-        first, last = math.ceil(self.low / size - 1e-9), math.floor(self.high / size + 1e-9)
-        return [number * size for number in range(first, last + 1)]
-
-    def label(self, tick: float, *, whole: bool = False) -> str:
-        """A tick, with as many digits as tell it from the others.
-
-        >>> Scale(0, 0.001).label(0.0004), Scale(4, 5).label(4.6), Scale(0, 50_000).label(20_000), Scale(0, 1).label(0)
-        ('4e-4', '4.6', '20k', '0')
-        """
-        ticks = self.ticks(whole=whole)
-        largest = max(map(abs, ticks), default=0.0)
-        if tick == 0:
-            return "0"
-        if largest < 0.01:
-            digits, _, power = f"{tick:.1e}".partition("e")
-            return f"{digits.removesuffix('.0')}e{int(power)}"
-        if largest >= 10_000:
-            return short(tick)
-        gap = tick if self.log else min((b - a for a, b in pairwise(ticks)), default=abs(tick))
-        return f"{tick:,.{max(0, -math.floor(math.log10(gap) + 1e-9))}f}"
-
-
-def _path(line: Line, steps: Scale, heights: Scale) -> str:
-    points = [
-        f"{SIZE * steps.share(step):.1f} {SIZE - SIZE * heights.share(value):.1f}"
-        for step, value in thinned(line.points)
+    losses = [Line(line.name, smoothed(line.points) or line.points, line.style) for line in lines("loss")]
+    charts = [
+        Chart("Loss", "smoothed, nats a token", losses, switch=True),
+        Chart("Validation", "nats a token", lines("loss", "validations"), switch=True),
+        Chart("Throughput", "tokens a second", lines("tokens_per_second"), zero=True),
+        Chart("Learning rate", "", lines("lr"), zero=True),
+        Chart("Gradient norm", "before clipping", lines("grad_norm"), may_be_log=True),
     ]
-    if len(points) == 1:
-        points *= 2  # a line of no length is a dot
-    return "M" + "L".join(points) if points else ""
+    return [chart for chart in charts if any(line.points for line in chart.lines)]
 
 
-def thinned(points: Points, most: int = POINTS) -> Points:
-    """About that many points, with every peak and every trough among them, and both ends.
+def _comparison(runs: Sequence[Run]) -> str:
+    """The last numbers of each, and in which settings they differ."""
+    columns = [_last_numbers(run) for run in runs]
+    settings = [dict(flat(run.facts.get("settings") or {})) for run in runs]
+    names = dict.fromkeys(name for one in settings for name in one)
+    table = {name: [column.get(name, "-") for column in columns] for name in columns[0]}
+    table |= {
+        name: [one.get(name, "-") for one in settings] for name in names if len({one.get(name) for one in settings}) > 1
+    }
+    head = "".join(f'<th class="run{number}">{html.escape(run.name)}</th>' for number, run in enumerate(runs))
+    lines = "".join(
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n"
+        for name, cells in table.items()
+    )
+    return f'<section class="comparison">\n<table>\n<tr><th></th>{head}</tr>\n{lines}</table></section>'
 
-    >>> thinned([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
-    [(1, 5.0), (2, 9.0), (3, 4.0), (6, 7.0), (8, 5.0)]
-    """
-    if len(points) <= most:
-        return points
-    size = -(-2 * len(points) // most)
-    kept = {0, len(points) - 1}
-    for start in range(0, len(points), size):
-        bucket = range(start, min(start + size, len(points)))
-        kept.add(min(bucket, key=lambda index: points[index][1]))
-        kept.add(max(bucket, key=lambda index: points[index][1]))
-    return [points[index] for index in sorted(kept)]
+
+def _last_numbers(run: Run) -> dict[str, str]:
+    losses, measured = values(run.steps, "loss"), values(run.validations, "loss")
+    speeds = [speed for _, speed in values(run.steps, "tokens_per_second")]
+    return {
+        "steps": f"{run.steps[-1]['step']:,}",
+        "ending": _ending(run) or "-",
+        "loss": f"{statistics.fmean(loss for _, loss in losses[-10:]):.3f}" if losses else "-",
+        "validation loss": f"{measured[-1][1]:.3f}" if measured else "-",
+        "best validation": f"{min(loss for _, loss in measured):.3f}" if measured else "-",
+        "tokens a second": short(statistics.median(speeds)) if speeds else "-",
+        "training": clock_time(_sum(run.steps, "seconds")),
+    }
 
 
 # ---------------------------------------------------------------------------------------------- time
@@ -414,12 +361,25 @@ def _where_time_went(steps: Sequence[Row]) -> str:
 # ---------------------------------------------------------------------------------------------- tables
 
 
+def _sample(facts: Mapping[str, Any]) -> str:
+    """A text by the model."""
+    text = facts.get("sample")
+    if not isinstance(text, str) or not text:
+        return ""
+    return f'<section class="sample">\n<h2>A text by the model</h2>\n<pre>{html.escape(text)}</pre>\n</section>'
+
+
 def _tables(run: Mapping[str, Any]) -> str:
+    settings, defaults = run.get("settings"), json.loads(json.dumps(Settings().lasting))
+    if isinstance(settings, Mapping):
+        changed = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
+        run = {**run, "changed": changed}
     names = {
+        "changed": "Settings that differ from the default",
         "derived": "Derived",
         "versions": "Versions",
         "identity": "What the losses depend on",
-        "settings": "Settings",
+        "settings": "All settings",
     }
     shown = ""
     for key, title in names.items():
@@ -428,7 +388,7 @@ def _tables(run: Mapping[str, Any]) -> str:
             lines = "".join(
                 f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>\n" for name, value in facts
             )
-            is_open = "" if key == "identity" else " open"
+            is_open = "" if key in ("identity", "settings") else " open"
             shown += f"<details{is_open}><summary>{title}</summary>\n<table>\n{lines}</table></details>\n"
     return f'<section class="tables">\n{shown}</section>' if shown else ""
 
@@ -458,31 +418,3 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
-
-
-# ---------------------------------------------------------------------------------------------- numbers
-
-
-def short(number: float) -> str:
-    """A number of few digits.
-
-    >>> short(950), short(12_345), short(2_500_000), short(3.0e9)
-    ('950', '12.3k', '2.5M', '3B')
-    """
-    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(number) >= size:
-            return f"{number / (1e3 if suffix == 'k' else size):.1f}".removesuffix(".0") + suffix
-    return f"{number:,.0f}"
-
-
-def in_bytes(size: float) -> str:
-    """A number of bytes.
-
-    >>> in_bytes(300 * 2**20), in_bytes(5 * 2**30)
-    ('300 MiB', '5.00 GiB')
-    """
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -27,6 +29,7 @@ Parallel = Literal["ddp", "fsdp", "hsdp"]
 
 DEFAULT_BATCH = 16  # samples
 DEFAULT_STEPS = 320
+DEFAULT_VALIDATION = 0.01  # of the documents
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
 
 
@@ -54,8 +57,12 @@ class Settings:
     """Words of a tokenizer that is trained."""
     seq_len: int = 256
     """The longest sample, in tokens. Longer texts are cut into pieces."""
-    validation: float = 0.01
-    """The part of the samples that is kept for validation; 0: none."""
+    validation: float | None = None
+    """The part of the documents that is kept for validation, 0.01 by default; 0: none."""
+    validation_data: tuple[str, ...] = ()
+    """Files and folders to validate on, instead of a part of the data."""
+    early_stop: int | None = None
+    """End the run after so many validations in a row that were no better than the best one."""
     validate_every: int = 100
     """Steps between validations; there is one in the end too. 0: only that."""
 
@@ -120,7 +127,8 @@ class Settings:
     out: str | None = None
     """The run folder. Where nothing is said: runs/MODEL-1, or the next number that is free."""
     resume: bool = False
-    """Go on with the run in --out from its last checkpoint, with its settings; where there is none yet, begin."""
+    """Resume the run in --out from its last checkpoint, with its settings. More --steps or --epochs extend a run that
+    is finished."""
     save_every: int = 100
     """Steps between checkpoints; there is one in the end too. 0: only that."""
     keep: int = 2
@@ -181,6 +189,9 @@ def _check_types(settings: Settings) -> None:
         value, wanted = getattr(settings, field.name), hints[field.name]
         if not _is_of(value, wanted):
             raise UsageError(f"{_flag(field.name)} must be {_words(wanted)}: got {value!r}.")
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and "\0" in text for text in texts):
+            raise UsageError(f"{_flag(field.name)} must not hold a NUL character: got {value!r}.")
 
 
 def _is_of(value: object, wanted: Any) -> bool:
@@ -213,6 +224,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seq_len": (2, 2**31),
     "validation": (0, 0.9),
     "validate_every": (0, math.inf),
+    "early_stop": (1, math.inf),
     "batch_size": (1, math.inf),
     "batch_tokens": (1, math.inf),
     "batch_ramp": (0, math.inf),
@@ -241,11 +253,20 @@ def _check_ranges(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is None or low <= value <= high:
             continue
-        between = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        between = f"at least {_number(low)}" if high == math.inf else f"between {_number(low)} and {_number(high)}"
         raise UsageError(f"{_flag(name)} must be {between}: got {value!r}.")
 
 
+def _number(value: float) -> str:
+    """With all its digits, where it has few after the point."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
 def _check_together(settings: Settings) -> None:
+    if settings.validation is not None and settings.validation_data:
+        raise UsageError("--validation and --validation-data say the same thing in two ways: give one of them.")
+    if settings.early_stop is not None and settings.validation == 0:
+        raise UsageError("--early-stop needs something to validate on, and --validation is 0.")
     for one, other in (("batch_size", "batch_tokens"), ("steps", "epochs")):
         if getattr(settings, one) is not None and getattr(settings, other) is not None:
             raise UsageError(f"{_flag(one)} and {_flag(other)} say the same thing in two ways: give one of them.")
@@ -272,8 +293,62 @@ def parsed(arguments: Sequence[str]) -> Settings:
     first.add_argument("--config")
     first.add_argument("--out")
     first.add_argument("--resume", action="store_true")
+    first.add_argument("--steps")
+    first.add_argument("--epochs")
     known, _ = first.parse_known_args(arguments)
+    _check_flags(arguments)
     return tyro.cli(Settings, args=list(arguments), default=_basis(known), prog="macrobatch train")
+
+
+# What other trainers call it.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "output_dir": "out",
+    "output": "out",
+    "dataset": "data",
+    "train_file": "data",
+    "train_data": "data",
+    "validation_file": "validation_data",
+    "val_data": "validation_data",
+    "model_name_or_path": "model",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_seq_length": "seq_len",
+    "max_length": "seq_len",
+    "block_size": "seq_len",
+    "context": "seq_len",
+    "lr_scheduler_type": "schedule",
+    "lr_scheduler": "schedule",
+    "warmup_steps": "warmup",
+    "max_grad_norm": "max_norm",
+    "grad_clip": "max_norm",
+    "per_device_train_batch_size": "micro",
+    "gradient_accumulation_steps": "batch_size",
+    "dtype": "precision",
+    "gradient_checkpointing": "checkpoint_activations",
+    "save_steps": "save_every",
+    "eval_steps": "validate_every",
+    "patience": "early_stop",
+    "resume_from_checkpoint": "resume",
+}
+
+
+_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    """Refuse a flag that does not exist, and name the one that was probably meant."""
+    hints = typing.get_type_hints(Settings)
+    names = {field.name for field in dataclasses.fields(Settings)}
+    known = names | {f"no_{name}" for name in names if hints[name] is bool} | {"help", "tyro_print_completion"}
+    for word in arguments:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if not _FLAG.fullmatch(word) or name in known or name.startswith("tyro"):
+            continue
+        close = SYNONYMS.get(name) or next(iter(difflib.get_close_matches(name, sorted(names), 1)), None)
+        hint = f"did you mean {_flag(close)}?" if close else "macrobatch train --help lists them."
+        raise UsageError(f"there is no {word.partition('=')[0]}: {hint}")
 
 
 def _basis(known: argparse.Namespace) -> Settings:
@@ -283,7 +358,10 @@ def _basis(known: argparse.Namespace) -> Settings:
     if known.resume and known.out is None:
         raise UsageError("--resume goes on with a run: say which, with --out RUN.")
     if known.resume and (saved := Path(known.out, "run.json")).is_file():
-        return of_run(saved)
+        run = of_run(saved)
+        if known.steps is not None or known.epochs is not None:  # one is said instead of the other
+            run = dataclasses.replace(run, steps=None, epochs=None)
+        return run
     return Settings()
 
 
@@ -314,11 +392,18 @@ def _from(values: Mapping[str, Any], where: str) -> Settings:
     if unknown := [name for name in values if name not in names or name in ONCE]:
         possible = ", ".join(name for name in names if name not in ONCE)
         raise UsageError(f"{where} has no setting {unknown[0]!r}. There are {possible}.")
-    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    given: dict[str, Any] = {name: _listed(name, value) for name, value in values.items()}
     try:
         return Settings(**given)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+
+
+def _listed(name: str, value: Any) -> Any:
+    """A list as a tuple; and one text where several may stand: data = "texts"."""
+    if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _toml(value: Any) -> str:

@@ -1,44 +1,106 @@
-"""Ctrl-C and SIGTERM: remembered until the window is finished."""
+"""Ctrl-C, SIGTERM, SIGHUP, a closed screen, a launcher that was killed: remembered until the window is finished."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-AGAIN = 3.0  # seconds after which a second Ctrl-C is meant: torchrun passes one on to ranks that have had it already
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN = 0.1  # seconds after which a second signal is meant: `timeout` sends two at once
+AGAIN_BY_TORCHRUN = 3.0  # it passes a Ctrl-C on to ranks that have had it already
 
 
 class Signals:
-    """Inside, the first signal only sets `received`; one that comes later is as it was before.
+    """Inside, the first signal only sets `received`, and says so; the second ends the process at once.
 
     >>> with Signals() as signals:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     signals.received == signal.SIGTERM
     True
+
+    Args:
+        say: prints what happens now.
     """
 
-    def __init__(self) -> None:
-        self.received = 0
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._received = 0
+        self._say = say
         self._when = 0.0
         self._before: dict[int, Any] = {}
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+        self._again = AGAIN_BY_TORCHRUN if is_launched else AGAIN
+        self._launcher = os.getppid() if is_launched else None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
+            for number in NUMBERS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received and now - self._when > AGAIN:
-            self.__exit__()
-            signal.raise_signal(number)
-        elif not self.received:
-            self.received, self._when = number, now
+    @property
+    def received(self) -> int:
+        """The number of the signal; 0 where there was none. A torchrun that is gone counts as its SIGTERM."""
+        if not self._received and self._launcher is not None and os.getppid() != self._launcher:
+            self.receive(signal.SIGTERM)
+        return self._received
+
+    def receive(self, number: int) -> None:
+        """Take it as if this signal had come."""
+        if not self._received:
+            self._received, self._when = number, time.monotonic()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._received and time.monotonic() - self._when > self._again:
+            end_at_once(number)
+        elif not self._received:
+            self.receive(number)
+            self._tell(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once again: at once.")
+
+    def _tell(self, text: str) -> None:
+        if self._say is None:
+            return
+        # A handler runs between any two lines of the program, so also where that one is just printing.
+        with contextlib.suppress(OSError, RuntimeError):
+            self._say(text)
+
+
+def end_at_once(number: int) -> None:
+    """End the process as a kill would; what is on the disk is whole at any moment."""
+    if os.isatty(1):
+        with contextlib.suppress(OSError):
+            os.write(1, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+    os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process with one line: there is nothing yet that would be lost.
+
+    A KeyboardInterrupt would come out of the middle of other people's imports, as any error.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"macrobatch: interrupted.\n")
+        end_at_once(number)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

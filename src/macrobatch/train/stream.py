@@ -67,6 +67,11 @@ class Stream:
         """How many epochs are over."""
         return self._epoch
 
+    @property
+    def progress(self) -> float:
+        """How many times it has gone through the data."""
+        return self._epoch + self._position / len(self._lengths)
+
     def next(self, step: int) -> list[int]:
         """The batch of the optimizer step that comes after `step` others, as indices of samples; empty at the end."""
         fraction = self._fraction(step)

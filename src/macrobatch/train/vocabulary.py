@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from macrobatch.errors import UsageError
 from macrobatch.train.cache import digest, kept
 from macrobatch.train.documents import Document
+from macrobatch.train.pretrained import read_json
 
 END = "<|endoftext|>"  # of the vocabularies trained here
 
@@ -29,6 +30,8 @@ _HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(?<!\.json)")
 _BYTES = 256
 _ENOUGH = 64_000_000  # characters that a vocabulary is trained on; more would take long, and change little
 _AT_ONCE = 4_000_000  # characters that are encoded together: the library takes some hundred bytes for each
+_WORD = 256  # bytes of a word that merges are learnt from: they take time by the square of its length
+_LONG = re.compile(rf"\s{{{_WORD // 4},}}|\S{{{_WORD // 4},}}")  # a character has at most four bytes
 _BLOCK = 250_000  # characters of a text that are encoded together
 
 
@@ -47,11 +50,20 @@ class Vocabulary:
         start: the ids that begin every text: empty, or what this tokenizer wants there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, end: int, pad: int | None = None, config: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        end: int,
+        pad: int | None = None,
+        config: dict[str, Any] | None = None,
+        templates: dict[str, str] | None = None,
+    ) -> None:
         tokenizer.no_truncation()  # files can say so, and text would be lost without a word
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._config = dict(config or {})
+        self._config = {name: value for name, value in (config or {}).items() if name != "auto_map"}  # names code
+        self._templates = templates or {}
         self.size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.end = end
         self.pad = end if pad is None else pad
@@ -116,6 +128,9 @@ class Vocabulary:
         config = {**defaults, **self._config}
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for place, template in self._templates.items():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_text(template, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
@@ -123,9 +138,11 @@ class Vocabulary:
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
-            tokenizer, config = _tokenizer_in(file), _config_beside(file)
+            tokenizer, config, templates = _tokenizer_in(file), _config_beside(file), _templates_beside(file)
+        elif file.exists():
+            raise UsageError(f"{file} is no file.")
         else:
-            tokenizer, config = _by_transformers(str(path))
+            (tokenizer, config), templates = _by_transformers(str(path)), {}
         told = _special(tokenizer, config, "eos_token")
         ends = [told, *map(tokenizer.token_to_id, _ENDS)]
         end = next((found for found in ends if found is not None), None)
@@ -134,7 +151,7 @@ class Vocabulary:
                 f'the tokenizer {path} does not say which token ends a text. Put {{"eos_token": "..."}} into a file '
                 "tokenizer_config.json beside its tokenizer.json."
             )
-        return cls(tokenizer, end=end, pad=_special(tokenizer, config, "pad_token"), config=config)
+        return cls(tokenizer, end=end, pad=_special(tokenizer, config, "pad_token"), config=config, templates=templates)
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -154,7 +171,7 @@ class Vocabulary:
                 f"a vocabulary has at least {_BYTES + 1} ids, one for each byte and the end: got {size!r}."
             )
         texts = _some(documents)
-        name = f"vocabulary-{size}-{digest([END, *texts])}"
+        name = f"vocabulary-{size}-{digest([END, str(_WORD), *texts])}"
         content = kept(cache, name, lambda: _byte_pairs(texts, size).to_str().encode())
         tokenizer = Tokenizer.from_str(content.decode())
         end = tokenizer.token_to_id(END)
@@ -192,7 +209,10 @@ def _some(documents: Sequence[Document]) -> list[str]:
 
 def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bounded = pre_tokenizers.Split(Regex(f"(?m:.){{1,{_WORD}}}"), behavior="isolated")
+    has_long = any(_LONG.search(text) for text in texts)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bounded]) if has_long else words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
@@ -202,6 +222,7 @@ def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words  # encoding a long word is fast
     return tokenizer
 
 
@@ -220,15 +241,23 @@ def _tokenizer_in(file: Path) -> Tokenizer:
 
 def _config_beside(file: Path) -> dict[str, Any]:
     config = file.with_name("tokenizer_config.json")
-    if not config.is_file():
+    if not config.exists():
         return {}
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{config} cannot be read: {error}.") from None
+    found = read_json(config)
     if not isinstance(found, dict):
         raise UsageError(f"{config} must hold a JSON object: found {type(found).__name__}.")
     return found
+
+
+def _templates_beside(file: Path) -> dict[str, str]:
+    """Chat templates that lie in files of their own: text by place."""
+    places = [file.with_name("chat_template.jinja"), *file.parent.glob("additional_chat_templates/*.jinja")]
+    try:
+        return {
+            str(path.relative_to(file.parent)): path.read_text(encoding="utf-8") for path in places if path.is_file()
+        }
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the chat templates beside {file} cannot be read: {error}.") from None
 
 
 def _special(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
@@ -248,13 +277,16 @@ def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(name, local_files_only=is_folder or hub_is_out_of_reach())
+        found = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=is_folder or hub_is_out_of_reach()
+        )
     except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
         reason = str(error).strip().split("\n")[0]
         raise UsageError(f"{missing}, nor anything that transformers can load ({reason})") from error
     if getattr(found, "backend_tokenizer", None) is None:
         raise UsageError(f"the tokenizer {name!r} has no fast version, which is needed here. Convert it first.")
-    specials = {key: getattr(found, key) for key in ("eos_token", "pad_token") if getattr(found, key)}
+    wanted = ("eos_token", "pad_token", "chat_template")
+    specials = {key: getattr(found, key) for key in wanted if getattr(found, key, None)}
     return found.backend_tokenizer, specials
 
 

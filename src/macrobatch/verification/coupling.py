@@ -11,27 +11,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from macrobatch.verify.bigbatch import Term
-from macrobatch.verify.comparison import Case, Compared
-from macrobatch.verify.gradient import Gradient, projection
-from macrobatch.verify.report import Cause
-from macrobatch.verify.witness import removed
+from macrobatch.verification.bigbatch import Term
+from macrobatch.verification.comparison import Case, Compared, tolerance_for
+from macrobatch.verification.gradient import Gradient, projection
+from macrobatch.verification.report import Cause
+from macrobatch.verification.witness import removed
 
 
 def coupled(case: Case, wrong: list[Compared]) -> Cause | None:
     """Is one big batch a weighted mean of its halves? If not, samples see each other."""
-    ranks, samples = case.big.ranks, case.big.samples
-    unknown = samples is None or samples.count < 2 or all(window.micro_batches < 2 for window in wrong)
-    if ranks.largest(float(unknown)):
+    ranks, halves = case.big.ranks, _halves(case)
+    if halves is None or ranks.largest(float(all(window.micro_batches < 2 for window in wrong))):
         return None
-    assert samples is not None
-    everything = list(range(samples.count))
-    halves = everything[: samples.count // 2], everything[samples.count // 2 :]
-    # Of the first rank's share alone: between ranks every wrapper takes a mean.
-    whole, one, other = (case.big.gradient([Term(part, 1.0 if ranks.rank == 0 else 0.0)]) for part in (None, *halves))
-    if not math.isfinite(one.largest + other.largest):  # a half without items, perhaps
-        return None
-    apart = _rest(whole, [one, other]).largest / (whole.largest or 1.0)
+    apart = _beyond_weights(case, halves)
     if apart <= wrong[0].tolerance:
         return None
     share = f"one big batch is {apart:.2g} away from any weighted mean of its halves"
@@ -48,6 +40,51 @@ def coupled(case: Case, wrong: list[Compared]) -> Cause | None:
         cure="Keep what must meet in one micro-batch; or compute the embeddings of the whole batch first, without a "
         "graph, and let every micro-batch meet those.",
     )
+
+
+def items_of_ranks(case: Case) -> Cause | None:
+    """Between ranks one big batch is a mean of the ranks' losses, weighed by items: are they means over those?
+
+    If so, the loss of a rank's share is the mean of those of its halves, weighed in the same way.
+    """
+    halves = _halves(case)
+    if case.reduction != "mean" or case.big.ranks.world == 1 or halves is None:
+        return None
+    items = case.big.items(halves)
+    cut = case.big.gradient([Term(half, n / (sum(items) or 1.0)) for half, n in zip(halves, items, strict=True)])
+    whole = case.big.gradient([Term(None, 1.0)])
+    apart, tolerance = whole.distance(cut) / (whole.largest or 1.0), tolerance_for(case.precision.bound)
+    if not tolerance < apart < math.inf or _beyond_weights(case, halves) > tolerance:
+        return None
+    counted = "items" if case.big.counted else "samples"
+    return Cause(
+        name="items that do not fit the loss",
+        evidence=f"ranks are weighed by their {counted}, but the loss is no mean over those: that of a rank's share is "
+        f"{apart:.2g} away from the mean of its halves.",
+        cure="Let loss_fn return the loss and what it is a mean over: loss, (labels != -100).sum() after any shift.",
+    )
+
+
+def _halves(case: Case) -> list[list[int]] | None:
+    """Those of this rank's share; None, on all ranks, where some rank has none."""
+    samples = case.big.samples
+    if case.big.ranks.largest(float(samples is None or samples.count < 2)):
+        return None
+    assert samples is not None
+    everything = list(range(samples.count))
+    return [everything[: samples.count // 2], everything[samples.count // 2 :]]
+
+
+def _beyond_weights(case: Case, halves: list[list[int]]) -> float:
+    """What no weights of the halves explain of the whole, as a share of it.
+
+    Of the first rank's share alone: between ranks every wrapper takes a mean.
+    """
+    weight = 1.0 if case.big.ranks.rank == 0 else 0.0
+    whole, one, other = (case.big.gradient([Term(part, weight)]) for part in (None, *halves))
+    if not math.isfinite(one.largest + other.largest):  # a half without items, perhaps
+        return 0.0
+    return _rest(whole, [one, other]).largest / (whole.largest or 1.0)
 
 
 def _rest(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:

@@ -86,6 +86,8 @@ class Report:
             f"{verdict}: error {self.max_relative_error:.2g} of the largest gradient, at most {self.bound:.2g} allowed",
             f"compared with {self.reference}",
         ]
+        if len(self.windows) > 1:
+            lines.insert(1, f"{len(self.windows)} optimizer steps, each compared with its own samples")
         if len(self.windows) > 1 or not self.ok:
             rows = [
                 (str(i), _or_unknown(w.samples), str(w.micro_batches), f"{w.relative_error:.2g}", f"x {w.factor:.4g}")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.collectives import local
 from macrobatch.snapshot import Snapshot
+from macrobatch.split import leaves
+from macrobatch.verification.names import wrapper_of
 
 
 class Saved(NamedTuple):
@@ -29,10 +32,17 @@ class Saved(NamedTuple):
     def of(tensor: Tensor) -> Saved:
         return Saved(tensor, local(tensor).detach().clone())
 
+    def has_changed(self) -> bool:
+        return self._is_another() or not torch.equal(local(self.tensor).detach(), self.value)
+
+    def _is_another(self) -> bool:
+        own = local(self.tensor)
+        return (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape)
+
     def restored(self) -> Tensor:
         """The tensor, with its old value."""
         own = local(self.tensor)
-        if (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape):
+        if self._is_another():
             self.tensor.data = self.value.clone()  # e.g. a library has made the whole model bf16
             return self.tensor
         with torch.no_grad():
@@ -49,16 +59,44 @@ class Keep:
     >>> before.restore()
     >>> model.weight.tolist() == weight
     True
+
+    Args:
+        batch: whose tensors are kept too.
+        shards: whether the parameters of the model come and go, so that they are not to be put back into their places.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(module, module.training, vars(module).get("forward")) for module in model.modules()]
-        self._parameters = [(p, Saved.of(p), p.requires_grad) for p in model.parameters()]
-        self._gradients = [(p, None if p.grad is None else Saved.of(p.grad)) for p in model.parameters()]
-        self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
-        self._optimizers = [OptimizerState(optimizer) for optimizer in _optimizers_of(model)]
+    def __init__(self, model: nn.Module, batch: Any = None, *, shards: bool = False) -> None:
+        self._batch = {path: Saved.of(leaf) for path, leaf in leaves(batch, "batch") if _is_writable(leaf)}
+        self._attributes = Attributes(model, shards=shards)
+        self._parameters: dict[int, tuple[Tensor, Saved, bool]] = {}
+        self._gradients: list[tuple[Tensor, Saved | None]] = []
+        self.include_leaves(model.parameters())
+        self._optimizers = [OptimizerState(optimizer) for optimizer in _optimizers_of(self._parameters.keys())]
         self._schedulers = _schedulers_of([state.optimizer for state in self._optimizers])
         self._snapshot = Snapshot([model])
+
+    def include_leaves(self, tensors: Iterable[Tensor]) -> None:
+        """Keep tensors outside of the model too, which its loss trains."""
+        for leaf in tensors:
+            if id(leaf) not in self._parameters:
+                self._parameters[id(leaf)] = leaf, Saved.of(leaf), leaf.requires_grad
+                self._gradients.append((leaf, None if leaf.grad is None else Saved.of(leaf.grad)))
+
+    def include(self, optimizer: Optimizer) -> None:
+        """Keep an optimizer that is about to step, and what it holds, if they are not known yet."""
+        if all(state.optimizer is not optimizer for state in self._optimizers):
+            self._optimizers.append(OptimizerState(optimizer))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in self._parameters:
+                self._parameters[id(parameter)] = parameter, Saved.of(parameter), parameter.requires_grad
+
+    def has_moved(self) -> bool:
+        """Whether any value of a parameter has changed."""
+        return any(saved.has_changed() for _, saved, _ in self._parameters.values())
+
+    def changed(self) -> list[str]:
+        """The tensors of the batch that have changed, by their paths."""
+        return [path for path, saved in self._batch.items() if saved.has_changed()]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -67,18 +105,13 @@ class Keep:
 
     def restore_all_but_gradients(self) -> None:
         """Put back the model, the optimizers and the random numbers."""
-        for module, training, forward in self._modules:
-            module.training = training
-            if vars(module).get("forward") is not forward:  # patched by a library
-                vars(module).pop("forward", None)
-                if forward is not None:
-                    vars(module)["forward"] = forward
-        for module, buffers in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        self._attributes.restore()
+        for saved in self._batch.values():
+            if saved.has_changed():
+                saved.restored()
         self._snapshot.restore()
         self.restore_weights(None)
-        for parameter, _, requires_grad in self._parameters:
+        for parameter, _, requires_grad in self._parameters.values():
             parameter.requires_grad_(requires_grad)
         for state in self._optimizers:
             state.restore()
@@ -87,14 +120,79 @@ class Keep:
 
     def restore_weights(self, only: set[int] | None) -> None:
         """Put back the values of the parameters with these ids (None: of all)."""
-        for parameter, saved, _ in self._parameters:
-            if only is None or id(parameter) in only:
+        for identity, (_, saved, _) in self._parameters.items():
+            if only is None or identity in only:
                 saved.restored()
 
     def restore_gradients(self) -> None:
         """Put back ``.grad``: the tensors themselves, and what was in them."""
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.restored()
+
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
+class Attributes:
+    """What the modules of a model hold, as it is now: parameters, children, hooks, counters, generators, caches.
+
+    Only the mode, the buffers and a patched forward of a wrapper, whose other attributes are torch's own business.
+
+    >>> model = nn.Linear(2, 1)
+    >>> model.calls, model.losses = 0, []
+    >>> before = Attributes(model)
+    >>> model.calls += 1
+    >>> model.losses.append(0.5)
+    >>> before.restore()
+    >>> model.calls, model.losses
+    (0, [])
+    """
+
+    def __init__(self, model: nn.Module, *, shards: bool = False) -> None:
+        self._saved = []
+        for module in model.modules():
+            values = dict(vars(module))
+            if shards or wrapper_of(module) is not None:
+                values = {name: values[name] for name in ("training", "_buffers", "forward") if name in values}
+            contents = [(value, copy.copy(value)) for value in values.values() if type(value) in CONTAINERS]
+            tensors = [Saved.of(value) for value in values.values() if _is_writable(value)]
+            generators = [(v, v.get_state()) for v in values.values() if isinstance(v, torch.Generator)]
+            self._saved.append((module, "_modules" in values, values, contents, tensors, generators))
+
+    def restore(self) -> None:
+        for module, is_whole, values, contents, tensors, generators in self._saved:
+            now = vars(module)
+            for name in [name for name in now if name not in values and (is_whole or name == "forward")]:
+                del now[name]
+            now.update(values)
+            for container, content in contents:
+                _refill(container, content)
+            for saved in tensors:
+                saved.restored()
+            for generator, state in generators:
+                generator.set_state(state)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Make a dict, list or set hold again what it held."""
+    if _identities(container) == _identities(content):
+        return
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _identities(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
+
+
+def _is_writable(value: object) -> bool:
+    """Whether it is a plain tensor of numbers, each in a place of its own."""
+    return type(value) is Tensor and value.is_leaf and value.layout == torch.strided and 0 not in value.stride()
 
 
 class OptimizerState:
@@ -118,9 +216,8 @@ class OptimizerState:
             group.update(_restored(saved))
 
 
-def _optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """Those that hold a parameter of the model: which of them will step is not known yet."""
-    own = {id(parameter) for parameter in model.parameters()}
+def _optimizers_of(own: Collection[int]) -> list[Optimizer]:
+    """Those that hold a parameter with one of these ids: which of them will step is not known yet."""
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
     return [
         optimizer

@@ -43,6 +43,12 @@ class Gradient:
             {name: _sum(part, other.parts.get(name), factor) for name, part in self.parts.items()}, self.group
         )
 
+    def clamped(self, limit: float) -> Gradient:
+        """With no number beyond +-limit."""
+        return Gradient(
+            {name: None if part is None else part.clamp(-limit, limit) for name, part in self.parts.items()}, self.group
+        )
+
     @cached_property
     def largest(self) -> float:
         """The largest |number|."""
@@ -86,6 +92,12 @@ class Gradient:
 
     def _over_ranks(self, numbers: dict[str, float]) -> dict[str, float]:
         return dict(zip(numbers, reduced(list(numbers.values()), self.group, dist.ReduceOp.MAX), strict=True))
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """All its numbers: embeddings may have sparse gradients, and complex parameters complex ones."""
+    gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def reduced(numbers: list[float], group: Group, how: Any) -> list[float]:

@@ -6,6 +6,7 @@ inside a step is seen by `witness`, references come from `bigbatch`, explanation
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -17,16 +18,18 @@ from torch import nn
 from macrobatch import arguments
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.macrostep import MacroStep
-from macrobatch.split import ByCount, ByTokens, Tree
+from macrobatch.split import ByCount, ByTokens, Collate, samples_of
 from macrobatch.sync import backend_of, sync_for
-from macrobatch.verify.bigbatch import BigBatch, LossFunction
-from macrobatch.verify.causes import explain
-from macrobatch.verify.comparison import Case, Compared, Precision
-from macrobatch.verify.gradient import Gradient, Ranks
-from macrobatch.verify.keep import Keep, Quiet
-from macrobatch.verify.report import ParameterError, Report, WindowReport
-from macrobatch.verify.rows import micro_batches_of
-from macrobatch.verify.witness import Call, Seen, Step, Window, watch
+from macrobatch.verification.bigbatch import BigBatch, LossFunction
+from macrobatch.verification.causes import explain
+from macrobatch.verification.comparison import Case, Compared, Precision
+from macrobatch.verification.gradient import Gradient, Ranks
+from macrobatch.verification.keep import Keep, Quiet
+from macrobatch.verification.names import Names
+from macrobatch.verification.report import ParameterError, Report, WindowReport
+from macrobatch.verification.rows import Rows, rows_of
+from macrobatch.verification.seen import Seen, Window
+from macrobatch.verification.witness import Step, watch
 from macrobatch.window import Reduction
 
 WORST = 5  # parameters that a report names
@@ -40,6 +43,8 @@ def verify(
     micro: int | ByCount | ByTokens | None = None,
     step: Step | None = None,
     reduction: Reduction = "mean",
+    collate: Collate | None = None,
+    windows: int | None = None,
 ) -> Report:
     """Compare the gradient that a training step accumulates with that of one big batch.
 
@@ -64,44 +69,70 @@ def verify(
     Afterwards model, gradients, buffers, modes, random numbers, and the state of the optimizers that stepped are as
     they were. Dropout is switched off meanwhile, wherever a module holds its probability.
 
+    A step may hold several optimizer steps: each is compared with one big batch of its own samples, and the report says
+    how many there were. ``windows=1`` makes more than one an error, for a batch that is meant for one optimizer step.
+
     Args:
         model: as it is trained: plain, compiled, wrapped for many ranks.
         loss_fn: ``loss_fn(model, batch)`` returns the loss, a mean over its items (or their sum, by ``reduction``), or
             the loss and its items.
-        batch: what the step gets; on many ranks, each rank's own share.
+        batch: what the step gets; on many ranks, each rank's own share. Tensors with a common first dimension, the
+            samples; or, with ``collate``, a list of samples.
         micro: without ``step``: how a `MacroStep` is to cut the batch. None: into three or so, of unequal sizes.
         step: ``step(model, batch)``: any loop, of any library, with its own optimizers. Gradients are taken at each
             optimizer step inside it, or, without any, when it returns.
         reduction: "mean" or "sum": what ``loss_fn`` returns.
+        collate: makes a batch, as ``loss_fn`` gets it, of a list of samples.
+        windows: how many optimizer steps the step must take; None: any number.
+
+    Returns:
+        A `Report`: ``ok``, the errors, and the causes with their evidence and cure.
+
+    Raises:
+        UsageError: an argument is not what it should be, or the model is not ready.
+        BatchError: it cannot be told which samples went into which of several optimizer steps.
+        FitError: the whole batch does not fit into memory at once.
     """
-    _check(model, loss_fn, step, reduction)
+    _check(model, loss_fn, step, reduction, collate, windows)
     ranks = Ranks.of(model)
-    keep, quiet = Keep(model), Quiet(model)
-    try:
-        big = BigBatch(model, loss_fn, batch, ranks)
-        run = functools.partial(
-            watch, step or default_step(loss_fn, micro, reduction), model, batch, keep, entries=big.entries()
-        )
+    with contextlib.ExitStack() as afterwards:
+        quiet = Quiet(model)
+        afterwards.callback(quiet.restore)
+        keep = Keep(model, batch, shards=ranks.shards)
+        afterwards.callback(keep.restore)
+        afterwards.callback(_let_go, model)
+        big = BigBatch(model, loss_fn, batch, ranks, collate)
+        entries = big.entries()
+        keep.include_leaves(big.foreign)
+        step_or_default = step or default_step(loss_fn, micro, reduction, collate)
+        run = functools.partial(watch, step_or_default, model, batch, keep, big.names, entries)
         seen = run()
         again = _run_again(run, seen) if step is not None else None
         keep.restore_gradients()
-        _enter_modes(model, seen)
-        case = compare(seen, again, big, reduction, divides=step is None)
+        _enter_setting(big.names, seen)
+        case = compare(seen, again, big, reduction, divides=step is None, expected=windows)
+        case.run_doubled = functools.partial(_run_doubled, run, keep, big.names, seen)
         report: Report = ranks.same(report_of(case, quiet.names))
-        return report
-    finally:
-        quiet.restore()
-        _let_go(model)
-        keep.restore()
+    return report
 
 
-def _check(model: object, loss_fn: object, step: object, reduction: Reduction) -> None:
+def _check(
+    model: object, loss_fn: object, step: object, reduction: Reduction, collate: object, windows: object
+) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module: got {type(model).__name__}.")
     for name, value in (("loss_fn", loss_fn), ("step", step)):
         if not callable(value) and not (name == "step" and value is None):
             raise UsageError(f"{name} must be a function of the model and a batch: got {type(value).__name__}.")
+    if collate is not None and not callable(collate):
+        raise UsageError(f"collate must be a function of a list of samples: got {type(collate).__name__}.")
+    if windows is not None and (isinstance(windows, bool) or not isinstance(windows, int) or windows < 1):
+        raise UsageError(f"windows must be a number of optimizer steps, at least 1, or None: got {windows!r}.")
     arguments.checked_choice("reduction", reduction, Reduction)
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise UsageError(
+            "the model has parameters without a shape yet (lazy modules): call it once with a batch before verifying."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient: there is nothing to verify.")
 
@@ -109,12 +140,15 @@ def _check(model: object, loss_fn: object, step: object, reduction: Reduction) -
 # ---------------------------------------------------------------------------------------------- running the step
 
 
-def default_step(loss_fn: LossFunction, micro: int | ByCount | ByTokens | None, reduction: Reduction) -> Step:
+def default_step(
+    loss_fn: LossFunction, micro: int | ByCount | ByTokens | None, reduction: Reduction, collate: Collate | None
+) -> Step:
     """A `MacroStep` that moves nothing."""
 
     def step(model: nn.Module, batch: Any) -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        MacroStep(model, optimizer, loss_fn, micro=micro or unequal(Tree(batch).count), reduction=reduction)(batch)
+        size = micro or unequal(samples_of(batch, collate).count)
+        MacroStep(model, optimizer, loss_fn, micro=size, reduction=reduction, collate=collate)(batch)
 
     return step
 
@@ -138,10 +172,24 @@ def _run_again(run: Callable[[], Seen], seen: Seen) -> Seen | None:
         return None
 
 
-def _enter_modes(model: nn.Module, seen: Seen) -> None:
-    """Put the model into the mode in which the step called it."""
-    for module, training in zip(model.modules(), seen.modes or (), strict=False):
+def _run_doubled(run: Callable[..., Seen], keep: Keep, names: Names, seen: Seen) -> Seen | None:
+    """Run a step once more, with gradients twice as large: are they clipped to the same?"""
+    keep.restore()
+    try:
+        return run(times=2.0)
+    except Exception:  # it cannot be called twice
+        return None
+    finally:
+        keep.restore_gradients()
+        _enter_setting(names, seen)
+
+
+def _enter_setting(names: Names, seen: Seen) -> None:
+    """Put the model into the mode in which the step called it, and let it learn what the step let it learn."""
+    for module, training in seen.modes.items():
         module.training = training
+    for name, parameter in names.parameters().items():
+        parameter.requires_grad_(parameter.requires_grad or name in seen.learning)
 
 
 def _let_go(model: nn.Module) -> None:
@@ -153,49 +201,50 @@ def _let_go(model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------- comparing
 
 
-def compare(seen: Seen, again: Seen | None, big: BigBatch, reduction: Reduction, *, divides: bool) -> Case:
+def compare(
+    seen: Seen, again: Seen | None, big: BigBatch, reduction: Reduction, *, divides: bool, expected: int | None
+) -> Case:
     """Every window with the gradient of one big batch of its samples."""
-    case = Case(seen, again, big, reduction, divides, Precision.of(big, seen))
+    case = Case(seen, again, big, reduction, divides, expected, Precision.of(big, seen), big.calls())
     if not case.in_step:
         return case
-    whole = big.calls()
-    alone = len(seen.windows) == 1 and not seen.open
+    alone = len(seen.windows) == 1 and not case.is_open
+    used: set[int] = set()
     for window in seen.windows:
-        parts = _parts(window, whole, big)
-        samples = None if alone else _together(parts)
+        rows = _rows(window, case, used)
+        samples = None if alone or rows is None else sorted({sample for part in rows.parts for sample in part})
         if samples is None and not alone and len(seen.windows) > 1:
+            if case.has_wrong_count:
+                return case
             raise BatchError(
                 f"the step took {len(seen.windows)} optimizer steps, but which samples went into which cannot be told: "
                 "their rows in the batch were not found in what the model was called with. Hand over a batch for one "
                 "optimizer step, or one whose tensors reach the model with the samples as their first dimension."
             )
-        case.windows.append(_compared(case, window, parts, samples))
+        case.windows.append(_compared(case, window, rows, samples))
     return case
 
 
-def _parts(window: Window, whole: list[Call], big: BigBatch) -> list[list[int]] | None:
-    """The samples of its micro-batches on this rank; None, on all ranks, where some rank cannot tell."""
-    calls = [call for call in window.calls if call.counts]
-    parts = None if big.samples is None else micro_batches_of(calls, whole, big.samples.count)
-    unknown = big.ranks.largest(float(parts is None)) or not big.ranks.largest(float(bool(calls)))
-    return None if unknown else parts
+def _rows(window: Window, case: Case, used: set[int]) -> Rows | None:
+    """The samples of its calls on this rank; None, on all ranks, where some rank cannot tell."""
+    big, calls = case.big, [call for call in window.calls if call.counts]
+    rows = None if big.samples is None else rows_of(calls, case.whole, big.samples.count, used)
+    unknown = big.ranks.largest(float(rows is None)) or not big.ranks.largest(float(bool(calls)))
+    return None if unknown else rows
 
 
-def _together(parts: list[list[int]] | None) -> list[int] | None:
-    return None if parts is None else sorted({sample for part in parts for sample in part})
-
-
-def _compared(case: Case, window: Window, parts: list[list[int]] | None, samples: list[int] | None) -> Compared:
+def _compared(case: Case, window: Window, rows: Rows | None, samples: list[int] | None) -> Compared:
     found = Gradient(window.gradients, case.big.ranks.group).only(window.held)
-    right = case.right(samples).only(window.held)
-    own = window.micro_batches if parts is None else len(parts)
+    right = case.right(samples)
+    own = window.micro_batches if rows is None else len(rows.parts)
     return Compared(
         window=window,
-        parts=parts,
+        rows=rows,
         samples=samples,
         micro_batches=int(case.big.ranks.largest(own)),
         found=found,
-        right=right,
+        right=right.only(window.held),
+        scale=right.largest or 1.0,
         bound=case.precision.bound,
     )
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from macrobatch.split import IGNORED, leaves
-from macrobatch.verify.comparison import Case, Compared
-from macrobatch.verify.gradient import Gradient, projection
-from macrobatch.verify.report import Cause
+from macrobatch.split import IGNORED
+from macrobatch.verification.aims import PADDED, sequences
+from macrobatch.verification.clipping import shares_left, touched_between
+from macrobatch.verification.comparison import Case, Compared
+from macrobatch.verification.gradient import Gradient, projection
+from macrobatch.verification.report import Cause
 
 HALF = (torch.bfloat16, torch.float16)
-CLEARED = "gradients cleared inside the window"
 
 
 class Family(NamedTuple):
@@ -30,6 +30,7 @@ class Family(NamedTuple):
     gradient: Gradient
     evidence: str = ""
     cure: str = ""
+    has_factor: bool = True  # whether a factor is a mistake of its own, on top of this one
 
 
 class Fit(NamedTuple):
@@ -45,14 +46,14 @@ def causes_of_window(case: Case, window: Compared) -> list[Cause]:
     """The way its micro-batches were weighed, then the factor."""
     fit = _best_fit(case, window)
     if fit is None:
-        return [_unexplained(case, window)]
+        return [touched_between(case, window) or _unexplained(case, window)]
     causes = []
     if fit.left_over:
         causes.append(left_over(fit.left_over))
     if fit.family.name is not None:
         causes.append(Cause(name=fit.family.name, evidence=fit.family.evidence, cure=fit.family.cure))
     window.own_factor = fit.factor
-    if abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.family.name != CLEARED:
+    if abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.family.has_factor:
         causes.append(_of_a_factor(case, window, fit.factor))
     return causes or [_rounding(window)]
 
@@ -74,12 +75,11 @@ def _best_fit(case: Case, window: Compared) -> Fit | None:
 
 def _without_left_over(case: Case, window: Compared) -> list[tuple[str, Gradient]]:
     """The gradient without what may have been there before the window began."""
-    index, group = case.windows.index(window), window.found.group
-    if index == 0:
-        before, what = case.seen.before, "what was in .grad when step was called"
-    else:
-        before, what = case.windows[index - 1].window.gradients, f"the gradient of window {index}"
-    left = Gradient(before, group).only(window.window.held)
+    held, before, what = window.window.held, case.seen.before, "what was in .grad when step was called"
+    for number, other in enumerate(case.windows[: case.windows.index(window)], start=1):
+        if other.window.held & held:
+            before, what = other.window.gradients, f"the gradient of window {number}"
+    left = Gradient(before, window.found.group).only(held)
     return [(what, window.found.plus(left, -1.0))] if left.largest else []
 
 
@@ -114,6 +114,7 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             f"the micro-batches weigh as if they had {_numbers(before)} items; shifted they have {_numbers(after)}.",
             COUNT_SHIFTED,
         )
+    yield from _families_of_padding(case, window, parts)
     if window.micro_batches > 1:
         counted = "items" if case.big.counted else "samples"
         yield Family(
@@ -122,12 +123,61 @@ def _families(case: Case, window: Compared) -> Iterator[Family]:
             f"the micro-batches weigh as their {counted} say, {_numbers(items)}, but the loss is no mean over those.",
             "Let loss_fn return the loss and what it is a mean over: loss, (labels != -100).sum() after any shift.",
         )
+        samples = [float(len(part)) for part in parts]
+        yield Family(
+            "items that do not fit the loss",
+            case.weighted(parts, samples).only(held),
+            f"the micro-batches weigh as their samples do, {_numbers(samples)}, but the loss is no mean over those.",
+            "Divide by what the loss is a mean over, of the whole window: Accumulator.backward(loss, items=n).",
+        )
+    yield from _families_of_clipping(case, window, parts, items)
     if count > 1 and ranks.world == 1:
         yield Family(
-            CLEARED,
+            "gradients cleared inside the window",
             case.weighted(parts[-1:], [1.0]).only(held),
             f"only the last of {count} micro-batches counts.",
             "Call zero_grad() once a window, after optimizer.step(), not before every backward.",
+            has_factor=False,
+        )
+
+
+def _families_of_padding(case: Case, window: Compared, parts: list[list[int]]) -> Iterator[Family]:
+    """Where every position counts as an item."""
+    positions = _positions(window)
+    unequal = len({number / len(part) for number, part in zip(positions, parts, strict=False)}) > 1
+    if len(positions) != len(parts):
+        positions = [1.0] * len(parts)
+    if not case.big.ranks.largest(float(unequal)):
+        return
+    yield Family(
+        PADDED,
+        case.weighted(parts, positions).only(window.window.held),
+        f"the micro-batches weigh as if they had {_numbers(positions)} items, which is all of their positions, padding "
+        "too.",
+        COUNT_LABELS,
+    )
+
+
+def _positions(window: Compared) -> list[float]:
+    """How many tokens went into each micro-batch, padding too; fewer numbers where that cannot be told."""
+    assert window.rows is not None
+    sizes = {}
+    for call, samples in window.rows.calls:
+        tokens = [x for x in call.inputs.values() if x.ndim == 2 and not x.is_floating_point()]
+        sizes[frozenset(samples)] = float(tokens[0].numel()) if tokens else None
+    found = [sizes[frozenset(part)] for part in window.rows.parts]
+    return [number for number in found if number is not None]
+
+
+def _families_of_clipping(case: Case, window: Compared, parts: list[list[int]], items: list[float]) -> Iterator[Family]:
+    """Where the gradient was made smaller in mid-window."""
+    left, cause = shares_left(window), touched_between(case, window)
+    if case.big.ranks.largest(float(left is None)) or left is None or cause is None:
+        return
+    for weights in (items, [1.0] * len(parts)):
+        shrunk = [weight * share for weight, share in zip(weights, left, strict=True)]
+        yield Family(
+            cause.name, case.weighted(parts, shrunk).only(window.window.held), cause.evidence, cause.cure, False
         )
 
 
@@ -177,14 +227,13 @@ def _shares(items: list[float]) -> list[float]:
 
 
 def _shifted(case: Case, parts: list[list[int]]) -> Iterator[tuple[list[float], list[float]]]:
-    """For whatever could be labels in the batch: how many each micro-batch has before and after the shift."""
-    for path, leaf in leaves(case.big.part(None), "batch"):
-        if not isinstance(leaf, Tensor) or leaf.ndim != 2 or leaf.is_floating_point() or leaf.dtype == torch.bool:
+    """For whatever could be labels in the batch, or a mask: how many micro-batches have before and after the shift."""
+    for path, leaf in sequences(case):
+        if leaf.dtype == torch.bool and "mask" not in path:
             continue
-        if leaf.shape[1] < 2 or "mask" in path:
-            continue
-        before = [float((leaf[part] != IGNORED).sum()) for part in parts]
-        after = [float((leaf[part][:, 1:] != IGNORED).sum()) for part in parts]
+        counts = leaf != 0 if "mask" in path else leaf != IGNORED
+        before = [float(counts[part].sum()) for part in parts]
+        after = [float(counts[part][:, 1:].sum()) for part in parts]
         if case.big.ranks.largest(sum(before) - sum(after)):
             yield before, after
 
@@ -209,6 +258,7 @@ def _of_a_factor(case: Case, window: Compared, factor: float) -> Cause:
 
 DIVIDE = "Divide once: (loss / number_of_micro_batches).backward(), or better by the items of the window."
 DIVIDE_LESS = "Divide once: a library's backward() or a mean loss divides already."
+COUNT_LABELS = "Count what the loss is a mean over, not positions: (labels != -100).sum(), after any shift."
 COUNT_SHIFTED = "Count what the loss is a mean over: (labels[..., 1:] != -100).sum()."
 UNSCALE = "scaler.unscale_(optimizer) before looking at gradients, and scaler.step(optimizer) to step."
 MULTIPLY = (
@@ -228,6 +278,7 @@ def _known_factors(case: Case, window: Compared, factor: float) -> Iterator[Know
         total, right = ranks.sum(sum(before)), ranks.sum(sum(after))
         why = f"{right:.0f} labels are left of {total:.0f} when they are shifted"
         yield right / (total or 1.0), ("labels counted before the shift", why, COUNT_SHIFTED)
+    yield from _counted_padding(case, window)
     if ranks.world > 1:
         why = f"there are {ranks.world} ranks"
         yield ranks.world, ("world size", why, MULTIPLY)
@@ -248,6 +299,18 @@ def _known_factors(case: Case, window: Compared, factor: float) -> Iterator[Know
         yield _short_window(count, round(count / factor))
     if factor >= 1024:
         yield 2.0 ** round(math.log2(factor)), ("loss scale", "a power of two, as a GradScaler has", UNSCALE)
+
+
+def _counted_padding(case: Case, window: Compared) -> Iterator[Known]:
+    """All positions counted as items, or all but one a sample."""
+    if window.parts is None or not case.big.counted:
+        return
+    own = sum(case.big.items(window.parts)), sum(map(len, window.parts)), sum(_positions(window))
+    items, samples, positions = map(case.big.ranks.sum, own)
+    for number in (positions, positions - samples):
+        if number > items:
+            why = f"{items:.0f} labels count, but it was divided by {number:.0f} positions, padding too"
+            yield items / number, (PADDED, why, COUNT_LABELS)
 
 
 def _short_window(count: int, configured: int) -> Known:

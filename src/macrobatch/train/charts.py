@@ -1,0 +1,252 @@
+"""Lines over the steps, as SVG that stretches with the page; their labels are text beside them."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+POINTS = 800  # of a line: about one for each pixel of its width
+DOTS = 30  # points of a line that are few enough to be marked, each
+SIZE = 1000  # of a chart, in its own coordinates, both ways
+
+Points = list[tuple[int, float]]
+
+
+def smoothed(points: Points) -> Points:
+    """Each with the mean of those around it; nothing where there are too few to need that."""
+    if len(points) < 60:
+        return []
+    sums = [0.0, *accumulate(value for _, value in points)]
+    found, reach = [], max(len(points) // 60, 3)
+    for index, (step, _) in enumerate(points):
+        side = min(reach, index, len(points) - 1 - index)  # as far to the left as to the right: no lag
+        found.append((step, (sums[index + side + 1] - sums[index - side]) / (2 * side + 1)))
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart, and the names of its style."""
+
+    name: str
+    points: Points
+    style: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over the steps.
+
+    Attributes:
+        title: what is drawn.
+        unit: in which unit, or how to read it.
+        lines: at least one of them with a point.
+        zero: whether the scale begins at zero.
+        may_be_log: whether the scale is logarithmic where values differ by orders of magnitude.
+        switch: whether the reader can switch to a logarithmic scale.
+    """
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    zero: bool = False
+    may_be_log: bool = False
+    switch: bool = False
+
+    @property
+    def steps(self) -> Scale:
+        steps = [step for line in self.lines for step, _ in line.points]
+        return Scale(min(steps), max(max(steps), min(steps) + 1))
+
+    @property
+    def heights(self) -> Scale:
+        found = [value for line in self.lines for _, value in line.points]
+        low, high = min(found), max(found)
+        if self.may_be_log and low > 0 and high / low > 30:
+            return Scale(low / 1.1, high * 1.1, log=True)
+        if self.zero:
+            low = min(low, 0.0)
+        room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+        return Scale(low if self.zero else low - room, high + room)
+
+    @property
+    def logarithmic(self) -> Scale | None:
+        """The other scale of a chart with a switch; None where it has none."""
+        found = [value for line in self.lines for _, value in line.points]
+        if not self.switch or min(found) <= 0:
+            return None
+        return Scale(min(found) / 1.05, max(found) * 1.05, log=True)
+
+    def html(self, number: int) -> str:
+        """The chart as a part of the page."""
+        other = self.logarithmic
+        switch = '<label class="switch"><input type="checkbox"> log scale</label>' if other else ""
+        frames = self._frame(self.heights, "first") + (self._frame(other, "second") if other else "")
+        return (
+            f'<figure class="chart" data-chart="{number}">\n'
+            f"<figcaption><b>{html.escape(self.title)}</b> <small>{html.escape(self.unit)}</small>{switch}"
+            f"{self._legend()}</figcaption>\n{frames}</figure>\n"
+        )
+
+    def _frame(self, heights: Scale, name: str) -> str:
+        steps = self.steps
+        across, up = steps.ticks(whole=True), heights.ticks()
+        grid = "".join(f"M0 {SIZE - SIZE * heights.share(tick):.1f}H{SIZE}" for tick in up)
+        lines = "".join(f'<path class="line {line.style}" d="{_path(line, steps, heights)}"/>' for line in self.lines)
+        lines += "".join(
+            f'<path class="dots {line.style}" d="{_dots(line, steps, heights)}"/>'
+            for line in self.lines
+            if len(line.points) <= DOTS
+        )
+        labels = "".join(f'<span style="bottom:{heights.share(tick):.2%}">{heights.label(tick)}</span>' for tick in up)
+        feet = "".join(
+            f'<span style="left:{steps.share(tick):.2%}">{steps.label(tick, whole=True)}</span>' for tick in across
+        )
+        return (
+            f'<div class="frame {name}"><div class="up">{labels}</div><div class="plot">'
+            f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" '
+            f'aria-label="{html.escape(self.title)} over optimizer steps">'
+            f'<path class="grid" d="{grid}"/>{lines}</svg>'
+            f'<div class="cursor" hidden></div><output class="readout" hidden></output></div>'
+            f'<small class="step">step</small><div class="across">{feet}</div></div>\n'
+        )
+
+    def _legend(self) -> str:
+        if len(self.lines) < 2:
+            return ""
+        entries = "".join(f'<li class="{line.style}">{html.escape(line.name)}</li>' for line in self.lines)
+        return f'<ul class="legend">{entries}</ul>'
+
+    def data(self) -> dict[str, Any]:
+        """What the read-out needs."""
+        return {
+            "steps": [self.steps.low, self.steps.high],
+            "lines": [
+                {"name": line.name, "points": [[step, _rounded(value)] for step, value in thinned(line.points)]}
+                for line in self.lines
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What lies between the two ends of an axis."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """Where a value lies, from 0 to 1.
+
+        >>> Scale(10, 20).share(12.5), Scale(1, 100, log=True).share(10)
+        (0.25, 0.5)
+        """
+        low, high, value = (
+            (math.log(n) for n in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        )
+        return (value - low) / (high - low)
+
+    def ticks(self, *, whole: bool = False) -> list[float]:
+        """Round numbers that divide the axis into a few parts.
+
+        >>> Scale(0, 100).ticks(), Scale(0.5, 40, log=True).ticks()
+        ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [0.5, 1.0, 2.0, 5.0, 10.0, 20.0])
+        """
+        if self.log:
+            lowest, highest = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            factors = (1,) if highest - lowest > 1 else (1, 2, 5)
+            candidates = [f * 10.0**power for power in range(lowest - 1, highest + 1) for f in factors]
+            found = [tick for tick in candidates if self.low <= tick <= self.high]
+            if len(found) > 1:
+                return found
+        widest = (self.high - self.low) / (3 if whole else 4)
+        power = 10.0 ** math.floor(math.log10(widest))
+        size = next(factor * power for factor in (10, 5, 2, 1, 0.5) if factor * power <= widest * 1.000001)
+        if whole:
+            size = max(round(size), 1)
+        first, last = math.ceil(self.low / size - 1e-9), math.floor(self.high / size + 1e-9)
+        return [number * size for number in range(first, last + 1)]
+
+    def label(self, tick: float, *, whole: bool = False) -> str:
+        """A tick, with as many digits as tell it from the others.
+
+        >>> Scale(0, 0.001).label(0.0004), Scale(4, 5).label(4.6), Scale(0, 50_000).label(20_000), Scale(0, 1).label(0)
+        ('4e-4', '4.6', '20k', '0')
+        """
+        ticks = self.ticks(whole=whole)
+        largest = max(map(abs, ticks), default=0.0)
+        if tick == 0:
+            return "0"
+        if largest < 0.01:
+            digits, _, power = f"{tick:.1e}".partition("e")
+            return f"{digits.removesuffix('.0')}e{int(power)}"
+        if largest >= 10_000:
+            return short(tick)
+        are_powers = self.log and all(float(f"{one:.0e}") == one for one in ticks)
+        gap = tick if are_powers else min((b - a for a, b in pairwise(ticks)), default=abs(tick))
+        return f"{tick:,.{max(0, -math.floor(math.log10(gap) + 1e-9))}f}"
+
+
+def _path(line: Line, steps: Scale, heights: Scale) -> str:
+    points = [
+        f"{SIZE * steps.share(step):.1f} {SIZE - SIZE * heights.share(value):.1f}"
+        for step, value in thinned(line.points)
+    ]
+    return "M" + "L".join(points) if points else ""
+
+
+def _dots(line: Line, steps: Scale, heights: Scale) -> str:
+    """A line of no length for each point: with round ends that is a dot, however the chart is stretched."""
+    return "".join(
+        f"M{SIZE * steps.share(step):.1f} {SIZE - SIZE * heights.share(value):.1f}h0" for step, value in line.points
+    )
+
+
+def thinned(points: Points, most: int = POINTS) -> Points:
+    """About that many points, with every peak and every trough among them, and both ends.
+
+    >>> thinned([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
+    [(1, 5.0), (2, 9.0), (3, 4.0), (6, 7.0), (8, 5.0)]
+    """
+    if len(points) <= most:
+        return points
+    size = -(-2 * len(points) // most)
+    kept = {0, len(points) - 1}
+    for start in range(0, len(points), size):
+        bucket = range(start, min(start + size, len(points)))
+        kept.add(min(bucket, key=lambda index: points[index][1]))
+        kept.add(max(bucket, key=lambda index: points[index][1]))
+    return [points[index] for index in sorted(kept)]
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def short(number: float) -> str:
+    """A number of few digits.
+
+    >>> short(950), short(12_345), short(2_500_000), short(3.0e9)
+    ('950', '12.3k', '2.5M', '3B')
+    """
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(number) >= size:
+            return f"{number / (1e3 if suffix == 'k' else size):.1f}".removesuffix(".0") + suffix
+    return f"{number:,.0f}"
+
+
+def in_bytes(size: float) -> str:
+    """A number of bytes.
+
+    >>> in_bytes(300 * 2**20), in_bytes(5 * 2**30)
+    ('300 MiB', '5.00 GiB')
+    """
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

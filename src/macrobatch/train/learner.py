@@ -1,0 +1,294 @@
+"""What learns: the plan of a run, and model, optimizer and position in the data, which a step changes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch.errors import CheckpointError, NonFiniteError, UsageError
+from macrobatch.fit import Sizes
+from macrobatch.losses import causal_lm_loss
+from macrobatch.macrostep import MacroStep
+from macrobatch.plan import plan_by_tokens
+from macrobatch.split import by_tokens
+from macrobatch.train import checkpoint, models
+from macrobatch.train.best import Best
+from macrobatch.train.checkpoint import Checkpoints
+from macrobatch.train.clock import Clock
+from macrobatch.train.corpus import Corpus, Sample, collated
+from macrobatch.train.data import Data
+from macrobatch.train.record import padded_in_order, peak_memory
+from macrobatch.train.schedule import Ramp, Rate, rate_of
+from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
+from macrobatch.train.signals import Signals
+from macrobatch.train.stream import Stream, share
+from macrobatch.train.world import World
+
+logger = logging.getLogger("macrobatch")
+
+MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch, where nothing is said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What follows from settings and data: how many steps, of which batches, at which learning rate."""
+
+    lengths: list[int]
+    seed: int
+    batch_size: int | None
+    batch_tokens: int | None
+    ramp: Ramp | None
+    steps: int
+    epochs: int | None
+    rate: Rate
+
+    @classmethod
+    def made(cls, settings: Settings, data: Data, world: World) -> Plan:
+        """The plan; refuses a batch that cannot be."""
+        batch_size = None if settings.batch_tokens else settings.batch_size or DEFAULT_BATCH
+        ramp = Ramp(steps=settings.batch_ramp, start=settings.batch_ramp_start) if settings.batch_ramp else None
+        smallest = 0 if batch_size is None else max(round(batch_size * (ramp(0) if ramp else 1)), 1)
+        if batch_size is not None and smallest < world.size:
+            raise UsageError(
+                f"a batch of {smallest} samples is smaller than the {world.size} ranks: each needs one at least. Raise "
+                f"--batch-size{' or --batch-ramp-start' if ramp else ''}, or start fewer ranks."
+            )
+        lengths, steps = data.train.lengths, settings.steps or DEFAULT_STEPS
+        if settings.epochs is not None:
+            batches = Stream(
+                lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp
+            )
+            steps = batches.num_steps(settings.epochs)
+        return cls(
+            lengths=lengths,
+            seed=settings.seed,
+            batch_size=batch_size,
+            batch_tokens=settings.batch_tokens,
+            ramp=ramp,
+            steps=steps,
+            epochs=settings.epochs,
+            rate=rate_of(settings, steps, models.learning_rate(settings)),
+        )
+
+    def stream(self) -> Stream:
+        """The batches, from the first."""
+        return Stream(
+            self.lengths,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            batch_tokens=self.batch_tokens,
+            ramp=self.ramp,
+            epochs=self.epochs,
+        )
+
+
+class Learner:
+    """Model, optimizer and position in the data: what a step changes, and a checkpoint holds."""
+
+    def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World) -> None:
+        self.settings, self.plan, self.world = settings, plan, world
+        self.origin = models.origin_of(settings)
+        self.kept = self.origin.kept()
+        torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
+        self.stream = plan.stream()
+        self.model = models.prepared(model, settings, world)
+        self.optimizer = adamw(self.model, settings)
+        self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
+        self.clock = Clock(world.device)
+        self.best = Best()
+        self.taken = 0  # steps
+        self._widths: dict[int, int] = {}  # of the micro-batch that each sample of this window was last put into
+        kind, size = settings.cut
+        longest = max(plan.lengths)
+        self.micro_size = (
+            max(MICRO_TOKENS[world.device.type], longest) if (kind, size) == ("tokens", None) else size or 0
+        )
+        self._train = MacroStep(
+            self.model,
+            self.optimizer,
+            self._loss,
+            micro=by_tokens(self.micro_size) if kind == "tokens" else "auto" if kind == "auto" else self.micro_size,
+            collate=self._collated,
+            max_norm=settings.max_norm,
+            scaler=self.scaler,
+            accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
+            cuda_graph=settings.cuda_graph,
+            fit_file=_fit_file(settings),
+        )
+        self.clock.watch(self._train)
+
+    def step(self, step: int, corpus: Corpus, signals: Signals) -> tuple[dict[str, Any], int]:
+        """Take the step that comes after `step` others. Returns its line for the metrics, and a signal any rank got."""
+        with self.clock.part("data"):
+            batch = self.stream.next(step)
+            mine = share(batch, self.plan.lengths, self.world.rank, self.world.size)
+            samples = [corpus[index] for index in mine]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.rate(step)
+        self._widths.clear()
+        try:
+            result = self._train(samples)
+            loss = result.loss.item()
+        except NonFiniteError as error:
+            raise _blown_up(step) from error
+        if not math.isfinite(loss):
+            raise _blown_up(step)
+        with self.clock.part("communication"):
+            numbers = [
+                signals.received,
+                sum(self._widths.values()),
+                result.micro_batches,
+                peak_memory(self.world.device),
+            ]
+            received, padded, parts, memory = zip(*self.world.gathered(numbers), strict=True)
+        lap = self.clock.lap()
+        self.taken = step + 1
+        lengths = [self.plan.lengths[index] for index in batch]
+        row = {
+            "step": step + 1,
+            "loss": loss,
+            "items": int(result.items),
+            "grad_norm": None if result.grad_norm is None else result.grad_norm.item(),
+            "lr": self.plan.rate(step),
+            "seconds": lap.seconds,
+            "tokens_per_second": sum(lengths) / lap.seconds,
+            "micro_batches": sum(parts),
+            "samples": len(batch),
+            "tokens": sum(lengths),
+            "epoch": round(self.stream.progress, 4),
+            "padded_tokens": sum(padded),
+            "padded_in_order": padded_in_order(lengths, sum(parts)),
+            "memory_bytes": max(memory),
+            "time": lap.parts(),
+        }
+        return row, max(received)
+
+    @torch.no_grad()
+    def validated(self, corpus: Corpus) -> float:
+        """The mean loss over these samples, on all ranks."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        self.model.eval()
+        for micro_batch, weight in self._validation_batches(corpus):
+            loss, items = self._loss(self.model, micro_batch)
+            totals += weight * torch.stack([loss.double() * items, items.double()])
+        self.model.train()
+        if self.world.size > 1:
+            torch.distributed.all_reduce(totals)
+        return float(totals[0] / totals[1].clamp(min=1))
+
+    def _validation_batches(self, corpus: Corpus) -> Iterator[tuple[Sample, int]]:
+        """This rank's micro-batches, each with 1, or with 0 where it only keeps other ranks company."""
+        plan = plan_by_tokens(corpus.lengths, max(MICRO_TOKENS[self.world.device.type], max(corpus.lengths)))
+        for start in range(0, len(plan), self.world.size):
+            number = start + self.world.rank
+            part = plan[min(number, len(plan) - 1)]
+            yield collated([corpus[index] for index in part]), int(number < len(plan))
+
+    def _loss(self, model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+        device, dtype = self.world.device, models.AUTOCAST.get(self.settings.precision)
+        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            return causal_lm_loss(model, batch)
+
+    def _collated(self, samples: list[Sample]) -> Sample:
+        batch = collated(samples, few_widths=self.settings.cuda_graph and self.world.device.type == "cuda")
+        self._widths |= dict.fromkeys(map(id, samples), batch["input_ids"].shape[1])  # not added up: some come twice
+        return batch
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, checkpoints: Checkpoints, step: int) -> None:
+        """Write a checkpoint. An infinite or NaN gradient that nobody has seen yet is raised first."""
+        facts = {
+            "step": step,
+            "accumulator": self._train.state_dict(),
+            "stream": self.stream.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "best": self.best.state_dict(),
+        }
+        checkpoints.save(step, checkpoint.state(self.model, self.optimizer), facts, spared=self.best.step)
+
+    def resumed(self, checkpoints: Checkpoints) -> int:
+        """Go on from the newest checkpoint. Returns its step; 0 where there is none."""
+        while (path := checkpoints.newest()) is not None:
+            try:
+                return self._restored(checkpoints, path)
+            except CheckpointError as error:
+                checkpoints.pass_over(path, error)
+        return 0
+
+    def _restored(self, checkpoints: Checkpoints, path: Path) -> int:
+        facts = checkpoint.restore(checkpoints, path, self.model, self.optimizer)
+        try:
+            self._train.load_state_dict(facts["accumulator"])
+            self.stream.load_state_dict(facts["stream"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(facts["scaler"])
+            self.taken = int(facts["step"])
+            if "best" in facts:
+                self.best.load_state_dict(facts["best"])
+            return self.taken
+        except (UsageError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise CheckpointError(f"{path} does not say where the run was: {error}") from error
+
+    def restored_best(self, checkpoints: Checkpoints) -> bool:
+        """Put back the weights of the best validation, where they are others than those of the end."""
+        path = checkpoints.of_step(self.best.step)
+        if path is None or self.best.step in (0, self.taken):
+            return False
+        try:
+            checkpoint.restore(checkpoints, path, self.model, self.optimizer)
+        except CheckpointError as error:
+            checkpoints.pass_over(path, error)
+            return False
+        return True
+
+
+def _blown_up(step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"the loss or its gradient is infinite or NaN after {step} steps, and the run has ended. Its last checkpoint, "
+        "if it has one, is as it was. Look at the data, or begin again with a lower --lr or a longer --warmup."
+    )
+
+
+def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """Decay is for matrices. The fused kernel cannot divide gradients in float64, so it is not used there."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=models.learning_rate(settings),
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=settings.precision != "float64",
+    )
+
+
+def _fit_file(settings: Settings) -> Path | None:
+    """Where the sizes that fit into memory are remembered."""
+    return Path(settings.out, "fit.json") if settings.cut[0] == "auto" and settings.out else None
+
+
+def drop_damaged_sizes(settings: Settings, world: World) -> None:
+    """Remove a file of sizes that cannot be read: they are found anew, which costs a few steps some time."""
+    file = _fit_file(settings)
+    if file is None or not world.is_first or not file.exists():
+        return
+    try:
+        if file.is_file():
+            Sizes(file)
+            return
+    except (UsageError, RecursionError):
+        pass
+    logger.warning("%s is damaged, and removed: the sizes that fit are found anew.", file)
+    file.unlink()

@@ -1,0 +1,210 @@
+"""Where a model comes from: a configuration, a folder with weights, the folder of a run, or the hub.
+
+What a folder holds is checked before anything else reads it, so that nothing in it is executed or unpickled, and so
+that weights which cannot be read are never replaced by new ones.
+"""
+
+# mypy: untyped-calls-exclude="transformers"
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from macrobatch.errors import UsageError
+from macrobatch.train.storage import NAMED
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"
+# Weights in formats that hold code, or that are not read here.
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
+NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}  # that a trainer leaves beside them
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+Kind = Literal["size", "config", "weights", "hub"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an export keeps of the weights that a run began with: their dtype on disk, and how to generate."""
+
+    dtype: torch.dtype | None
+    generation: bytes | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What ``--model`` names.
+
+    Attributes:
+        name: as the user gave it.
+        kind: one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub.
+        path: of the configuration, or of the folder with weights; of the others, just the name.
+    """
+
+    name: str
+    kind: Kind
+    path: Path
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights are loaded; otherwise they are new."""
+        return self.kind in ("weights", "hub")
+
+    @property
+    def source(self) -> str:
+        """What transformers loads from."""
+        return str(self.path) if self.kind == "weights" else self.name
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Where its tokenizer is; None: it has none."""
+        folder = self.path.parent if self.kind == "config" else self.path
+        if self.kind == "hub":
+            return self.name
+        if self.kind != "size" and any((folder / name).is_file() for name in TOKENIZERS):
+            return str(folder)
+        return None
+
+    def file(self, name: str) -> Path | None:
+        """One of its files; None where it has none of that name."""
+        if self.kind == "weights":
+            return self.path / name if (self.path / name).is_file() else None
+        if self.kind != "hub":
+            return None
+        from transformers.utils import cached_file
+
+        found = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    def kept(self) -> Kept:
+        """What an export keeps of it. Read before the training: hours later it may be gone, or out of reach."""
+        generation = self.file(GENERATION)
+        return Kept(self._dtype(), None if generation is None else generation.read_bytes())
+
+    def _dtype(self) -> torch.dtype | None:
+        """Of most of its weights, as they are saved; None where there are none."""
+        if not self.has_weights:
+            return None
+        if self.kind == "hub":
+            from transformers import AutoConfig
+
+            found = AutoConfig.from_pretrained(self.name, trust_remote_code=False).dtype
+            return found if isinstance(found, torch.dtype) else None
+        sizes: Counter[torch.dtype] = Counter()
+        for file in weight_files(self.path):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # not a dict
+                    piece = opened.get_slice(name)
+                    dtype = NAMED.get(piece.get_dtype())
+                    if dtype is not None and dtype.is_floating_point:
+                        sizes[dtype] += torch.Size(piece.get_shape()).numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def find(name: str) -> Origin:
+    """What this name, which is none of the sizes, stands for. Refuses what cannot be trained from."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_folder(name, model_folder(path))
+    if path.is_file() and path.suffix == ".json":
+        return Origin(name, "config", path)
+    if path.exists() or name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise UsageError(
+            f"--model {name}: there is no configuration of a model there. It must be the name of a size, a config.json "
+            "of transformers, a folder with one, or the folder of a run."
+        )
+    return Origin(name, "hub", path)
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder of the model: that of a run, once it has written one, lies inside it."""
+    if (folder / CONFIG).is_file():
+        return folder
+    if (folder / "model" / CONFIG).is_file():
+        return folder / "model"
+    if (folder / "run.json").is_file():
+        raise UsageError(
+            f"{folder} holds no model yet. A run writes its folder 'model' when it ends: go on with it, "
+            f"macrobatch train --resume --out {folder}."
+        )
+    raise UsageError(f"{folder} holds no model: there is no {CONFIG} in it. Name the folder of a model, or of a run.")
+
+
+def _in_folder(name: str, folder: Path) -> Origin:
+    if (folder / ADAPTER).exists():
+        raise UsageError(
+            f"--model {name}: this folder holds an adapter ({ADAPTER}), which is not read here. Merge it into its "
+            "model first (merge_and_unload of peft, then save_pretrained)."
+        )
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        weight_files(folder)
+        return Origin(name, "weights", folder)
+    others = sorted({path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)} - NO_WEIGHTS)
+    if others:
+        raise UsageError(
+            f"--model {name}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds "
+            "no code. Where you trust the file, load it with transformers and write it with "
+            "save_pretrained(folder, safe_serialization=True); or say "
+            f"--model {folder / CONFIG} to train new weights."
+        )
+    return Origin(name, "config", folder / CONFIG)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model. Refuses an index that names anything else, or lies about where it is."""
+    whole = folder / WEIGHTS
+    if whole.exists():
+        return [_plain_file(whole)]
+    return check_index(folder / INDEX, folder)
+
+
+def check_index(index: Path, folder: Path | None = None) -> list[Path]:
+    """The files that an index of weights names; with `folder`, they must lie in it."""
+    try:
+        named = set(read_json(index)["weight_map"].values())
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(f"{index} is not an index of weights: there is no weight_map in it.") from None
+    for name in named:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UsageError(
+                f"{index} names {name!r}, which is no safetensors file of its own folder: nothing else is read. Write "
+                "the model again with save_pretrained of transformers."
+            )
+    return [] if folder is None else [_plain_file(folder / name) for name in sorted(named)]
+
+
+def _plain_file(path: Path) -> Path:
+    """It, if it is a file that can be opened as safetensors; pipes, devices and folders are not."""
+    if not path.is_file():
+        raise UsageError(f"{path} is missing, or is no file: the weights of the model cannot be read.")
+    try:
+        with safe_open(path, framework="pt"):
+            return path
+    except (SafetensorError, OSError) as error:
+        raise UsageError(
+            f"{path}: no model could be loaded: it is damaged, or no safetensors file ({error})."
+        ) from None
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file of a model."""
+    if not file.is_file():
+        raise UsageError(f"{file} is missing, or is no file.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be read as JSON: {str(error).splitlines()[0]}.") from None

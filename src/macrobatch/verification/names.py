@@ -1,0 +1,103 @@
+"""Which parameter is which, whatever a model is wrapped in.
+
+A parameter is known by its place in the plain model. Wrappers are known by their class, never by the names of their
+children: a user's own module may have children called `module` or `_orig_mod`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+from torch import nn
+
+WRAPPERS = {  # classes of torch, and the name under which they hold what they wrap
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+}
+REPLICATED = ("OptimizedModule", "DistributedDataParallel")  # what they wrap can be trained without them
+
+
+def wrapper_of(module: nn.Module) -> str | None:
+    """The class of torch that makes a module a wrapper; None where it is a plain one."""
+    classes = (c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch."))
+    return next((name for name in classes if name in WRAPPERS), None)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` and DDP."""
+    while (wrapper := wrapper_of(model)) in REPLICATED:
+        model = cast(nn.Module, getattr(model, WRAPPERS[wrapper]))
+    return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any part of it is: hooks inside would break its graph."""
+    return any(
+        wrapper_of(module) == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
+        for module in model.modules()
+    )
+
+
+class Place(NamedTuple):
+    """A parameter, with its full name, and the one without the names of wrappers."""
+
+    full: str
+    short: str
+    parameter: nn.Parameter
+
+
+class Names:
+    """The parameters of a model by name. Copies of the model have the same names.
+
+    >>> model = nn.Linear(2, 1)
+    >>> model.module = nn.Linear(1, 1, bias=False)
+    >>> list(Names(model).parameters())
+    ['weight', 'bias', 'module.weight']
+
+    Args:
+        model: plain, or sharded.
+        fixed: keep to the parameters that it has now. Sharded models show others during a forward.
+    """
+
+    def __init__(self, model: nn.Module, *, fixed: bool = False) -> None:
+        self._model = model
+        places = list(_places(model))
+        unique = len({place.short for place in places}) == len(places)
+        self._names = {place.full: place.short if unique else place.full for place in places}
+        self._fixed = self.parameters_of(model) if fixed else None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that the model has now: a module may have got others since."""
+        return self.parameters_of(self._model) if self._fixed is None else self._fixed
+
+    def parameters_of(self, copy: nn.Module) -> dict[str, nn.Parameter]:
+        """Those of a copy of the model."""
+        return {self._names[place.full]: place.parameter for place in _places(copy) if place.full in self._names}
+
+    def strange(self) -> list[str]:
+        """Those that the model did not have when it was named."""
+        return [place.full for place in _places(self._model) if place.full not in self._names]
+
+
+def _places(model: nn.Module) -> Iterator[Place]:
+    """Every parameter once, in the order of `named_parameters`."""
+    seen: set[int] = set()
+    pending = [("", "", model)]
+    while pending:
+        full, short, module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield Place(full + name, short + name, parameter)
+        wrapped = WRAPPERS.get(wrapper_of(module) or "")
+        children = [
+            (f"{full}{name}.", short if name == wrapped else f"{short}{name}.", child)
+            for name, child in module.named_children()
+        ]
+        pending += reversed(children)
