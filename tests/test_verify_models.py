@@ -251,10 +251,28 @@ def test_parameters_outside_of_the_model_are_put_back():
 
     report = verify(nn.Linear(3, 3).double(), loss_of, numbers(), step=step)
     assert report.ok, str(report)
+    assert any("trains 2 tensors outside of the model: they were not compared" in note for note in report.notes)
     torch.testing.assert_close(head.state_dict(), before, rtol=0, atol=0)
     assert head.weight.grad is gradient
     assert gradient.eq(1).all()
     assert head.bias.grad is None
+
+
+def test_tensors_that_a_loss_makes_are_none_of_the_model():
+    """As with a penalty on the gradient of its inputs."""
+
+    def loss_of(model, batch):
+        x = batch[0].clone().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return F.mse_loss(y, batch[1]) + slope.square().sum(1).mean()
+
+    def step(model, batch):
+        for micro in thirds(batch):
+            (loss_of(model, micro) / 3).backward()
+
+    report = verify(nn.Sequential(layers()[0], nn.Tanh(), layers()[1]), loss_of, numbers(), step=step)
+    assert (report.ok, report.notes) == (True, ())
 
 
 # ------------------------------------------------------------------------------------------------- hooks

@@ -131,6 +131,28 @@ def test_an_optimizer_inside_another():
     assert causes(verify(layers(), squares, numbers(), step=step(2))) == ["window closed twice"]
 
 
+def test_an_optimizer_that_only_calls_others():
+    class Several(torch.optim.Optimizer):
+        def __init__(self, *others: torch.optim.Optimizer) -> None:
+            super().__init__([torch.zeros(())], {})
+            self.others = others
+
+        def step(self, closure=None):
+            for other in self.others:
+                other.step(closure)
+
+    def step(model, batch):
+        optimizer = Several(*(torch.optim.SGD(layer.parameters(), 0.1) for layer in model))
+        for micro in thirds(batch):
+            (squares(model, micro) / 3).backward()
+        optimizer.step()
+
+    model = layers()
+    report = verify(model, squares, numbers(), step=step, windows=1)
+    assert causes(report) == ["gradients left over"]  # which is right: nobody clears them
+    assert report.windows[0].relative_error <= 1e-12
+
+
 def test_an_optimizer_of_parameters_whose_true_gradient_is_zero():
     """Errors are shares of the largest gradient of the whole model, not of what one optimizer holds."""
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from macrobatch.arguments import checked_items, checked_loss
 from macrobatch.collectives import Group, local
 from macrobatch.errors import BatchError, FitError, UsageError
+from macrobatch.graph import reach_of
 from macrobatch.snapshot import Snapshot
 from macrobatch.split import Collate, Part, Samples, samples_of, transformed
-from macrobatch.sync import AccumulateGrad, nodes
 from macrobatch.verification.gradient import Gradient, Named, Ranks, dense, reduced
 from macrobatch.verification.keep import Attributes
 from macrobatch.verification.names import Names, unwrapped
@@ -47,7 +47,7 @@ class BigBatch:
 
     Attributes:
         names: the parameters of the model, by name.
-        foreign: leaves outside of the model that the loss would train too.
+        foreign: leaves outside of the model that the loss trains too; known once `entries` are.
         copied: whether the gradients are computed in float64.
         counted: whether loss_fn returns items.
     """
@@ -63,7 +63,8 @@ class BigBatch:
         self._autocast: torch.dtype | None = None
         self._items: dict[tuple[int, ...] | None, float] = {}  # of the parts that were asked for
         self.names = Names(self._own, fixed=ranks.shards)
-        self.foreign: dict[Tensor, None] = {}
+        self.foreign: list[Tensor] = []
+        self._reached: list[Tensor] = []  # leaves outside of the model that the last loss reached
         self.copied = False
         self.counted = False
         self._batch = batch if collate is None else collate(list(batch))
@@ -142,6 +143,10 @@ class BigBatch:
     def entries(self) -> list[nn.Module]:
         """The modules that `loss_fn` calls: the model, as it is wrapped, or parts of it."""
         self._entries = entries_of(lambda: self.gradient([Term(None, 0.0)]), self._model)
+        if self.ranks.largest(len(self._reached)):  # a loss may make some itself, anew each time
+            first = self._reached
+            self.gradient([Term(None, 0.0)])
+            self.foreign = [leaf for leaf in first if any(leaf is other for other in self._reached)]
         return [self._own.get_submodule(name) if name else self._outermost for name in self._entries]
 
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
@@ -178,7 +183,7 @@ class BigBatch:
         parameters = self._parameters()
         snapshot = Snapshot([self._model]), Attributes(self._model, shards=self.ranks.shards)
         hooked = [] if self.ranks.shards else list(parameters.values())
-        with without_gradients(parameters.values()), without_gradients(self.foreign), _unhooked(hooked):
+        with without_gradients(parameters.values()), _unhooked(hooked):
             try:
                 for samples, weight in self._in_step(terms):
                     self._backward(samples, weight * self.ranks.average)
@@ -198,7 +203,8 @@ class BigBatch:
         try:
             loss = self._loss(samples) * weight
             self._check_complete()
-            with without_gradients(self._new_leaves(loss)):
+            self._reached = self._foreign_leaves(loss)
+            with without_gradients(self._reached):
                 loss.backward()  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError as error:
             message = _first_line(error)
@@ -229,15 +235,12 @@ class BigBatch:
                 f"calling the model made new parameters: {', '.join(made[:3])}. Call it once before verifying it."
             )
 
-    def _new_leaves(self, loss: Tensor) -> list[Tensor]:
-        """Leaves outside of the model, that were not known until now."""
+    def _foreign_leaves(self, loss: Tensor) -> list[Tensor]:
+        """Leaves outside of the model, in which the graph of a loss ends."""
         if self.ranks.shards:
             return []
         own = {id(parameter) for parameter in self._model.parameters()}
-        ends = [node.variable for node in nodes(loss) if isinstance(node, AccumulateGrad)]
-        new = [leaf for leaf in ends if id(leaf) not in own and leaf not in self.foreign]
-        self.foreign |= dict.fromkeys(new)
-        return new
+        return [leaf for leaf in reach_of(loss).leaves if id(leaf) not in own]
 
     @contextlib.contextmanager
     def _autocasting(self) -> Iterator[None]:

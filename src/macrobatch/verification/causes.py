@@ -92,6 +92,8 @@ def _mention(case: Case, notes: list[str]) -> None:
         notes.append(f"no optimizer that stepped holds {_listed(seen.unheld)}: they were not compared")
     if seen.added:
         notes.append(f"the step gave the model new parameters, {_listed(seen.added)}: they were not compared")
+    if foreign := case.big.foreign:
+        notes.append(f"the loss trains {len(foreign)} tensors outside of the model: they were not compared")
     if seen.changing:
         notes.append(f"{_listed(seen.changing)} learned in some micro-batches and were frozen in others")
     if seen.changed:

@@ -237,10 +237,11 @@ class Witness:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         assert self._keep is not None, "steps are recorded where they can be undone"
         self._keep.include(optimizer)
-        self._stepping.append(optimizer)
-        if len(self._stepping) > 1:
-            return None  # inside the step of another, which has been seen
         self._watch_parameters()
+        around = set().union(*(self._held_by(other) for other in self._stepping))
+        self._stepping.append(optimizer)
+        if around and self._held_by(optimizer) <= around:
+            return None  # inside the step of another that holds the same, which has been seen
         own = {id(parameter) for parameter in self._named.values()}
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.seen.replaced += [self._before[each] for each in held - own if each in self._before]
@@ -256,8 +257,10 @@ class Witness:
         def closed() -> Any:  # the last backward of the window is in there: the gradients are known after it
             nonlocal evaluations
             self._evaluating = True
-            loss = closure()
-            self._evaluating = False
+            try:
+                loss = closure()
+            finally:
+                self._evaluating = False
             evaluations += 1
             if evaluations == 1:
                 self._close(optimizer)
