@@ -175,10 +175,12 @@ WRONG = (
 
 def draw_program(seed: int) -> Program:
     """The program of a seed."""
-    return _Drawing(seed).program()
+    return Drawing(seed).program()
 
 
-class _Drawing:
+class Drawing:
+    """The random choices of one seed."""
+
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, random.Random(seed)
 
