@@ -170,7 +170,7 @@ def test_a_parameter_that_some_shapes_use():
 @gpu
 def test_fresh_random_numbers_in_every_replay():
     def noisy(model, batch):
-        return model(batch["input_ids"]).mean() * 0 + torch.rand((), device="cuda")
+        return model(batch["input_ids"]).mean() * 0 + torch.rand((), device="cuda"), len(batch["input_ids"])
 
     model = make()
     train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.0), noisy, micro=4, cuda_graph=True)

@@ -228,6 +228,12 @@ def test_a_mask_that_is_to_be_added_and_hides_nothing():
     assert widths(parts, "input_ids") == [WIDTH, WIDTH]
 
 
+def test_weights_of_tokens_are_no_mask_that_is_added():
+    weights = torch.where(mask(LONG) != 0, torch.tensor([1.0, -1.0] * 4), 0.0)
+    parts = cut({"input_ids": ids(), "loss_mask": weights}, 14, length=lambda batch: LONG)
+    assert widths(parts, "loss_mask") == [7, 6]
+
+
 def test_padding_on_the_left_stays():
     parts = cut({"input_ids": ids(), "attention_mask": mask(SHORT, left=True)})
     assert widths(parts, "input_ids") == [WIDTH, WIDTH]

@@ -212,7 +212,7 @@ def test_lists_of_texts_as_default_collate_makes_them():
         torch.Size([5, 1, 1, 1, 1]),
         {"a", "b", "c", "d", "e"},
     ],
-    ids=repr,
+    ids=lambda along: f"{type(along).__name__} of {len(along)}",
 )
 def test_what_is_no_list_with_an_entry_for_each_sample_goes_along_whole(along):
     for part in parts({"x": torch.ones(5, 3), "along": along}):

@@ -93,6 +93,7 @@ def test_random_numbers_of_the_device_are_put_back(batch):
     assert all(torch.equal(p, weight) for p, weight in zip(dropping.parameters(), weights, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch has several for whoever compiles
 def test_compiled(batch):
     compiled = torch.compile(model())
     report = verify(compiled, loss_fn, batch)

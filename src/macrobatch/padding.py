@@ -344,12 +344,9 @@ def _used(group: TokenGroup, index: int, tensor: Any) -> Tensor:
 
 
 def _shown(mask: Tensor) -> Tensor:
-    """What a mask does not hide: where it is not 0, or, if it is to be added to scores, where it is."""
-    if mask.is_floating_point():
-        if bool((mask < 0).any()):
-            return mask >= 0
-        if not bool(mask.any()):  # it hides either all or nothing
-            return torch.ones_like(mask, dtype=torch.bool)
+    """What a mask does not hide: where it is not 0, or, if it is one that is added to scores, where it is."""
+    if mask.is_floating_point() and not bool((mask > 0).any()):
+        return mask >= 0  # all of it, where it is 0 throughout: it may hide nothing
     return mask != 0
 
 

@@ -300,7 +300,7 @@ class Window:
             return self._host_items / max(self.micro_batches, 1)
         else:
             mean = self._own_items() / max(self.micro_batches, 1)
-        before = torch.as_tensor(1.0 if self.typical is None else self.typical, dtype=mean.dtype, device=mean.device)
+        before = self.typical.to(mean) if isinstance(self.typical, Tensor) else torch.full_like(mean, self.typical or 1.0)
         return torch.where(torch.isfinite(mean) & (mean > 0), mean, before)
 
     def poisoned(self) -> Tensor | None:
