@@ -17,6 +17,7 @@ LONGEST = (
     "test_cli",
     "test_ranks_failing",
     "test_verify_mistakes",
+    "test_ranks_fuzz",
     "test_fit",
     "test_macrostep",
     "test_train_checkpoint",

@@ -23,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import macrobatch
 from fuzzing import MismatchError, Program, describe, draw_program, failure, shrink
-from fuzzing.on_ranks import draw_rank_program, run_programs
+from fuzzing.on_ranks import run_programs
+from fuzzing.rank_program import draw_rank_program
 
 LAUNCH = 50  # programs in one launch of two ranks
 SHRUNK = 20  # failures that are made smaller; a fault that hits every other program would take hours

@@ -132,6 +132,10 @@ class Loop(Run):
                 return refilled(batches)
             case "too long":
                 return Sized(batches, more=1)
+            case "unknown length":
+                return Unknown(batches)
+            case "stream of a DataLoader":
+                return torch.utils.data.DataLoader(Stream(batches), batch_size=None, generator=torch.Generator())
             case "fails":
                 return failing(batches[: 1 + self.p.seed % len(batches)])
         return batches
@@ -143,18 +147,25 @@ class Loop(Run):
 
     # ------------------------------------------------------------------------------------------------ a micro-batch
 
-    def around(self) -> Any:
-        return self.acc.micro_batch() if self.p.driver == "micro" else contextlib.nullcontext()
+    def around(self, last: bool | None) -> Any:
+        return self.acc.micro_batch(last) if self.p.driver == "micro" else contextlib.nullcontext()
+
+    def says_last(self, events: list[str]) -> bool | None:
+        """What micro_batch is told."""
+        if self.p.driver == "micro" and "last" in events:
+            return True
+        return len(self.reference.window) >= self.p.steps_at(self.reference.taken) if self.p.says_last else None
 
     def body(self, epoch: int, index: int, batch: Batch, is_last: bool) -> None:
         events = self.p.events_at(epoch, index)
         is_late = (self.p.seed + index) % 2 == 0  # whether gradients are spoiled after the backward, or before it
         if not self.try_first(events, batch):
             return
-        with self.around():
+        last = self.says_last(events)
+        with self.around(last):
             if "discard before" in events:
                 self.discard()
-            closes = self.closes(is_last)
+            closes = self.closes(is_last) if last is None else last
             if self.acc.is_last != closes and not self.suspect:
                 raise MismatchError("silent", f"is_last is {self.acc.is_last}")
             self.change(events, batch)
@@ -192,7 +203,7 @@ class Loop(Run):
         if not event:
             return True
         try:
-            with self.around():
+            with self.around(self.says_last(events)):
                 self.net.fails = PlannedError() if event.startswith("backward") else None
                 loss = self.loss(batch)
                 self.reference.forward(batch)
@@ -323,6 +334,21 @@ class Sized:
 
     def __len__(self) -> int:
         return len(self.batches) + self.more
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+class Unknown(Sized):
+    """A loader that has no answer to `len`."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Stream(torch.utils.data.IterableDataset[Batch]):
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)

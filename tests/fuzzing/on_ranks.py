@@ -5,10 +5,8 @@ time-out of its own.
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,104 +15,20 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fuzzing.loop import Loop, Sized
 from fuzzing.mistakes import SPOILS
 from fuzzing.model import Batch, Net, make_batch, micro_loss
-from fuzzing.program import Event, Program, _Drawing, valid
+from fuzzing.program import Program
+from fuzzing.rank_program import RankProgram, draw_rank_program
 from fuzzing.reference import Expected
 from fuzzing.run import MismatchError, SpoiledError
 from fuzzing.whole import Whole, pack
 from macrobatch.errors import NonFiniteError
 
 RANKS = 2
-
-
-@dataclass(frozen=True)
-class RankProgram(Program):
-    wrap: str = "ddp"
-    sync: str = "window"
-    gather: str = "micro"
-    others: tuple[tuple[int, ...], ...] = ((2, 3),)  # the epochs of the second rank
-
-    def epochs_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        return self.others if rank else self.epochs
-
-
-WRAPS = ("ddp", "ddp", "ddp unused", "ddp unused", "ddp view", "fsdp2", "fsdp2", "fsdp2 blocks")
-NOT_ON_RANKS = {"dropout", "statistics"}  # they see the micro-batch of a rank
-NEEDS_UNUSED = {"unused", "detached", "expert"}
-NOT_UNDER_FSDP = {"expert", "scalar", "complex", "tied", "penalty", "parameter hook", "module hook",
-                  "reentrant checkpoint", "custom checkpoint"}  # fmt: skip
-EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "idle forward", "halve lr",
-          "zero_grad between", "zero_grad", "clip", "scale gradients", "drop a gradient", "second backward", "no step",
-          "new batches", "state_dict")  # fmt: skip
-
-
-# A rank that has run out is ahead of the others: it waits for their last backward, and raises first.
-NOT_WHERE_UNEVEN = {"now", "discard after", *SPOILS}
-
-
-def draw_rank_program(seed: int) -> RankProgram:
-    drawing = _Drawing(seed)
-    chance = drawing.random
-    driver = chance.choices(("loop", "macrostep"), (3, 1))[0]
-    p = Program(seed=seed, driver=driver, epochs=drawing.epochs(driver), steps=drawing.steps())
-    p = dataclasses.replace(p, **drawing.model(driver), **drawing.training(), **drawing.options(p))
-    p = dataclasses.replace(p, **drawing.data(p), stem="trained", split=False, default_dtype="float32")
-    others = tuple(drawing.some(1, 6, (1, 2, 3)) for _ in p.epochs)
-    if driver == "macrostep":
-        others = tuple((chance.randint(0, 9),) for _ in p.epochs)
-    elif chance.random() < 0.4:
-        others = p.epochs
-    wrap = chance.choice(WRAPS)
-    return made_valid(
-        RankProgram(
-            **{f.name: getattr(p, f.name) for f in dataclasses.fields(Program)},
-            others=others,
-            wrap=wrap,
-            sync=drawing.maybe(0.3, "micro", default="window"),
-            gather=drawing.maybe(0.5, "window", default="micro") if wrap.startswith("fsdp") else "micro",
-        ),
-        drawing,
-    )
-
-
-def made_valid(p: RankProgram, drawing: _Drawing) -> RankProgram:
-    """Without what torch, or the documentation, rules out on ranks."""
-    change, is_sharded = dataclasses.replace, p.wrap.startswith("fsdp")
-    pieces = [piece for piece in p.pieces if piece not in NOT_ON_RANKS]
-    if is_sharded:
-        pieces = [piece for piece in pieces if piece not in NOT_UNDER_FSDP]
-        how = p.how if p.how != "fused" or p.optimizer in ("AdamW", "Adam") else "foreach"
-        p = change(p, how=how, other=False, hook="", partial=False, accumulate="", offset="squeeze" if p.offset else "")
-    elif p.wrap == "ddp unused":  # torch does not find what a checkpoint hides
-        pieces = [piece for piece in pieces if piece not in ("reentrant checkpoint", "custom checkpoint")]
-    else:
-        pieces = [piece for piece in pieces if piece not in NEEDS_UNUSED]
-    p = change(p, pieces=tuple(pieces))
-    if p.accumulate and p.sync == "micro":
-        p = change(p, accumulate="")
-    sized = p.loader in ("list", "sized", "DataLoader")
-    p = change(p, loader=("sized" if sized or p.remainder == "carry" else "generator"), empty=p.empty)
-    if p.driver == "macrostep" and p.cut == "auto" and is_sharded and p.gather == "micro":
-        p = change(p, cut="int")  # documented: memory that runs out there ends the job
-    p = change(p, events=events(p, drawing))
-    return valid(p)
-
-
-def events(p: RankProgram, drawing: _Drawing) -> tuple[Event, ...]:
-    """The same on all ranks, where all have a batch; but for infinite and NaN gradients."""
-    places = [(e, i) for e, sizes in enumerate(p.epochs) for i in range(min(len(sizes), len(p.others[e])))]
-    count = drawing.maybe(0.4, 1, 2, default=0) if p.driver == "loop" else drawing.maybe(0.2, 1, default=0)
-    are_even = [*map(len, p.epochs)] == [*map(len, p.others)]
-    choices = [what for what in EVENTS if are_even or what not in NOT_WHERE_UNEVEN]
-    if p.driver == "macrostep":
-        choices = ["nan", "inf", "halve lr", "zero_grad between"]
-    drawn = {drawing.random.choice(places): drawing.random.choice(choices) for _ in range(count)}
-    return tuple(sorted((*place, what) for place, what in drawn.items()))
 
 
 # ------------------------------------------------------------------------------------------------------- one program
@@ -137,6 +51,10 @@ def wrap(p: RankProgram, net: Net) -> nn.Module:
         case "ddp" | "ddp unused" | "ddp view":
             unused, view = p.wrap == "ddp unused", p.wrap == "ddp view"
             return DistributedDataParallel(task, find_unused_parameters=unused, gradient_as_bucket_view=view)
+        case "fsdp1":
+            sharded = FullyShardedDataParallel(task, use_orig_params=True, device_id=torch.device("cpu"))
+            net.named = dict(net.named_parameters())
+            return sharded
         case "fsdp2 blocks":
             for piece in net.body:
                 if any(True for _ in piece.parameters()):
@@ -174,6 +92,15 @@ class OnRanks:
         with torch.no_grad():
             self.wrapped(batch)
 
+    def weights(self) -> dict[str, Tensor]:
+        if self.p.wrap != "fsdp1":
+            return super().weights()
+        with FullyShardedDataParallel.summon_full_params(self.wrapped, writeback=False):
+            return {name: parameter.detach().clone() for name, parameter in self.net.named_parameters()}
+
+    def state(self) -> list[dict[str, Tensor]]:
+        return [{}, {}] if self.p.wrap == "fsdp1" else super().state()  # there, pieces of it, in no order
+
 
 POISONS = {"nan", "inf"}
 
@@ -191,7 +118,11 @@ class RankLoop(OnRanks, Loop):
             with self.guarded():
                 self.rank_epoch(own)
         with self.guarded():
-            if self.carried:
+            if (
+                self.carried and self.p.wrap == "fsdp1"
+            ):  # documented: it cannot close a window that has no more backward
+                self.discard()
+            elif self.carried:
                 self.begin = self.end
                 self.step(self.end - 1, now=True)
         self.finish()

@@ -49,6 +49,7 @@ class Program:
     epochs: tuple[tuple[int, ...], ...] = ((2, 3),)  # samples of every micro-batch
     empty: tuple[tuple[int, int], ...] = ()  # micro-batches without items
     loader: str = "list"
+    says_last: bool = False  # micro_batch(last=True or False), and windows are one longer than `steps`
     events: tuple[Event, ...] = ()
     # MacroStep: every micro-batch above is a whole batch
     cut: str = "int"  # or by_count, by_tokens, auto
@@ -101,12 +102,14 @@ PIECES = (
 )
 OFFSETS = ("scalar", "squeeze", "view", "reshape", "select", "expand")
 ITEMS = ("int", "float", "none", "int64", "int32", "float32", "float64", "one element", "reused", "mixed")
-LOADERS = ("list", "generator", "sized", "DataLoader", "stream", "same iterator", "buffer", "too long", "fails")
+LOADERS = ("list", "generator", "sized", "DataLoader", "stream", "same iterator", "buffer", "too long", "fails",
+           "unknown length", "stream of a DataLoader")  # fmt: skip
 CONTAINERS = ("dict", "tuple", "named tuple", "dataclass", "nested", "samples", "numpy", "labels")
 
 # Events that belong in a right program
 RIGHT = (
     "now",  # step(now=True)
+    "last",  # micro_batch(last=True)
     "discard before",  # the forward
     "discard after",  # the backward
     "forward fails, discard, again",
@@ -172,10 +175,12 @@ WRONG = (
 
 def draw_program(seed: int) -> Program:
     """The program of a seed."""
-    return _Drawing(seed).program()
+    return Drawing(seed).program()
 
 
-class _Drawing:
+class Drawing:
+    """The random choices of one seed."""
+
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, random.Random(seed)
 
@@ -249,6 +254,7 @@ class _Drawing:
             "empty": empty,
             "accumulate": self.maybe(0.5, WIDER[p.dtype], default="") if p.dtype in WIDER else "",
             "loader": self.maybe(0.5, *LOADERS, default="list"),
+            "says_last": p.driver == "micro" and self.maybe(0.2, True, default=False),
             "cut": self.maybe(0.7, "by_count", "by_tokens", "auto", "auto", default="int"),
             "size": self.random.randint(1, 5),
             "container": self.maybe(0.6, *CONTAINERS, default="dict"),
@@ -321,6 +327,8 @@ def valid(p: Program) -> Program:
         p = change(p, cut="int", size=2, container="dict")
     if p.driver == "micro":
         p = change(p, loader="list", events=tuple(e for e in p.events if e[2] not in ("break", "new batches")))
+    else:
+        p = change(p, says_last=False)
     if p.driver in ("loop", "micro"):
         p = change(p, events=tuple(e for e in p.events if e[2] not in ("other length", "nothing")))
     if p.loader == "buffer" and any("again" in what for *_, what in p.events):

@@ -164,15 +164,22 @@ class Run:
     def same_state(self) -> None:
         """Weights, optimizer state, buffers, schedule and scale."""
         own, twin, bound = self.own, self.reference.trainee, LOOSER[tolerance(self.p)]
-        same_tensors("the weight", own.net.named, twin.net.named, bound)
+        same_tensors("the weight", self.weights(), twin.net.named, bound)
         same_tensors("the buffer", dict(own.net.named_buffers()), dict(twin.net.named_buffers()), bound)
-        same_tensors("optimizer state", *alike(state_of(own), state_of(twin)), bound)
+        same_tensors("optimizer state", *self.state(), bound)
         same_number("the learning rate", rates(own), rates(twin))
         for mine, theirs in zip(own.schedulers, twin.schedulers, strict=True):
             same_number("the scheduler's steps", mine.last_epoch, theirs.last_epoch)
         if own.scaler is not None and "update scaler" not in {what for *_, what in self.p.events}:
             mine, theirs = (t.scaler.state_dict() for t in (own, twin))
             same_number("the scaler", tuple(mine.values()), tuple(theirs.values()))
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.net.named
+
+    def state(self) -> list[dict[str, Tensor]]:
+        """Of the optimizers, here and there."""
+        return alike(state_of(self.own), state_of(self.reference.trainee))
 
     def finish(self) -> None:
         self.same_state()
