@@ -447,6 +447,39 @@ def test_reducing_that_is_switched_off(ran):
 
 
 @scenario
+def nan_in_views() -> Outcome:
+    model = ddp(net(), gradient_as_bucket_view=True)
+    acc = Accumulator(model, sgd(model), steps=2, sync="micro", nonfinite="skip")
+    for turn, x in enumerate(acc.batches(shares()[dist.get_rank()])):
+        acc.backward(loss_of(model, x) * (1.0 if turn else math.nan), items=len(x))
+        result = acc.step()
+    return {"skipped": bool(result.skipped)}
+
+
+def test_a_nan_is_not_taken_for_meddling(ran):
+    assert all(outcome["skipped"] for outcome in all_well(ran["nan_in_views"]))
+
+
+def partly_frozen(sync: str) -> Outcome:
+    whole, inner = net(), net()
+    for each in (whole, inner):
+        each[1].requires_grad_(False)
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"), use_orig_params=True)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2, sync=sync, max_norm=math.inf)
+    norm = window(acc, model).grad_norm.item()
+    loss_of(whole, torch.cat([x for share in shares() for x in share])).backward()
+    return {"apart": abs(norm - nn.utils.clip_grad_norm_(whole.parameters(), math.inf).item())}
+
+
+SCENARIOS |= {f"partly-frozen-{sync}": partial(partly_frozen, sync) for sync in ("window", "micro")}
+
+
+@pytest.mark.parametrize("sync", ["window", "micro"])
+def test_fsdp1_with_frozen_parameters(ran, sync):
+    assert all(outcome["apart"] <= EXACT for outcome in all_well(ran[f"partly-frozen-{sync}"]))
+
+
+@scenario
 def joins() -> Outcome:
     model = ddp(net())
     acc = Accumulator(model, sgd(model), steps=2)

@@ -666,6 +666,16 @@ def test_the_last_batch_of_an_epoch_tried_again(sized, remainder):
     assert (acc.step(now=True) is None) == (remainder != "carry")
 
 
+@pytest.mark.parametrize("last", [True, False, None])
+def test_a_micro_batch_tried_again_is_what_it_was_said_to_be(last):
+    model = nn.Linear(3, 1)
+    acc = Accumulator(model, sgd(model), steps=1 if last is False else 2)
+    with acc.micro_batch(last=last):
+        acc.discard()
+        acc.backward(model(torch.ones(2, 3)).mean(), items=2)
+    assert acc.is_last == bool(last)
+
+
 # --------------------------------------------------------------------------------------------------- dtypes, overflows
 
 

@@ -240,7 +240,8 @@ class Accumulator:
         if self._order.expects == "backward":  # with the model's flags as they are: this may be after an exception
             self._open_window().slots += self._turn.slots
             self._open_gradients()
-            self._is_last = self._turn.ends or self._open_window().slots >= self._open_window().length
+            is_full = self._open_window().slots >= self._open_window().length
+            self._is_last = bool(self._turn.last) if self._turn.is_told else self._turn.ends or is_full
         else:
             self._order.expects = "batch"
 
@@ -260,7 +261,7 @@ class Accumulator:
         Args:
             last: whether this one closes the window; None: ``steps`` decides.
         """
-        with self._micro_batch(Turn(last)):
+        with self._micro_batch(Turn(last, is_told=last is not None)):
             yield
 
     # ------------------------------------------------------------------------------------------ what one can ask

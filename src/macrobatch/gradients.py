@@ -166,7 +166,10 @@ class Gradients:
             self._notice_writes()
             return
         if self._are_views:  # which ranks can see it depends on what each holds: all get to know at the close
-            self._writes = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
+            was_cleared = any(left is VIEW and gradient is None for gradient, left in zip(now, self._left, strict=True))
+            device = self.parameters[0].device
+            self._writes = torch.full((), was_cleared, dtype=torch.bool, device=device) | (self._writes or False)
+            self._notice_writes()
             return
         for index, (gradient, left) in enumerate(zip(now, self._left, strict=True)):
             if gradient is left and versions[index] == self._versions[index]:
@@ -227,8 +230,10 @@ class Gradients:
         """The norms of this rank's parts of such gradients."""
         if not self._tells_by_size:
             return []
-        kind = Tensor if self._are_views else DTensor
-        parts = [local(gradient) for gradient in self._left if isinstance(gradient, kind)]
+        parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
+        if self._are_views:
+            nothing = torch.zeros((), device=self.parameters[0].device)
+            parts = [nothing if parameter.grad is None else parameter.grad for parameter in self.parameters]
         with torch.no_grad():
             return [torch.linalg.vector_norm(part, dtype=_norm_dtype(part)) for part in parts]
 
@@ -393,7 +398,7 @@ def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bo
     """Whether a gradient that nobody has written to was copied to another place. The host reads; once, if at all."""
     if left is None or gradient is None or gradient is left or left._version != version:
         return False
-    return torch.equal(gradient, left)
+    return bool(((gradient == left) | (gradient.isnan() & left.isnan())).all())
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

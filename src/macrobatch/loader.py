@@ -32,6 +32,7 @@ class Turn(NamedTuple):
         ends: whether this rank's part of the epoch ends with it, so that it closes a window of any length.
         repeat: whether the batch was handed out before, and counts for nothing now.
         slots: how many slots of the window are past after it.
+        is_told: whether the user has said so.
         flags: what the other ranks are told when it closes the window: 1.0 if this one has more batches after it, and
             1.0 if it had one for every slot.
     """
@@ -41,6 +42,7 @@ class Turn(NamedTuple):
     repeat: bool = False
     slots: int = 1
     flags: tuple[float, ...] = ()
+    is_told: bool = False
 
 
 IN_BETWEEN = Turn(last=False)

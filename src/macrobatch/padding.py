@@ -403,7 +403,7 @@ def why_untrimmed(group: TokenGroup, tensors: Sequence[Any], paths: Sequence[str
         )
     if not group.is_masked and group.labels:
         reach = [_reach(_used(group, index, tensors[index])) for index in group.labels]
-        if min(map(min, reach), default=width) < width:
+        if min((extent for extents in reach for extent in extents), default=width) < width:
             return (
                 f"nothing is trimmed where {paths[group.labels[0]]} ends with {IGNORED}: without an attention_mask it "
                 "is not known whether the tokens there are padding. Add one to the batch, or say how long samples "
