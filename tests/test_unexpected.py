@@ -6,6 +6,7 @@ A program trains `model` on the parts of X and Y; `big` is its twin, trained on 
 import contextlib
 import copy
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from reference import relative_error, weights_of
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from tqdm import tqdm
 
 from macrobatch import Accumulator, MacrobatchError, MacroStep
 from macrobatch.errors import BackendError, BatchError, NonFiniteError, UsageError
@@ -573,6 +575,20 @@ def test_a_stream_that_is_left_and_gone_on_with_loses_nothing():
     acc = Accumulator(model, sgd(model), steps=2)
     rounds = [seen_by(acc, model, stream, 4) for _ in range(3)]
     assert rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+@pytest.mark.parametrize(("remainder", "total"), [("step", 5), ("carry", 5), ("drop", 4)])
+def test_a_progress_bar_knows_the_total(remainder, total):
+    model = nn.Linear(3, 1)
+    acc = Accumulator(model, sgd(model), steps=2, remainder=remainder)
+    with tqdm(acc.batches(range(5)), file=io.StringIO()) as bar:
+        assert bar.total == total
+        for _ in bar:
+            acc.backward(model(torch.ones(1, 3)).mean())
+            acc.step()
+        assert bar.n == total
+    acc.discard()
+    assert tqdm(acc.batches(iter(range(5))), file=io.StringIO()).total is None
 
 
 def test_a_stream_kept_alive_by_somebody_loses_nothing():

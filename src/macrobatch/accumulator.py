@@ -31,7 +31,16 @@ from macrobatch.graph import (
     run_backward,
 )
 from macrobatch.hooks import guarding
-from macrobatch.loader import ReadAhead, Remainder, Turn, agreed_turns, exchanged_lengths, length_of, planned_turns
+from macrobatch.loader import (
+    Epoch,
+    ReadAhead,
+    Remainder,
+    Turn,
+    agreed_turns,
+    exchanged_lengths,
+    length_of,
+    planned_turns,
+)
 from macrobatch.order import Order
 from macrobatch.recording import Recording
 from macrobatch.snapshot import Snapshot
@@ -170,7 +179,7 @@ class Accumulator:
         self._epoch = object()
         if length_of(loader) is None:
             loader = self._read_ahead(loader)
-        return self._iterate(loader, self._epoch)
+        return Epoch(self._iterate(loader, self._epoch), self._num_batches(loader))
 
     def backward(self, loss: Tensor, items: Items = None) -> None:
         """Add the gradient of a micro-batch.
@@ -186,8 +195,7 @@ class Accumulator:
         self._agree_on_items(loss, items)
         window, gradients = self._open_window(), self._open_gradients()
         self._require_untouched(gradients)
-        overlaps = self._may_overlap(loss)
-        confinement, awaited = (UNCONFINED, ()) if overlaps else self._look_at_graph(loss, gradients)
+        confinement, awaited = self._look_at_graph(loss, gradients)
         if self._is_repeat:
             seed = window.add_nothing(loss)
         else:
@@ -198,7 +206,7 @@ class Accumulator:
         try:
             counts = not (self._is_repeat or window.counts_for_nothing(items))
             with self._noting_used(gradients, awaited):
-                self._run_backward(loss, seed, gradients, None if overlaps else confinement, counts=counts)
+                self._run_backward(loss, seed, gradients, confinement, counts=counts)
         finally:
             self._end_turn()
         self._order.expects = "step"
@@ -317,6 +325,14 @@ class Accumulator:
             self._order.require_finished(self._window, self._is_last)
         self._end_epoch()
 
+    def _num_batches(self, loader: Iterable[Batch]) -> int | None:
+        """How many of this rank's own batches an epoch hands out; None where that is not known."""
+        length = length_of(loader)
+        if length is None or self._remainder != "drop":
+            return length
+        carried = 0 if self._window is None else self._window.slots
+        return None if callable(self._steps) else length - (length + carried) % self._steps
+
     def _read_ahead(self, loader: Iterable[Batch]) -> ReadAhead[Batch]:
         """A loader without a length. One that goes on where it was left begins with the batch read ahead then."""
         if self._stream is None or not self._stream.reads(loader):
@@ -406,11 +422,14 @@ class Accumulator:
             if not self._accumulated:
                 self._drop_gradients()
 
-    def _look_at_graph(self, loss: Tensor, gradients: Gradients) -> tuple[Confinement, Sequence[str]]:
+    def _look_at_graph(self, loss: Tensor, gradients: Gradients) -> tuple[Confinement | None, Sequence[str]]:
         """What this backward is to be confined to, and which parameters must turn out to get a gradient in it.
 
-        Every graph is walked: another model may be a part of this one, and none of the last.
+        Every graph is walked: another model may be a part of this one, and none of the last. None: that happens while
+        the backward runs.
         """
+        if self._may_overlap(loss):
+            return None, ()
         if not self._sync.confines:
             return UNCONFINED, ()
         reach, confinement = reach_of(loss), UNCONFINED

@@ -48,6 +48,31 @@ class Turn(NamedTuple):
 IN_BETWEEN = Turn(last=False)
 
 
+class Epoch(Iterator[Batch]):
+    """The batches of one pass over a loader, with their number where it is known: a progress bar asks for it.
+
+    >>> epoch = Epoch(iter("abc"), 3)
+    >>> len(epoch), next(epoch), list(epoch)
+    (3, 'a', ['b', 'c'])
+    """
+
+    def __init__(self, batches: Iterator[Batch], length: int | None) -> None:
+        self._batches = batches
+        self._length = length
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the loader does not know its length")
+        return self._length
+
+    def close(self) -> None:
+        """Leave it, as `break` does."""
+        self._batches.close()  # type: ignore[attr-defined]
+
+
 def length_of(loader: Iterable[Batch]) -> int | None:
     """How many batches a loader says it has; None where it does not know."""
     if isinstance(loader, ReadAhead):
