@@ -8,8 +8,9 @@ import torch
 
 from fuzzing.loop import Loop
 from fuzzing.pair import Pair
-from fuzzing.program import Program, describe, draw_program, shrink
+from fuzzing.program import Program, draw_program
 from fuzzing.run import MismatchError, SpoiledError
+from fuzzing.shrinking import describe, shrink
 from fuzzing.whole import Whole
 from macrobatch import MacrobatchError
 

@@ -180,7 +180,9 @@ class Loop(Run):
             if "no backward" in events:
                 self.suspect = "no backward"
                 return
-            self.backward(events, batch)
+            hooks = "writing hook" in events and not closes  # in the last backward it is as in one big batch
+            with self.writing_hook() if hooks else contextlib.nullcontext():
+                self.backward(events, batch)
         self.nothing_elsewhere()
         if is_late:
             self.spoil(events, batch)
@@ -196,6 +198,18 @@ class Loop(Run):
         elif (result := self.acc.step()) is not None:
             raise MismatchError("silent", f"step() closed a window after {result.micro_batches} micro-batches")
         self.overstep(events, batch)
+
+    @contextlib.contextmanager
+    def writing_hook(self) -> Iterator[None]:
+        """A hook that halves what a parameter has accumulated, as often as something is added."""
+        self.suspect = "writing hook"
+        parameter = self.net.tail.head.weight
+        hook = parameter.register_post_accumulate_grad_hook(halve) if parameter.requires_grad else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
 
     def try_first(self, events: list[str], batch: Batch) -> bool:
         """An attempt that fails. Returns whether the batch is still to be trained on."""
@@ -231,9 +245,14 @@ class Loop(Run):
         mistake = next((event for event in events if event in BAD), None)
         if mistake == ("loss of nothing" if self.reference.window else "items mixed with None"):
             mistake = None  # a loss may be constant in some micro-batches of a window
+        if mistake == "scaled loss" and (self.own.scaler is None or self.own.scaler.get_scale() == 1.0):
+            mistake = None
         if mistake is not None:
             self.suspect = mistake
-            if self.refuses(*BAD[mistake](loss, items)):  # then the right call comes after it
+            bad = BAD[mistake](loss, items)
+            if mistake == "scaled loss":
+                bad = self.own.scaler.scale(loss), items
+            if self.refuses(*bad):  # then the right call comes after it
                 losses, loss, mistake = self.reference.forward(batch), self.loss(batch, events), None
         if mistake is None:
             self.acc.backward(loss, items=items)
@@ -324,6 +343,10 @@ class Loop(Run):
         except MacrobatchError:
             return
         raise MismatchError("silent", what)
+
+
+def halve(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
 
 
 class Sized:

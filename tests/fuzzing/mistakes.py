@@ -62,5 +62,6 @@ BAD: dict[str, Callable[[Tensor, Any], tuple[Any, Any]]] = {
     "items mixed with None": lambda loss, items: (loss, 3 if items is None else None),
     "loss of two elements": lambda loss, items: (loss * torch.ones(2, dtype=loss.dtype), items),
     "loss without a graph": lambda loss, items: (loss.detach(), items),
+    "scaled loss": lambda loss, items: (loss, items),  # by a scaler, which only the program knows
     "loss of nothing": lambda loss, items: (2 * torch.ones((), dtype=loss.dtype, requires_grad=True), items),
 }

@@ -1,4 +1,4 @@
-"""Random programs: what one is, how it is drawn from a seed, and how a failing one is made small.
+"""Random programs: what one is, and how it is drawn from a seed.
 
 A `Program` is a plain record whose defaults are the simplest program. Its text, `describe(program)`, has only what
 differs from them, and is Python: `fuzzing.check(Program(...))` runs it again.
@@ -6,7 +6,6 @@ differs from them, and is Python: `fuzzing.check(Program(...))` runs it again.
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +103,7 @@ OFFSETS = ("scalar", "squeeze", "view", "reshape", "select", "expand")
 ITEMS = ("int", "float", "none", "int64", "int32", "float32", "float64", "one element", "reused", "mixed")
 LOADERS = ("list", "generator", "sized", "DataLoader", "stream", "same iterator", "buffer", "too long", "fails",
            "unknown length", "stream of a DataLoader")  # fmt: skip
-CONTAINERS = ("dict", "tuple", "named tuple", "dataclass", "nested", "samples", "numpy", "labels")
+CONTAINERS = ("dict", "tuple", "named tuple", "dataclass", "nested", "samples", "numpy", "labels", "language")
 
 # Events that belong in a right program
 RIGHT = (
@@ -130,6 +129,9 @@ RIGHT = (
     "discard between",
     "reload optimizer",
     "load weights",
+    "freeze between",
+    "thaw between",
+    "changes its batch",  # MacroStep
     "restart",  # a new Accumulator from a state_dict, between epochs
     "break",
     "nothing",  # MacroStep: an empty batch
@@ -155,6 +157,8 @@ WRONG = (
     "backward outside",
     "micro_batch inside",
     "same weights",  # loaded again, inside a window
+    "writing hook",  # on an accumulated gradient
+    "scaled loss",
     "backward fails, again",
     "negative items",
     "nan items",
@@ -270,6 +274,7 @@ class Drawing:
         return tuple(sorted({(e, i): (e, i, what) for e, i, what in (*right, *wrong)}.values()))
 
 
+FREEZES = {"freeze", "thaw", "freeze between", "thaw between"}
 WIDER = {"float32": "float64", "bfloat16": "float32"}
 FRACTIONS = ("float", "float32", "float64", "one element", "reused")
 
@@ -289,7 +294,7 @@ def valid(p: Program) -> Program:
         p = change(p, scaler=None, optimizer="SGD" if p.optimizer in ("Adagrad", "RMSprop") else p.optimizer)
     if "float32 gain" in pieces and p.how == "fused":
         p = change(p, how="foreach")
-    if "thaw" in {what for *_, what in p.events} and pieces:
+    if {"thaw", "thaw between"} & {what for *_, what in p.events} and pieces:
         pieces = (*pieces[:-1], "frozen")
         p = change(p, pieces=pieces)
     if "complex" in pieces:  # torch has neither fused kernels nor scalers for these
@@ -302,13 +307,13 @@ def valid(p: Program) -> Program:
     if "expert" in pieces:  # is a parameter used that was used for no items only? Both answers are right
         p = change(p, empty=())
     if p.stem == "frozen":
-        kept = tuple(event for event in p.events if event[2] not in ("freeze", "thaw") and "fails" not in event[2])
+        kept = tuple(event for event in p.events if event[2] not in FREEZES and "fails" not in event[2])
         p = change(p, pieces=tuple(piece for piece in pieces if piece != "tied"), events=kept)
     if p.items == "none":  # then every micro-batch counts
         p = change(p, empty=())
     if p.items not in FRACTIONS:
         p = change(p, fractional=False)
-    comes_later = "expert" in pieces or {"freeze", "thaw"} & {what for *_, what in p.events}
+    comes_later = "expert" in pieces or FREEZES & {what for *_, what in p.events}
     if p.optimizer == "momentum" and p.how == "fused" and comes_later:  # torch fails where only some have momentum yet
         p = change(p, how="foreach")
     if p.items not in ("int", "float") or p.reduction == "sum":  # 0 x NaN is NaN where the host does not see the zero
@@ -323,6 +328,8 @@ def valid(p: Program) -> Program:
         p = change(p, events=tuple(event for event in p.events if event[2] in allowed))
         if p.items == "none":  # a plain loss: its items are the samples
             p = change(p, fractional=False, cut="int" if p.cut == "by_tokens" else p.cut)
+        if p.cut != "auto":  # micro-batches may be views
+            p = change(p, events=tuple(event for event in p.events if event[2] != "changes its batch"))
     else:
         p = change(p, cut="int", size=2, container="dict")
     if p.driver == "micro":
@@ -330,65 +337,17 @@ def valid(p: Program) -> Program:
     else:
         p = change(p, says_last=False)
     if p.driver in ("loop", "micro"):
-        p = change(p, events=tuple(e for e in p.events if e[2] not in ("other length", "nothing")))
+        p = change(p, events=tuple(e for e in p.events if e[2] not in ("other length", "nothing", "changes its batch")))
     if p.loader == "buffer" and any("again" in what for *_, what in p.events):
         p = change(p, loader="generator")
     return p
 
 
 NOT_IN_PAIRS = ("reentrant checkpoint", "custom checkpoint", "dropout")
-IN_MACROSTEP = ("reload optimizer", "load weights", "other length", "nothing",
+IN_MACROSTEP = ("changes its batch", "freeze between", "thaw between", "reload optimizer", "load weights",
+                "other length", "nothing",
                 "nan", "inf", "evaluate", "idle forward", "own grad", "halve lr", "forward fails, again",
                 "zero_grad", "clip", "scale gradients", "drop a gradient", "optimizer.step", "plain backward before",
                 "negative items", "nan items", "items of two elements", "items as text", "loss of two elements",
                 "loss without a graph", "restart", "zero_grad between")  # fmt: skip
 MOVES_NOTHING = ("nan", "inf", "halve lr", "restart", "zero_grad between")  # neither random numbers nor buffers
-
-
-# ------------------------------------------------------------------------------------------------------ making small
-
-
-def describe(program: Program) -> str:
-    fields = dataclasses.fields(program)
-    given = {f.name: getattr(program, f.name) for f in fields if getattr(program, f.name) != f.default}
-    return f"{type(program).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 400) -> Program:
-    """A smaller program that still fails: fields go back to their defaults, tuples lose their elements."""
-    smaller = True
-    while smaller and tries > 0:
-        smaller = False
-        for candidate in reductions(program):
-            tries -= 1
-            if valid(candidate) == candidate and fails(candidate):
-                program, smaller = candidate, True
-                break
-    return program
-
-
-def reductions(program: Program) -> Iterator[Program]:
-    for f in dataclasses.fields(program):
-        value = getattr(program, f.name)
-        if value == f.default:
-            continue
-        if f.name != "epochs":
-            yield dataclasses.replace(program, **{f.name: f.default})
-        if isinstance(value, tuple) and f.name != "scaler":
-            for index in range(len(value)):
-                yield from shorter(program, f.name, value, index)
-
-
-def shorter(program: Program, name: str, value: tuple[Any, ...], index: int) -> Iterator[Program]:
-    without = value[:index] + value[index + 1 :]
-    if name == "epochs":
-        if index == len(value) - 1 and without and all(e != index for e, *_ in (*program.events, *program.empty)):
-            yield dataclasses.replace(program, epochs=without)
-        last = len(value[index]) - 1
-        if last and all((e, i) != (index, last) for e, i, *_ in (*program.events, *program.empty)):
-            yield dataclasses.replace(program, epochs=(*value[:index], value[index][:-1], *value[index + 1 :]))
-        fewer = tuple(max(1, samples - 1) for samples in value[index])
-        if fewer != value[index]:
-            yield dataclasses.replace(program, epochs=(*value[:index], fewer, *value[index + 1 :]))
-    elif without or name != "steps":
-        yield dataclasses.replace(program, **{name: without})

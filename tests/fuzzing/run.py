@@ -96,8 +96,7 @@ class Run:
         """What is right before any forward."""
         for event in events:
             if event in ("freeze", "thaw"):
-                for net in (self.net, self.reference.net):
-                    (net.body[-1] if self.p.pieces else net.tail).requires_grad_(event == "thaw")
+                self.freeze(event == "freeze")
             if event == "evaluate":
                 self.evaluate(batch)
             if event == "idle forward":
@@ -107,6 +106,10 @@ class Run:
                 self.reference.forward(batch)
                 parameters = [q for q in self.net.named.values() if q.requires_grad]
                 torch.autograd.grad(self.loss(batch), parameters, allow_unused=True)
+
+    def freeze(self, freezes: bool) -> None:
+        for net in (self.net, self.reference.net):
+            (net.body[-1] if self.p.pieces else net.tail).requires_grad_(not freezes)
 
     def evaluate(self, batch: Batch) -> None:
         with torch.no_grad():
@@ -126,6 +129,9 @@ class Run:
         if "load weights" in events:
             for net in (self.net, self.reference.net):
                 net.load_state_dict({name: value / 2 for name, value in net.state_dict().items()})
+        for event in events:
+            if event in ("freeze between", "thaw between"):
+                self.freeze(event == "freeze between")
         if "halve lr" in events:
             for optimizer in (*self.own.optimizers, *self.reference.trainee.optimizers):
                 for group in optimizer.param_groups:

@@ -45,9 +45,13 @@ class Whole(Run):
         p = self.p
         micro: Any = {"int": p.size, "by_count": by_count(p.size), "auto": "auto"}.get(p.cut)
         if p.cut == "by_tokens":
-            micro = by_tokens(1 + p.size * LENGTH // 2, LENGTHS.get(p.container))
+            micro = by_tokens(self.budget, LENGTHS.get(p.container))
         collate = stack if p.container == "samples" else None
         return MacroStep(self.models(), self.optimizers(), self.loss_fn, micro=micro, collate=collate, **self.options())
+
+    @property
+    def budget(self) -> int:
+        return 1 + self.p.size * LENGTH // 2
 
     def nothing(self) -> None:
         """An empty batch: an error, or a result that says that no step was taken."""
@@ -118,7 +122,10 @@ class Whole(Run):
     def account(self) -> None:
         """Hand the reference what went through: as a whole, or in parts where these differ from it."""
         is_poisoned = any(is_poisoned for _, is_poisoned in self.parts)
-        for part in [part for part, _ in self.parts] if self.reference.in_parts else [self.batch]:
+        whole = self.batch
+        if "changes its batch" in self.events:
+            whole = Batch(whole.x + 1, whole.y, whole.w, whole.ids)
+        for part in [part for part, _ in self.parts] if self.reference.in_parts else [whole]:
             self.reference.add(part, self.reference.forward(part), is_poisoned=is_poisoned)
 
     # ---------------------------------------------------------------------------------------------------- the loss
@@ -128,6 +135,9 @@ class Whole(Run):
             raise MismatchError("silent", "loss_fn got another model")
         part = unpack(self.p.container, handed_over)
         self.calls += 1
+        is_bounded = self.p.container == "language" and self.p.is_sequence and len(part.x) > 1
+        if is_bounded and part.y.numel() > self.budget:
+            raise MismatchError("silent", f"a micro-batch of {tuple(part.y.shape)} is above {self.budget} tokens")
         is_first, is_last = (bool(torch.isin(end, part.ids).any()) for end in (self.batch.ids[:1], self.batch.ids[-1:]))
         if self.p.cut == "auto" and len(part.ids) > self.p.size and (is_last or self.p.seed % 3):
             return self.run_out_of_memory(part)
@@ -135,6 +145,8 @@ class Whole(Run):
         counts = part.items or (self.p.items in HOST_KNOWS and self.p.reduction == "mean")
         if not counts:  # 0 x NaN is NaN where the host does not see the zero
             events = [event for event in events if event not in ("nan", "inf")]
+        if "changes its batch" in self.events:
+            part.x.add_(1)
         self.change(events, part)
         for event in self.events if is_last else []:
             self.disturb(event, part)
@@ -210,6 +222,8 @@ def pack(container: str, batch: Batch) -> Any:
         case "labels":
             labels = {"labels": torch.where(w > 0, 1, -100)} if w.dim() == 2 else {}
             return {"x": x, "y": y, "w": w, "ids": ids, **labels}
+        case "language":
+            return language(batch)
         case "tuple":
             return (x, y, w, ids)
         case "numpy":
@@ -235,6 +249,8 @@ def unpack(container: str, part: Any) -> Batch:
             if part["rate"] != 0.5 or part["note"] != "all":
                 raise MismatchError("silent", "a number or a text was changed")
             return Batch(part["x"], part["y"], part["w"], part["ids"])
+        case "language":
+            return of_language(part)
         case "labels":
             return Batch(part["x"], part["y"], part["w"], part["ids"])
         case "tuple":
@@ -249,6 +265,30 @@ def unpack(container: str, part: Any) -> Batch:
                 raise MismatchError("silent", "a number, or None, was changed")
             return Batch(part["inputs"]["x"], y, w, ids)
     return part
+
+
+def language(batch: Batch) -> dict[str, Any]:
+    """As a language model gets it: inputs and mask; labels of which the last may be beyond the mask."""
+    x, y, w, ids = batch.tensors()
+    if w.dim() == 1:
+        return {"x": x, "y": y, "w": w, "ids": ids}
+    embeds = torch.cat([x, y[..., None], w[..., None]], -1)
+    return {"inputs_embeds": embeds, "attention_mask": (w > 0).long(), "labels": labels(ids), "ids": ids}
+
+
+def labels(ids: Tensor) -> Tensor:
+    """Some more or less for each sample."""
+    return torch.where(torch.arange(LENGTH) < 1 + ids[:, None] % LENGTH, ids[:, None], -100)
+
+
+def of_language(part: dict[str, Any]) -> Batch:
+    if "x" in part:
+        return Batch(part["x"], part["y"], part["w"], part["ids"])
+    whole, width = labels(part["ids"]), part["labels"].shape[1]
+    if not torch.equal(part["labels"], whole[:, :width]) or bool((whole[:, width:] != -100).any()):
+        raise MismatchError("silent", "labels were cut off")
+    embeds = part["inputs_embeds"]
+    return Batch(embeds[..., :-2], embeds[..., -2], embeds[..., -1], part["ids"])
 
 
 def stack(samples: list[dict[str, Tensor]]) -> Batch:
