@@ -396,12 +396,17 @@ def trainer(job: Job) -> Run:
     return run
 
 
+def lengths_of(batch: Batch) -> Tensor:
+    """Of padded samples: nobody passes a mask here, which would tell."""
+    return (batch["labels"] != IGNORED).sum(1)
+
+
 def macro_step(job: Job, cuda_graph: bool = False) -> Run:
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         with job.autocast():
             return causal_lm_loss(model, job.moved(batch), chunk=None)  # all logits at once, as the peers make them
 
-    micro: Any = by_tokens(job.case.budget) if job.case.varies else job.micro_batch
+    micro: Any = by_tokens(job.case.budget, lengths_of) if job.case.varies else job.micro_batch
     train = MacroStep(job.model, job.optimizer, loss_fn, micro=micro, max_norm=job.max_norm, cuda_graph=cuda_graph)
 
     def run(samples: list[Tensor]) -> int:

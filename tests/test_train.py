@@ -11,7 +11,6 @@ import pytest
 import torch
 from commands import arguments, json_lines, losses, metrics, refused, sentences
 
-from macrobatch import Accumulator
 from macrobatch.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -417,15 +416,6 @@ def test_a_checkpoint_of_another_run_is_passed_over(data, run, copy, tmp_path, c
     assert losses(copy) == losses(run)
 
 
-def _remembers_its_scale() -> bool:
-    model = torch.nn.Linear(1, 1)
-    return len(Accumulator(model, torch.optim.SGD(model.parameters())).state_dict()) > 2
-
-
-@pytest.mark.skipif(
-    not _remembers_its_scale(),
-    reason="the power of two that fp16 sums are scaled by is not part of an Accumulator's state yet",
-)
 def test_resuming_in_fp16_ends_where_the_run_would_have(data, tmp_path):
     """Bit by bit, with items that differ much from window to window."""
     flags = ("--precision", "fp16", "--steps", 8, "--save-every", 2, "--batch-tokens", 300, "--batch-ramp", 6)

@@ -606,7 +606,7 @@ def test_several_processes_prepare_at_once(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     expected = Corpus.made(documents([data]), vocabulary, seq_len=32).fingerprint
-    assert done.stdout.split() == [expected] * 3
+    assert done.stdout.replace("\n", "") == expected * 3  # lines of several processes may run together
     assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == ["corpus", "vocabulary"]
 
 

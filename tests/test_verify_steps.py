@@ -401,3 +401,32 @@ def test_a_batch_is_one_window_without_an_optimizer():
         squares(model, batch).backward()
 
     assert verify(layers(), squares, numbers(), step=step, windows=1).ok
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("clears", [False, True], ids=["never", "clears"])
+def test_a_step_that_never_clears_is_found_though_it_clips_or_scales(scaled, clips, clears):
+    """On the same batch, what it left has the same direction, and clipping gives it the same norm."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+
+    def loss_fn(model, batch):
+        return (model(batch[0]) - batch[1]).pow(2).mean()
+
+    def step(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        for part in zip(batch[0].split(4), batch[1].split(4), strict=True):
+            scaler.scale(loss_fn(model, part) / 2).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        if clears:
+            optimizer.zero_grad()
+
+    report = verify(model, loss_fn, (x, y), step=step)
+    assert [cause.name for cause in report.causes] == ([] if clears else ["gradients left over"])

@@ -210,11 +210,13 @@ def _within(shape: Shape, other: Shape) -> bool:
 
 def _read(file: Path) -> dict[Shape, Known]:
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("no regular file")  # a pipe would keep whoever reads it waiting
         rows = json.loads(file.read_text())["shapes"]
         return {Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): _known(row) for row in rows}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Name another, or delete it.") from None
 
 

@@ -322,14 +322,15 @@ def _of_the_structure(case: Case) -> Iterator[Cause]:
 
 
 def _runs_on(case: Case) -> bool:
-    """Whether a second call adds to the gradients that the first left."""
+    """Whether a call adds to the gradients that an earlier one left: it comes to the same only where none were left."""
     if case.big.ranks.largest(float(case.again is None)) or case.again is None or not case.windows:
         return False
-    group, window = case.big.ranks.group, case.windows[0]
-    left = Gradient(case.seen.left, group).only(window.window.held)
-    second = Gradient(case.again.windows[0].gradients, group).only(window.window.held)
-    close = window.tolerance * max(window.found.largest, left.largest)
-    return second.distance(window.found) > close and second.plus(left, -1.0).distance(window.found) <= close
+    window = case.windows[0]
+    disturbed, clean = (
+        Gradient(seen.windows[0].gradients, case.big.ranks.group).only(window.window.held) for seen in case.again
+    )
+    close = window.tolerance * window.found.largest
+    return disturbed.distance(window.found) > close and clean.distance(window.found) <= close
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -137,7 +137,7 @@ class Case:
     """All that is known about a step.
 
     Attributes:
-        again: what it did when it ran once more.
+        again: what it did when it ran once more, where other gradients were left before, and where none were.
         divides: whether sums are made means over samples where the loss counts no items.
         expected: how many optimizer steps it should have taken; None: any number.
         whole: the calls of the model for one big batch.
@@ -147,7 +147,7 @@ class Case:
     """
 
     seen: Seen
-    again: Seen | None
+    again: tuple[Seen, Seen] | None
     big: BigBatch
     reduction: Reduction
     divides: bool

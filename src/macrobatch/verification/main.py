@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from macrobatch import arguments
 from macrobatch.errors import BatchError, UsageError
@@ -107,7 +108,7 @@ def verify(
         step_or_default = step or default_step(loss_fn, micro, reduction, collate)
         run = functools.partial(watch, step_or_default, model, batch, keep, big.names, entries)
         seen = run()
-        again = _run_again(run, seen) if step is not None else None
+        again = _run_again(run, model, seen) if step is not None else None
         keep.restore_gradients()
         _enter_setting(big.names, seen)
         case = compare(seen, again, big, reduction, divides=step is None, expected=windows)
@@ -162,14 +163,31 @@ def unequal(samples: int) -> int:
     return 1 if samples < 3 else samples // 3 + 1
 
 
-def _run_again(run: Callable[[], Seen], seen: Seen) -> Seen | None:
-    """Run a step once more where it left gradients behind: does it begin by clearing them?"""
+def _run_again(run: Callable[[], Seen], model: nn.Module, seen: Seen) -> tuple[Seen, Seen] | None:
+    """Run a step twice more where it left gradients behind, with others there, and with none: does it clear them?
+
+    Not those that it left: a step that clips would come to the same direction, and the same norm, once more.
+    """
     if not seen.stepped or all(gradient is None for gradient in seen.left.values()):
         return None
     try:
-        return run()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = _disturbed(parameter.grad)
+        disturbed = run()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return disturbed, run()
     except Exception:  # it cannot be called twice, e.g. as its loader is used up: then that much is not known
         return None
+
+
+def _disturbed(gradient: Tensor) -> Tensor:
+    """As large, in another direction."""
+    if isinstance(gradient, DTensor):
+        return -gradient
+    signs = torch.arange(gradient.numel(), device=gradient.device).remainder(2).mul(2).sub(1)
+    return (gradient.detach().reshape(-1).roll(1) * signs.to(gradient.dtype)).view_as(gradient)
 
 
 def _run_doubled(run: Callable[..., Seen], keep: Keep, names: Names, seen: Seen) -> Seen | None:
@@ -202,7 +220,13 @@ def _let_go(model: nn.Module) -> None:
 
 
 def compare(
-    seen: Seen, again: Seen | None, big: BigBatch, reduction: Reduction, *, divides: bool, expected: int | None
+    seen: Seen,
+    again: tuple[Seen, Seen] | None,
+    big: BigBatch,
+    reduction: Reduction,
+    *,
+    divides: bool,
+    expected: int | None,
 ) -> Case:
     """Every window with the gradient of one big batch of its samples."""
     case = Case(seen, again, big, reduction, divides, expected, Precision.of(big, seen), big.calls())
