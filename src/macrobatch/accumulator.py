@@ -205,7 +205,10 @@ class Accumulator:
             self._send(window)  # it travels during the backward
         try:
             counts = not (self._is_repeat or window.counts_for_nothing(items))
-            with self._noting_used(gradients, awaited):
+            if awaited or self._notes_used:
+                with self._noting_used(gradients, awaited):
+                    self._run_backward(loss, seed, gradients, confinement, counts=counts)
+            else:
                 self._run_backward(loss, seed, gradients, confinement, counts=counts)
         finally:
             self._end_turn()
@@ -479,15 +482,11 @@ class Accumulator:
         # gradient of zero, not none, as in one big batch.
         hooks = [] if counts else self._sync.zeroed(gradients.parameters)
         try:
-            reach = None
-            with guarding(gradients.hooked):
-                if confinement is None:
-                    with self._walker.walking(loss) as walk:
-                        run_backward(loss, seed)
-                    reach = walk.result()
-                else:
-                    with gradients_aside(confinement.aside):
-                        run_backward(loss, seed, confinement.inputs)
+            if gradients.hooked:
+                with guarding(gradients.hooked):
+                    reach = self._backpropagate(loss, seed, confinement)
+            else:
+                reach = self._backpropagate(loss, seed, confinement)
         except BaseException:
             self._undo_turn()
             raise
@@ -501,12 +500,27 @@ class Accumulator:
             self._undo_turn()
             raise BatchError(NO_PARAMETER)
 
+    def _backpropagate(self, loss: Tensor, seed: Tensor, confinement: Confinement | None) -> Reach | None:
+        """The backward itself; returns what it reached, where that was found out meanwhile."""
+        if confinement is UNCONFINED:
+            run_backward(loss, seed)
+        elif confinement is not None:
+            with gradients_aside(confinement.aside):
+                run_backward(loss, seed, confinement.inputs)
+        else:
+            with self._walker.walking(loss) as walk:
+                run_backward(loss, seed)
+            return walk.result()
+        return None
+
+    @property
+    def _notes_used(self) -> bool:
+        """Whether ranks must tell each other which parameters they have used."""
+        return self._may_repeat and self._sync.confines
+
     @contextlib.contextmanager
     def _noting_used(self, gradients: Gradients, awaited: Sequence[str]) -> Iterator[None]:
-        """Note which parameters a backward uses, where ranks must tell each other or where its graph hides them."""
-        if not (awaited or (self._may_repeat and self._sync.confines)):
-            yield
-            return
+        """Note which parameters a backward uses; an error if one of those awaited is not among them."""
         used: set[str] = set()
         hooks = [
             p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -65,7 +66,7 @@ def _walked(loss: Tensor) -> Reach:
                 else:
                     note(kind)
                     push(node)
-    return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, kinds)))
+    return Reach([node.variable for node in ends], may_nest=any(_may_nest(kind) for kind in kinds))
 
 
 class Walker:
@@ -93,6 +94,7 @@ class Walker:
             walk.exception()  # the graph must not be freed before
 
 
+@functools.lru_cache(maxsize=1024)
 def _may_nest(kind: type) -> bool:
     """Whether nodes of this kind may run a backward inside theirs: any function written in Python may.
 

@@ -192,9 +192,11 @@ class Update:
 
     def check_unscaled(self, loss: Tensor) -> None:
         """A loss that ``scaler.scale()`` has multiplied already would be scaled twice."""
-        scale = None if self._scaler is None else self._scaler._scale
+        if self._scaler is None or self._scaler._scale is None:
+            return
+        scale = self._scaler._scale
         factor = getattr(loss.grad_fn, "_saved_other", None)  # of a product
-        if scale is None or not isinstance(factor, Tensor):
+        if not isinstance(factor, Tensor):
             return
         with torch._C.DisableTorchFunction():  # an address is no number that the device has computed
             is_scaled = factor.data_ptr() == scale.data_ptr()
