@@ -53,7 +53,7 @@ class Loop(Run):
         try:
             yield
         except MacrobatchError:
-            if not self.suspect and self.p.loader not in ("buffer", "too long"):
+            if not self.suspect and not self.p.writing_hook and self.p.loader not in ("buffer", "too long"):
                 raise
             if self.suspect == "optimizer.step":
                 raise SpoiledError from None
@@ -180,9 +180,7 @@ class Loop(Run):
             if "no backward" in events:
                 self.suspect = "no backward"
                 return
-            hooks = "writing hook" in events and not closes  # in the last backward it is as in one big batch
-            with self.writing_hook() if hooks else contextlib.nullcontext():
-                self.backward(events, batch)
+            self.backward(events, batch)
         self.nothing_elsewhere()
         if is_late:
             self.spoil(events, batch)
@@ -198,18 +196,6 @@ class Loop(Run):
         elif (result := self.acc.step()) is not None:
             raise MismatchError("silent", f"step() closed a window after {result.micro_batches} micro-batches")
         self.overstep(events, batch)
-
-    @contextlib.contextmanager
-    def writing_hook(self) -> Iterator[None]:
-        """A hook that halves what a parameter has accumulated, as often as something is added."""
-        self.suspect = "writing hook"
-        parameter = self.net.tail.head.weight
-        hook = parameter.register_post_accumulate_grad_hook(halve) if parameter.requires_grad else None
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
 
     def try_first(self, events: list[str], batch: Batch) -> bool:
         """An attempt that fails. Returns whether the batch is still to be trained on."""
@@ -343,10 +329,6 @@ class Loop(Run):
         except MacrobatchError:
             return
         raise MismatchError("silent", what)
-
-
-def halve(parameter: torch.nn.Parameter) -> None:
-    parameter.grad.mul_(0.5)
 
 
 class Sized:

@@ -334,12 +334,18 @@ class Trainee:
         if p.scaler:
             scale, interval = p.scaler
             self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+        if p.writing_hook:  # in one big batch it runs once
+            self.net.tail.head.weight.register_post_accumulate_grad_hook(halve)
         for optimizer in self.optimizers:
             if p.hook == "clip values":
                 mine = [q for group in optimizer.param_groups for q in group["params"]]
                 optimizer.register_step_pre_hook(lambda *_, mine=mine: clip_values(mine))
         if p.hook == "watch":
             self.optimizers[-1].register_step_pre_hook(lambda *_: self.seen.append(gradients(self.net)))
+
+
+def halve(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
 
 
 def clip_values(parameters: list[nn.Parameter]) -> None:

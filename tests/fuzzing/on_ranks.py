@@ -163,7 +163,7 @@ class RankLoop(OnRanks, Loop):
             self.loss(batch)
         if not is_late and is_open:
             self.spoil(events, batch)
-        loss = self.loss(batch, events)
+        loss = self.mistaken_loss(batch, events)
         self.acc.backward(loss, items=self.items(batch))
         if "second backward" in events:  # without another forward: after that, FSDP2 goes on with weights from before
             self.must_raise(lambda: self.acc.backward(loss, items=self.items(batch)), "a second backward")
@@ -177,6 +177,17 @@ class RankLoop(OnRanks, Loop):
         elif not self.step(index, now="now" in events) and {"new batches", "state_dict"} & set(events) and is_sized:
             self.must_raise(lambda: self.acc.batches([batch]), "batches() over an open window")
             self.must_raise(self.acc.state_dict, "state_dict() inside a window")
+
+    def mistaken_loss(self, batch: Batch, events: list[str]) -> Tensor:
+        """The loss; perhaps of a forward that DDP does not know of, or will not synchronise."""
+        if "past the wrapper" in events:
+            self.suspect = "past the wrapper"
+            return self.wrapped.module(batch)
+        if "no_sync" in events:
+            self.suspect = "no_sync"
+            with self.wrapped.no_sync():
+                return self.loss(batch, events)
+        return self.loss(batch, events)
 
     def spoil(self, events: list[str], batch: Batch) -> None:
         for event in events:

@@ -32,6 +32,7 @@ class Program:
     shared: bool = False  # all optimizers hold all parameters
     partial: bool = False  # the last parameter is in no optimizer
     hook: str = ""  # of optimizer.step
+    writing_hook: bool = False  # on a gradient, whenever something was added to it
     scheduler: str = ""
     # Options
     steps: tuple[int, ...] = (2,)  # a ramp where there are several
@@ -157,7 +158,6 @@ WRONG = (
     "backward outside",
     "micro_batch inside",
     "same weights",  # loaded again, inside a window
-    "writing hook",  # on an accumulated gradient
     "scaled loss",
     "backward fails, again",
     "negative items",
@@ -233,6 +233,7 @@ class Drawing:
             "shared": self.maybe(0.03, True, default=False),
             "groups": self.maybe(0.15, True, default=False),
             "partial": self.maybe(0.05, True, default=False),
+            "writing_hook": self.maybe(0.02, True, default=False),
             "hook": self.maybe(0.6, "watch", "watch", "clip values", default=""),
             "scheduler": self.maybe(0.3, "exponential", "lambda", "one cycle", default=""),
         }
@@ -322,6 +323,8 @@ def valid(p: Program) -> Program:
     if p.driver == "pair":
         p = change(p, events=(), empty=(), stem="trained", split=False, loader="list", remainder="step", offset="",
                    partial=False, pieces=tuple(q for q in pieces if q not in NOT_IN_PAIRS))  # fmt: skip
+    if p.driver not in ("loop", "micro"):
+        p = change(p, writing_hook=False)
     if p.driver == "macrostep":
         allowed = [what for what in IN_MACROSTEP if not p.in_parts or what in MOVES_NOTHING]
         p = change(p, steps=(2,), remainder="step", loader="list", split=False, empty=())

@@ -25,11 +25,12 @@ NOT_UNDER_FSDP = {"expert", "scalar", "complex", "float32 gain", "tied", "penalt
                   "reentrant checkpoint", "custom checkpoint"}  # fmt: skip
 EVENTS = ("now", "discard after", "nan", "inf", "infinite loss", "evaluate", "idle forward", "halve lr",
           "zero_grad between", "zero_grad", "clip", "scale gradients", "drop a gradient", "second backward", "no step",
-          "new batches", "state_dict")  # fmt: skip
+          "new batches", "state_dict", "freeze between", "thaw between", "no_sync", "past the wrapper")  # fmt: skip
+ONLY_DDP = {"freeze between", "thaw between", "no_sync", "past the wrapper"}
 
 
 # A rank that has run out is ahead of the others: it waits for their last backward, and raises first.
-NOT_WHERE_UNEVEN = {"now", "discard after", "no step", *SPOILS}
+NOT_WHERE_UNEVEN = {"now", "discard after", "no step", "no_sync", "past the wrapper", *SPOILS}
 
 
 def draw_rank_program(seed: int) -> RankProgram:
@@ -38,7 +39,9 @@ def draw_rank_program(seed: int) -> RankProgram:
     driver = chance.choices(("loop", "macrostep"), (3, 1))[0]
     p = Program(seed=seed, driver=driver, epochs=drawing.epochs(driver), steps=drawing.steps())
     p = dataclasses.replace(p, **drawing.model(driver), **drawing.training(), **drawing.options(p))
-    p = dataclasses.replace(p, **drawing.data(p), stem="trained", split=False, default_dtype="float32")
+    p = dataclasses.replace(
+        p, **drawing.data(p), stem="trained", split=False, default_dtype="float32", writing_hook=False
+    )
     others = tuple(drawing.some(1, 6, (1, 2, 3)) for _ in p.epochs)
     if driver == "macrostep":
         others = tuple((chance.randint(0, 9),) for _ in p.epochs)
@@ -88,6 +91,10 @@ def events(p: RankProgram, drawing: Drawing) -> tuple[Event, ...]:
     are_even = [*map(len, p.epochs)] == [*map(len, p.others)]
     # FSDP1 cannot close a window before its last backward: the documentation says so.
     barred = NOT_WHERE_UNEVEN if not are_even else {"now"} if p.wrap == "fsdp1" else set()
+    if not p.wrap.startswith("ddp"):
+        barred = barred | ONLY_DDP
+    if p.sync == "micro":  # documented: a parameter that is thawed after DDP was made travels with sync="window" only
+        barred = barred | {"freeze between", "thaw between"}
     choices = [what for what in EVENTS if what not in barred]
     if p.driver == "macrostep":
         choices = ["nan", "inf", "halve lr", "zero_grad between"]

@@ -66,7 +66,7 @@ class Whole(Run):
 
     def other_length(self) -> None:
         """One tensor has fewer samples than the others."""
-        if self.p.container in ("samples", "numpy") or len(self.batch.ids) < 2:
+        if self.p.container in ("samples", "numpy", "language") or len(self.batch.ids) < 2:
             return
         x, y, w, ids = self.batch.tensors()
         try:
