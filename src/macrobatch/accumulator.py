@@ -449,8 +449,10 @@ class Accumulator:
 
         Where this one turns out not to be, that is an error: its backward was not confined. A CPU gains nothing by it.
         """
+        if not loss.is_cuda:
+            return False
         is_ordinary = self._is_ordinary and self._accumulated and self._accumulate_dtype is None
-        return is_ordinary and loss.is_cuda and self._sync.confines and not self._sync.checks
+        return is_ordinary and self._sync.confines and not self._sync.checks
 
     def _include(self, reach: Reach, gradients: Gradients) -> None:
         """Accumulate parameters of the models that were frozen, or not there yet, when the window began."""

@@ -156,14 +156,16 @@ class Gradients:
         if not _are_same(before, self._left):
             self._left = self._apart()
         self._versions = _versions(self._left)
-        self._sizes = self._local_sizes()
+        if self._tells_by_size:
+            self._sizes = self._local_sizes()
 
     def check_untouched(self) -> None:
         """Between a backward and the next, or `step`, nobody may add to them, clear, clip or unscale them."""
         now = self._as_they_are()
         versions = _versions(now)
         if versions == self._versions and _are_same(now, self._left):
-            self._notice_writes()
+            if self._tells_by_size:
+                self._notice_writes()
             return
         if self._are_views:  # which ranks can see it depends on what each holds: all get to know at the close
             was_cleared = any(left is VIEW and gradient is None for gradient, left in zip(now, self._left, strict=True))
@@ -228,8 +230,6 @@ class Gradients:
 
     def _local_sizes(self) -> list[Tensor]:
         """The norms of this rank's parts of such gradients."""
-        if not self._tells_by_size:
-            return []
         parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
         if self._are_views:
             nothing = torch.zeros((), device=self.parameters[0].device)

@@ -66,7 +66,7 @@ def _walked(loss: Tensor) -> Reach:
                 else:
                     note(kind)
                     push(node)
-    return Reach([node.variable for node in ends], may_nest=any(_may_nest(kind) for kind in kinds))
+    return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, kinds)))  # type: ignore[arg-type]
 
 
 class Walker:

@@ -10,14 +10,13 @@ are fused not before their step is queued. On a CPU nothing is ever waited for, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -224,10 +223,13 @@ class Update:
         `shared`: whether optimizers hold a parameter twice, which a fused one would divide twice.
         """
         earlier, self._pending = self._pending, None
-        with contextlib.ExitStack() as opened:
-            for guard in self._guards:
-                opened.enter_context(guard.opened())
+        for guard in self._guards:
+            guard.is_open = True
+        try:
             result = self._close(window, gradients, shared=shared)
+        finally:
+            for guard in self._guards:
+                guard.is_open = False
         self._raise_for(earlier)
         return result
 
@@ -363,9 +365,8 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
     dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
     """
-    return _is_torchs_own(optimizer.step) and all(
-        group.get("fused") and not group.get("dampening") for group in optimizer.param_groups
-    )
+    is_fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+    return is_fused and _is_torchs_own(optimizer.step)
 
 
 def _is_torchs_own(step: Any) -> bool:
@@ -399,22 +400,13 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool]) -> None:
         self._window_is_open = weakref.WeakMethod(window_is_open)
-        self._is_ours = False
+        self.is_open = False  # lets steps pass
         handle = optimizer.register_step_pre_hook(self)
         weakref.finalize(window_is_open.__self__, handle.remove)  # type: ignore[attr-defined]
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Let steps pass."""
-        self._is_ours = True
-        try:
-            yield
-        finally:
-            self._is_ours = False
-
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         window_is_open = self._window_is_open()
-        if self._is_ours or window_is_open is None or not window_is_open():
+        if self.is_open or window_is_open is None or not window_is_open():
             return
         raise UsageError(
             f"{type(optimizer).__name__}.step() was called inside the open window. Its gradients are undivided sums "
