@@ -163,6 +163,17 @@ def test_memory_does_not_fall_where_a_run_was_resumed(tmp_path):
     assert json.loads(data)[-1]["lines"][0]["points"] == [[1, 500], [2, 600], [3, 600], [4, 600]]
 
 
+@pytest.mark.parametrize(("out", "said"), [("gone/x.html", "no folder"), ("", "is a folder"), ("notes.txt", "lost")])
+def test_where_a_report_cannot_go(tmp_path, out, said):
+    folder = a_run(tmp_path / "run")
+    (tmp_path / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UsageError, match=said):
+        written(folder, out=tmp_path / out)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_several_runs_in_one_report(tmp_path):
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "<other>", steps=60)
     with_facts(other, settings={"lr": 0.002, "model": {"layers": 4}, "data": ["/a/very/long/path" * 20]})

@@ -58,6 +58,17 @@ class Run:
         return cls(folder.resolve().name, steps, rows(folder / VALIDATION), _facts(folder / RUN))
 
 
+def _checked_out(out: Path) -> Path:
+    """Where a report may be written: in a folder that exists, and over nothing but another page."""
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder. Name a file in it, e.g. {out / REPORT}.")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}.")
+    if out.exists() and out.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--out {out} exists and is no page: it would be lost. Name another file, ending in .html.")
+    return out
+
+
 def written(*folders: Path, out: Path | None = None) -> Path:
     """Write the report of the run in a folder, or of several beside each other, and return its path.
 
@@ -69,7 +80,7 @@ def written(*folders: Path, out: Path | None = None) -> Path:
         raise UsageError(f"at most {MOST} runs can be told apart in one report: got {len(folders)}.")
     runs = [Run.read(folder) for folder in folders]
     home = folders[0] if len(folders) == 1 else folders[0].resolve().parent
-    path = home / REPORT if out is None else out
+    path = home / REPORT if out is None else _checked_out(out)
     aside = path.with_name(f"{path.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
         file.write(_page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
