@@ -16,11 +16,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch import arguments
-from macrobatch.collectives import all_reduce_later, gathered, largest
-from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.gradients import Gradients, Parameters
-from macrobatch.graph import (
+from macrobatch._cudagraph.recording import Recording
+from macrobatch._ranks.collectives import all_reduce_later, gathered, largest
+from macrobatch._ranks.select import sync_for, wrapping
+from macrobatch._step import validation as arguments
+from macrobatch._step.closing import Update
+from macrobatch._step.epochs import Turn, agreed_turns, exchanged_lengths, planned_turns
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.graph import (
     UNCONFINED,
     Confinement,
     Reach,
@@ -30,23 +33,14 @@ from macrobatch.graph import (
     reach_of,
     run_backward,
 )
-from macrobatch.hooks import guarding
-from macrobatch.loader import (
-    Epoch,
-    ReadAhead,
-    Remainder,
-    Turn,
-    agreed_turns,
-    exchanged_lengths,
-    length_of,
-    planned_turns,
-)
-from macrobatch.order import Order
-from macrobatch.recording import Recording
-from macrobatch.snapshot import Snapshot
-from macrobatch.sync import When, sync_for, wrapping
-from macrobatch.update import NonFinite, StepResult, Update
-from macrobatch.window import Items, Reduction, Window
+from macrobatch._step.hooks import guarding
+from macrobatch._step.lifecycle import Order
+from macrobatch._step.lookahead import Epoch, ReadAhead, length_of
+from macrobatch._step.parameters import Parameters
+from macrobatch._step.snapshot import Snapshot
+from macrobatch._step.totals import Window
+from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.types import Items, NonFinite, Reduction, Remainder, StepResult, When
 
 Batch = TypeVar("Batch")
 NO_PARAMETER = (
@@ -442,7 +436,7 @@ class Accumulator:
             confinement = confinement_of(reach, gradients.own)
         if not (reach.may_nest or self._accumulated or any(id(leaf) in gradients.own for leaf in reach.leaves)):
             raise BatchError(NO_PARAMETER)
-        return confinement, self._sync.check(reach, gradients.named)
+        return confinement, self._sync.check(set(map(id, reach.leaves)), gradients.named, may_nest=reach.may_nest)
 
     def _may_overlap(self, loss: Tensor) -> bool:
         """Whether the graph can be walked while its backward runs: those of the window so far were ordinary.

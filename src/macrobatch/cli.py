@@ -188,7 +188,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _trained(chosen: Settings) -> int:
-    from macrobatch.fit import asked_for, is_out_of_memory
+    from macrobatch._cut.memory import asked_for, is_out_of_memory
     from macrobatch.train.trainer import train
     from macrobatch.train.world import OtherRankError
 

@@ -22,21 +22,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch import arguments, collectives
+from macrobatch._cudagraph.cache import Graphs, eagerly
+from macrobatch._cudagraph.recordable import is_compiled_around_ddp, unwrapped
+from macrobatch._cut.label_watch import LabelWatch
+from macrobatch._cut.memory import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
+from macrobatch._cut.plans import Part
+from macrobatch._cut.policies import ByCount, ByTokens
+from macrobatch._cut.prefetch import Feed
+from macrobatch._cut.samples import Collate, Samples, samples_of
+from macrobatch._cut.trees import transformed, unshared
+from macrobatch._ranks import collectives
+from macrobatch._ranks.placements import sharing_ranks
+from macrobatch._step import validation as arguments
+from macrobatch._step.epochs import Turn
+from macrobatch._step.snapshot import Snapshot
 from macrobatch.accumulator import Accumulator, Options
-from macrobatch.cuda_graph import Graphs, eagerly
 from macrobatch.errors import BackendError, BatchError, FitError, UsageError
-from macrobatch.feed import Feed
-from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
-from macrobatch.loader import Turn
-from macrobatch.placements import sharing_ranks
-from macrobatch.recordable import is_compiled_around_ddp, unwrapped
-from macrobatch.snapshot import Snapshot
-from macrobatch.split import ByCount, ByTokens, Collate, Part, Samples, samples_of
-from macrobatch.trees import transformed, unshared
-from macrobatch.uneven import LabelWatch
-from macrobatch.update import StepResult
-from macrobatch.window import Items
+from macrobatch.types import Items, StepResult
 
 Model = nn.Module | Sequence[nn.Module]
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items]]

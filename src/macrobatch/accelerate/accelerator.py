@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from macrobatch._ranks.select import sync_for
 from macrobatch.accelerate import gathering, loaders, models, resuming
 from macrobatch.accelerate.accumulation import Accumulation, Windows
 from macrobatch.accelerate.missing import missing_argument, missing_attribute
@@ -35,8 +36,7 @@ from macrobatch.accelerate.sharding import Share
 from macrobatch.accelerate.state import AcceleratorState, DistributedType, GradientState
 from macrobatch.accelerate.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Scaling
 from macrobatch.errors import UsageError
-from macrobatch.sync import sync_for
-from macrobatch.window import Items
+from macrobatch.types import Items
 
 
 class Accelerator:

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.select import sync_for
+from macrobatch._step.foreach import multiply
+from macrobatch._step.graph import reach_of, run_backward
+from macrobatch._step.totals import Window
+from macrobatch._step.validation import checked_items, checked_loss
 from macrobatch.accelerate.state import AcceleratorState, GradientState
 from macrobatch.accelerate.wrappers import AcceleratedOptimizer, Scaling
-from macrobatch.arguments import checked_items, checked_loss
-from macrobatch.collectives import all_reduce_later, largest
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.gradients import multiply
-from macrobatch.graph import reach_of, run_backward
-from macrobatch.sync import Local, sync_for
-from macrobatch.window import Items, Window
+from macrobatch.types import Items
 
 
 class Windows:
@@ -218,7 +220,8 @@ class Accumulation:
             )
         if self.closes and self.micro_batches > 1 and len(self._modules) == 1:
             trainable = {name: p for name, p in self._modules[0].named_parameters() if p.requires_grad}
-            self._sync.check(reach_of(loss), trainable)
+            reach = reach_of(loss)
+            self._sync.check(set(map(id, reach.leaves)), trainable, may_nest=reach.may_nest)
         if items is None:
             seed = self._windows.scaled(torch.full_like(loss, 1 / self._length), loss)
         elif self._has_backward:

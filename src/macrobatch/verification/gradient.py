@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from macrobatch.collectives import Group
-from macrobatch.sync import backend_of, sync_for
+from macrobatch._ranks.collectives import Group
+from macrobatch._ranks.select import backend_of, sync_for
 
 Named = dict[str, Tensor | None]  # by the names of parameters; None: no gradient
 
