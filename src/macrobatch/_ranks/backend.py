@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,41 +13,52 @@ from macrobatch._ranks.collectives import Group, host_group, local
 from macrobatch.errors import BackendError
 
 
-class Local:
-    """One process: gradients stay where they are.
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What a backend can do, and what it asks for.
 
     Attributes:
-        group: the ranks whose items are counted together; None: this process alone.
-        average: what the backend has divided the gradients of a closing window by.
-        lockstep: whether every micro-batch communicates, so that all ranks must do equally many.
-        confines: whether a backward can be confined to the own parameters: they are the leaves of its graph.
-        may_move: whether gradients may be copied to another place between backwards.
-        shows_views: whether ``.grad`` holds views of what is held elsewhere, made anew in each forward.
-        shards: the groups of ranks that hold other parts of plain gradients.
-        holds: whether all that ranks do together in a window can wait for its close (`hold`).
-        needs_turns: whether a rank must take a turn in a window even if it has nothing to add.
-        recordable: whether a micro-step can be one CUDA graph: what ranks do together cannot.
+        lockstep: every micro-batch communicates, so all ranks must do equally many.
+        confines: a backward can be confined to the own parameters: they are the leaves of its graph.
+        moves_gradients: gradients may be copied to another place between backwards.
+        shows_views: ``.grad`` holds views of what is held elsewhere, made anew in each forward.
+        can_hold: all that ranks do together in a window can wait for its close (`Local.hold_window`).
+        needs_every_rank: a rank must do a micro-batch in every window, even if it has nothing to add.
+        can_record: a micro-step can be one CUDA graph; what ranks do together cannot.
     """
 
+    lockstep: bool = False
+    confines: bool = True
+    moves_gradients: bool = False
+    shows_views: bool = False
+    can_hold: bool = True
+    needs_every_rank: bool = False
+    can_record: bool = True
+
+
+class Local:
+    """One process: gradients stay where they are. Other backends override what differs.
+
+    Attributes:
+        abilities: what it can do.
+        group: the ranks whose items are counted together; None: this process alone.
+        average: what the backend has divided the gradients of a closing window by.
+        shards: the groups of ranks that hold other parts of plain gradients.
+    """
+
+    abilities = Abilities()
     group: Group = None
     average: float = 1
-    lockstep = False
-    confines = True
-    may_move = False
-    shows_views = False
     shards: tuple[Group, ...] = ()
-    holds = True
-    needs_turns = False
-    recordable = True
     _hosts: Group = None
 
-    def hosts(self) -> Group:
+    def host_group(self) -> Group:
         """The same ranks, to exchange what lives on the host. Made once, by all of them together."""
         if self._hosts is None:
             self._hosts = host_group(self.group)
         return self._hosts
 
-    def hold(self) -> None:
+    def hold_window(self) -> None:
         """Before a window that may fail on one rank: no micro-batch of it communicates, only `finish` does."""
 
     def begin(self, last: bool) -> None:
@@ -63,23 +75,23 @@ class Local:
         return ()
 
     @property
-    def checks(self) -> bool:
+    def will_check(self) -> bool:
         """Whether `check` has anything to say of this micro-batch."""
         return False
 
-    def narrows(self) -> bool:
+    def uses_float16(self) -> bool:
         """Whether gradients pass through float16 somewhere on their way."""
         return False
 
-    def held(self) -> list[Tensor | None] | None:
+    def held_gradients(self) -> list[Tensor | None] | None:
         """All that may hold gradients of the window besides ``.grad``; None: nothing ever does."""
         return None
 
-    def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
         return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
 
-    def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the open window has added up so far, wherever it is held: this rank's own tensors."""
         return [local(p.grad) for p in parameters if p.grad is not None]
 
@@ -90,10 +102,10 @@ class Local:
         not be told, as no rank repeats any.
         """
 
-    def clear(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop gradients that are held anywhere but in ``.grad``."""
 
-    def clear_stale(self) -> None:
+    def drop_stale_gradients(self) -> None:
         """Before a window: drop what may be left there of an earlier one."""
 
 

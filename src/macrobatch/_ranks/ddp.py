@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from macrobatch._ranks.backend import Local
+from macrobatch._ranks.backend import Abilities, Local
 from macrobatch._ranks.collectives import Group, all_reduce_flat, unused_by_all
 from macrobatch.errors import BackendError
 from macrobatch.types import When
@@ -41,15 +41,17 @@ class DDP(Local):
         self._held = False
         self._world = dist.get_world_size(group)
         self.group = group
-        self.lockstep = self._micro
-        self.recordable = not (self._micro or any(model.static_graph for model in models))
-        self.may_move = any(model.gradient_as_bucket_view for model in models)  # once, when its buckets are laid out
+        self.abilities = Abilities(
+            lockstep=self._micro,
+            can_record=not (self._micro or any(model.static_graph for model in models)),
+            moves_gradients=any(model.gradient_as_bucket_view for model in models),  # once, when buckets are laid out
+        )
 
     @property
     def average(self) -> float:  # type: ignore[override]
         return self._world if self._synced else 1
 
-    def hold(self) -> None:
+    def hold_window(self) -> None:
         self._held, self._synced = True, False
         for model in self._models:  # what else the first forward would do, together with the other ranks
             model.reducer._rebuild_buckets()
@@ -118,26 +120,26 @@ class DDP(Local):
         return missing
 
     @property
-    def checks(self) -> bool:
+    def will_check(self) -> bool:
         return self._synced
 
     def _reduces(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad if self._reduced is None else id(parameter) in self._reduced
 
-    def narrows(self) -> bool:
+    def uses_float16(self) -> bool:
         return any(_compresses_to_half(model) for model in self._models)
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         self._held = False
         if not self._synced:
-            all_reduce_flat(named, self.group, self.hosts(), unused or ())
+            all_reduce_flat(named, self.group, self.host_group(), unused or ())
             for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
                 model.require_forward_param_sync = True
         elif unused is not None:  # the reducer takes what a repeated micro-batch used for used
-            for name in unused_by_all(named, unused, self.hosts()):
+            for name in unused_by_all(named, unused, self.host_group()):
                 named[name].grad = None
 
-    def clear(self) -> None:
+    def drop_gradients(self) -> None:
         self._held = False
 
 

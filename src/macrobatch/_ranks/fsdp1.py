@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._ranks.backend import Local, closed_early
+from macrobatch._ranks.backend import Abilities, Local, closed_early
 from macrobatch._ranks.collectives import Group
 from macrobatch.errors import BackendError
 from macrobatch.types import When
@@ -19,12 +19,14 @@ from macrobatch.types import When
 class FSDP1(Local):
     """FullyShardedDataParallel: its no_sync holds unsharded gradients until the last micro-batch."""
 
-    recordable = False
-    confines = False  # torch forbids it here
-    shows_views = True
-    lockstep = True  # parameters are gathered for every micro-batch
-    holds = False
-    needs_turns = True
+    abilities = Abilities(
+        lockstep=True,  # parameters are gathered for every micro-batch
+        confines=False,  # torch forbids it here
+        shows_views=True,
+        can_hold=False,
+        needs_every_rank=True,
+        can_record=False,
+    )
 
     def __init__(self, models: Sequence[Any], *, sync: When, group: Group) -> None:
         self._models = models
@@ -45,11 +47,11 @@ class FSDP1(Local):
         model = self._models[0]
         return float(model._gradient_predivide_factor * model._gradient_postdivide_factor)
 
-    def narrows(self) -> bool:
+    def uses_float16(self) -> bool:
         dtypes = {dtype for handle in self._handles() for dtype in (handle._fwd_bwd_param_dtype, handle._reduce_dtype)}
         return torch.float16 in dtypes or any(getattr(model, "_comm_hook", None) is not None for model in self._models)
 
-    def held(self) -> list[Tensor | None]:
+    def held_gradients(self) -> list[Tensor | None]:
         flat = [handle.flat_param for handle in self._handles()]
         return [p.grad for p in flat] + [getattr(p, "_saved_grad_shard", None) for p in flat]
 
@@ -73,11 +75,11 @@ class FSDP1(Local):
     def end(self) -> None:
         self._flags.close()
 
-    def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         flat = [handle.flat_param for handle in self._handles()]
         return [p.register_hook(torch.zeros_like) for p in flat if p.requires_grad]
 
-    def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         raise BackendError(
             "what FullyShardedDataParallel holds back cannot be reached: shard with fully_shard instead."
         )
@@ -86,14 +88,14 @@ class FSDP1(Local):
         if not self._synced:
             raise closed_early("FullyShardedDataParallel")
 
-    def clear(self) -> None:
+    def drop_gradients(self) -> None:
         for handle in self._handles():
             handle.flat_param.grad = None
             if hasattr(handle.flat_param, "_saved_grad_shard"):
                 del handle.flat_param._saved_grad_shard
 
-    def clear_stale(self) -> None:
-        self.clear()
+    def drop_stale_gradients(self) -> None:
+        self.drop_gradients()
 
 
 def _flattens_dtensors(module: nn.Module) -> bool:

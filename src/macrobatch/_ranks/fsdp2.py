@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._ranks.backend import Local, closed_early
+from macrobatch._ranks.backend import Abilities, Local, closed_early
 from macrobatch._ranks.collectives import Group, local
 from macrobatch._torch.modules import is_fully_sharded
 from macrobatch.errors import BackendError
@@ -20,21 +20,22 @@ from macrobatch.types import When
 class FSDP2(Local):
     """`fully_shard`, over one mesh dimension or two (HSDP): flags on each parameter group, for forward and backward."""
 
-    recordable = False
-    confines = False  # the leaves of the graph are the gathered parameters, not those that users see
-    needs_turns = True
-
     def __init__(self, models: Sequence[Any], *, sync: When, gather: When, group: Group) -> None:
         self._models = models
         self._micro = sync == "micro"
         self._gathered = gather == "window"
         self._held = False
-        # An aborted forward or backward leaves traces everywhere, which torch clears away since 2.13.
-        self.holds = self._gathered and all(hasattr(model, "reset_iter_state") for model in models)
         self._saved: list[tuple[object, str, object]] = []
         self._closed = False  # whether the last backward was a window's last
         self.group = group
-        self.lockstep = self._micro or not self._gathered
+        self.abilities = Abilities(
+            lockstep=self._micro or not self._gathered,
+            confines=False,  # the leaves of the graph are the gathered parameters, not those that users see
+            # An aborted forward or backward leaves traces everywhere, which torch clears away since 2.13.
+            can_hold=self._gathered and all(hasattr(model, "reset_iter_state") for model in models),
+            needs_every_rank=True,
+            can_record=False,
+        )
         assert self.average, "an error if its parts do not divide alike"
         self._check_all_sharded()
 
@@ -48,18 +49,18 @@ class FSDP2(Local):
             )
         return float(factors.pop())
 
-    def narrows(self) -> bool:
+    def uses_float16(self) -> bool:
         policies = [state._mp_policy for state in states(self._models)]
         return any(torch.float16 in (policy.param_dtype, policy.reduce_dtype) for policy in policies)
 
-    def held(self) -> list[Tensor | None]:
+    def held_gradients(self) -> list[Tensor | None]:
         held = [group._partial_reduce_output for group in param_groups(self._models)]
         for parameter in self._sharded():
             held.append(parameter.unsharded_accumulated_grad)
             held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
         return held
 
-    def hold(self) -> None:
+    def hold_window(self) -> None:
         self._held, self._closed = True, False
         for model in self._models:
             model._get_fsdp_state()._lazy_init()
@@ -110,16 +111,15 @@ class FSDP2(Local):
             setattr(owner, flag, value)
         self._saved.clear()
 
-    def zeroed(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         leaves = [p._unsharded_param for p in self._sharded() if hasattr(p, "_unsharded_param")]
         return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
 
-    def accumulated(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        held = self.held() + [parameter.sharded_param.grad for parameter in self._sharded()]
-        found = super().accumulated(parameters) + [local(gradient) for gradient in held if gradient is not None]
-        return list(
-            {gradient.data_ptr(): gradient for gradient in found}.values()
-        )  # while gathered, some are seen twice
+    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        held = self.held_gradients() + [parameter.sharded_param.grad for parameter in self._sharded()]
+        found = super().accumulated_gradients(parameters)
+        found += [local(gradient) for gradient in held if gradient is not None]
+        return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some come twice
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         held, self._held = self._held, False
@@ -137,14 +137,14 @@ class FSDP2(Local):
 
     def _require_reduced(self) -> None:
         """After a window's last backward nothing may be held back any more."""
-        if any(gradient is not None for gradient in self.held()):
+        if any(gradient is not None for gradient in self.held_gradients()):
             raise BackendError(
                 "the last backward of the window has reduced no gradients: somebody switched that off, as "
                 "model.set_requires_gradient_sync(False) does. Leave such calls out of the loop: they are made here "
                 "where they belong."
             )
 
-    def clear(self) -> None:
+    def drop_gradients(self) -> None:
         self._held = False
         for model in self._models:
             if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:

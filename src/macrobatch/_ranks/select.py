@@ -20,7 +20,7 @@ from macrobatch.errors import BackendError, UsageError
 from macrobatch.types import When
 
 
-def sync_for(
+def select_backend(
     models: Sequence[nn.Module],
     *,
     sync: When,
@@ -32,7 +32,7 @@ def sync_for(
     for name, value in (("sync", sync), ("gather", gather)):
         if value not in ("window", "micro"):
             raise UsageError(f'{name} must be "window" or "micro": got {value!r}.')
-    kind = backend_of(models)
+    kind = common_wrapper(models)
     if gather == "window" and kind != "FSDPModule":
         raise BackendError('gather="window" keeps the parameters of FSDP2 gathered; no given model is sharded by it.')
     if process_group is not None and not _initialized():
@@ -79,7 +79,7 @@ def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
     return dtype is not None and any(p.dtype.itemsize < dtype.itemsize for m in models for p in m.parameters())
 
 
-def backend_of(models: Sequence[nn.Module]) -> Wrapper | None:
+def common_wrapper(models: Sequence[nn.Module]) -> Wrapper | None:
     """The wrapper that all models share."""
     kinds = {wrapper_of(model) for model in models if any(p.requires_grad for p in model.parameters())}
     if len(kinds) > 1:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import all_reduce_later, largest
-from macrobatch._ranks.select import sync_for
+from macrobatch._ranks.select import select_backend
 from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of, run_backward
 from macrobatch._step.totals import Window
@@ -182,7 +182,7 @@ class Accumulation:
     def drop(self) -> None:
         """Forget the window, and gradients that are held anywhere but in ``.grad``."""
         self._begin_window()
-        self._sync.clear()
+        self._sync.drop_gradients()
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -293,7 +293,7 @@ class Accumulation:
 
     def zeroed(self) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros."""
-        return self._sync.zeroed(self._parameters())  # type: ignore[arg-type]
+        return self._sync.zeroing_hooks(self._parameters())  # type: ignore[arg-type]
 
     def is_empty(self) -> bool:
         """Whether the window that closes has no items at all. Waits for the device where only that knows."""
@@ -343,7 +343,7 @@ class Accumulation:
         return list({id(p): p for p in (*self._own(), *together) if p.requires_grad}.values())
 
     def _held(self) -> list[Tensor]:
-        return self._sync.accumulated(self._parameters())
+        return self._sync.accumulated_gradients(self._parameters())
 
     def _choose_sync(self) -> Local:
         if AcceleratorState().num_processes > 1 and len(self._modules) < len(self._models):
@@ -354,7 +354,7 @@ class Accumulation:
         if not any(p.requires_grad for module in self._modules for p in module.parameters()):
             return Local()
         each = self._windows.state.plugin_kwargs["sync_each_batch"]
-        return sync_for(
+        return select_backend(
             self._modules, sync="micro" if each else "window", gather="micro", process_group=None, accumulate_dtype=None
         )
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from macrobatch._cut.policies import ByCount, ByTokens
 from macrobatch._cut.samples import Collate, samples_of
-from macrobatch._ranks.select import backend_of, sync_for
+from macrobatch._ranks.select import common_wrapper, select_backend
 from macrobatch._step import validation as arguments
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.macrostep import MacroStep
@@ -213,8 +213,10 @@ def _enter_setting(names: Names, seen: Seen) -> None:
 
 def _let_go(model: nn.Module) -> None:
     """Drop what a wrapper holds back of a window that was never closed."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and backend_of([model]) is not None:
-        sync_for([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None).clear()
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and common_wrapper([model]) is not None:
+        select_backend(
+            [model], sync="window", gather="micro", process_group=None, accumulate_dtype=None
+        ).drop_gradients()
 
 
 # ---------------------------------------------------------------------------------------------- comparing
