@@ -23,6 +23,9 @@ from macrobatch._step.gradients import Gradients
 from macrobatch._step.optimizers import StepGuard, fused_step, has_hooks, takes_found_inf
 from macrobatch._step.totals import Window, wide
 from macrobatch._step.verdict import BAD_ITEMS, MEDDLED, NO_ITEMS, NONFINITE, Verdict
+from macrobatch._torch.autograd import factor_of
+from macrobatch._torch.optimizers import forget_unscaling, has_unscaled, note_overflow, scale_of
+from macrobatch._torch.tensors import unobserved
 from macrobatch.errors import NonFiniteError, UsageError
 from macrobatch.types import NonFinite, StepResult
 
@@ -73,14 +76,14 @@ class Update:
         """A window begins: what was unscaled before belongs to no window."""
         if self._scaler is not None:
             for optimizer in self._optimizers:
-                self._scaler._per_optimizer_states.pop(id(optimizer), None)
+                forget_unscaling(self._scaler, optimizer)
 
     def check_scaler(self) -> None:
         """Inside a window nobody else may unscale: it leaves no mark on the gradients, only in the scaler."""
         if self._scaler is None:
             return
         for optimizer in self._optimizers:
-            if self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            if has_unscaled(self._scaler, optimizer):
                 raise UsageError(
                     "scaler.unscale_() or scaler.step() was called inside the open window. Until step() the gradients "
                     "are undivided, scaled sums, and step() unscales them itself, once: leave the call out, and call "
@@ -89,13 +92,9 @@ class Update:
 
     def check_unscaled(self, loss: Tensor) -> None:
         """A loss that ``scaler.scale()`` has multiplied already would be scaled twice."""
-        if self._scaler is None or self._scaler._scale is None:
+        if self._scaler is None or (scale := scale_of(self._scaler)) is None or (factor := factor_of(loss)) is None:
             return
-        scale = self._scaler._scale
-        factor = getattr(loss.grad_fn, "_saved_other", None)  # of a product
-        if not isinstance(factor, Tensor):
-            return
-        with torch._C.DisableTorchFunction():  # an address is no number that the device has computed
+        with unobserved():  # an address is no number that the device has computed
             is_scaled = factor.data_ptr() == scale.data_ptr()
         if is_scaled:
             raise UsageError(
@@ -229,10 +228,7 @@ class Update:
                 fused_step(optimizer, grad_scale, found_inf)
 
     def _update_scale(self, scaler: GradScaler, verdict: Verdict) -> None:
-        # What scaler.unscale_() records, without its pass over the gradients: ours has looked at them already.
-        state = scaler._per_optimizer_states[id(self._optimizers[0])]
-        overflow = verdict.overflow
-        state["found_inf_per_device"] = {overflow.device: overflow}
+        note_overflow(scaler, self._optimizers[0], verdict.overflow)  # our own pass has looked at the gradients already
         scaler.update()
 
     def _result(self, window: Window, grad_norm: Tensor | None, *, skipped: bool | Tensor) -> StepResult:

@@ -87,6 +87,25 @@ def without_compile(model: nn.Module) -> Any:
     return unwrapped(model, ("OptimizedModule",))
 
 
+def plain_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter or buffer without those under which wrappers hold their modules.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1))
+    >>> model._orig_mod = nn.Linear(1, 1)
+    >>> plain_name(model, "_orig_mod.weight")
+    '_orig_mod.weight'
+    """
+    module: nn.Module | None = model
+    kept = []
+    for part in name.split("."):
+        while module is not None and (wrapper := wrapper_of(module)) is not None and part != CHILD_OF[wrapper]:
+            module = children_of(module)[CHILD_OF[wrapper]]  # some wrappers leave their child's name out themselves
+        if module is None or wrapper_of(module) is None:
+            kept.append(part)
+        module = None if module is None else children_of(module).get(part)
+    return ".".join(kept)
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether any part of it is, by `torch.compile(part)` or `part.compile()`."""
     return any(wrapper_of(module) == "OptimizedModule" or has_compiled_call(module) for module in model.modules())
