@@ -38,7 +38,7 @@ from macrobatch._cudagraph.recordable import (
 from macrobatch._cudagraph.recording import Ledger, Recording
 from macrobatch._cut.memory import is_out_of_memory, release
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.graph import confinement_of, gradients_aside, reach_of, run_backward
+from macrobatch._step.graph import confinement_of, reach_of, run_confined
 from macrobatch._step.snapshot import Snapshot, modules_of
 from macrobatch._step.totals import UNSCALED, Window
 from macrobatch.types import Items, Reduction
@@ -345,11 +345,8 @@ class Graphs:
         if window.counts_for_nothing(items):
             raise _NothingThereError
         require_leaves(loss, leaves_of)
-        seed = window.weigh(loss, items)
         confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
-        with gradients_aside(confinement.aside):
-            run_backward(loss, seed, confinement.inputs)
-        window.add(loss, items)
+        run_confined(loss, window.add(loss, items), confinement)
         ledger.add(window.totals())
         return window
 

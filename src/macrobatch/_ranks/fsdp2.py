@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -157,6 +158,21 @@ class FSDP2(Local):
         for group in param_groups(self._models):
             group._partial_reduce_output = None
         self._reshard()
+
+    def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
+        """Hooks that run before and after the one in which a module gathers its parameters."""
+        entered: list[AbstractContextManager[None]] = []
+
+        def enter(*_: object) -> None:
+            entered.append(span())
+            entered[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        for module in self._modules():
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_pre_hook(leave)
 
     def _reshard(self) -> None:
         """Else an optimizer would step parameters that nobody sees."""

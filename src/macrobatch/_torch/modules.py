@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 Wrapper = Literal["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"]
+BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of dimensions, synchronised or not
 WRAPPERS: tuple[Wrapper, ...] = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
