@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch import MacroStep, causal_lm_loss, cuda_graph
+import macrobatch._cudagraph.cache as cuda_graph
+from macrobatch import MacroStep, causal_lm_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(captures.__name__)]
 alone = pytest.mark.usefixtures(nccl.__name__)
