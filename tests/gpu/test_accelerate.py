@@ -2,15 +2,15 @@
 
 import copy
 
-import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import OURS
-from test_gpu import difference, make_model, no_host_reads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from harness import programs
+from harness.gpu import difference, make_model, no_host_reads
+from harness.programs import OURS
 from macrobatch.accelerate import Accelerator
 
 pytestmark = pytest.mark.gpu

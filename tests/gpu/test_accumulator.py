@@ -3,13 +3,13 @@
 import contextlib
 import copy
 import math
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from harness.gpu import difference, make_data, make_model, no_host_reads
 from macrobatch import Accumulator
 from macrobatch.errors import NonFiniteError
 
@@ -25,16 +25,6 @@ ITEMS = {
     "tensor": lambda x: torch.full((), len(x), device="cuda"),
     "host tensor": lambda x: torch.tensor(len(x)),
 }
-
-
-def make_model(dtype=torch.float32):
-    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)).to("cuda", dtype)
-
-
-def make_data(dtype=torch.float32, sizes=(5, 2, 7, 4, 1, 3)):
-    return [
-        (torch.randn(n, 8, device="cuda", dtype=dtype), torch.randn(n, 1, device="cuda", dtype=dtype)) for n in sizes
-    ]
 
 
 def train(acc, model, data, items=len, autocast=None):
@@ -56,23 +46,6 @@ def train_whole(model, optimizer, data, steps, max_norm):
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
-
-
-def difference(a, b):
-    weights = [[getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()] for model in (a, b)]
-    pairs = list(zip(*weights, strict=True))
-    return max((p - q).abs().max().item() for p, q in pairs) / max(q.abs().max().item() for _, q in pairs)
-
-
-@contextlib.contextmanager
-def no_host_reads():
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "a prototype feature"
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
@@ -225,15 +198,6 @@ def test_memory_does_not_grow_with_steps():
         peaks.append(torch.cuda.max_memory_allocated() - base)
         del model, acc
     assert peaks[2] <= 1.02 * peaks[1]
-
-
-@pytest.fixture
-def nccl(tmp_path):
-    torch.distributed.init_process_group(
-        "nccl", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 WRAPPED = {

@@ -7,7 +7,11 @@ import warnings
 
 import pytest
 import torch
-from recorded import (
+from torch import nn
+
+import macrobatch._cudagraph.cache as cuda_graph_module
+from harness.gpu import difference, no_host_reads
+from harness.recorded import (
     DEVICE,
     DROPOUT,
     WORDS,
@@ -16,19 +20,14 @@ from recorded import (
     autocast,
     batch_of,
     beside_eager,
-    captures,
     gpu,
     make,
     recordings,
     trained,
 )
-from test_gpu import difference, no_host_reads
-from torch import nn
-
-import macrobatch._cudagraph.cache as cuda_graph_module
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
 
-pytestmark = pytest.mark.usefixtures(captures.__name__)
+pytestmark = pytest.mark.usefixtures("captures")
 
 # ------------------------------------------------------------------------------------------ recorded as eager
 

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from test_gpu import difference, make_data, make_model, nccl, no_host_reads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.gpu import difference, make_data, make_model, no_host_reads
 from macrobatch import MacroStep, by_tokens, verify
 from macrobatch._cut.samples import samples_of
 from macrobatch.errors import BatchError, FitError
@@ -171,7 +171,7 @@ def test_one_sample_that_does_not_fit(limited):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.usefixtures(nccl.__name__)
+@pytest.mark.usefixtures("nccl")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch, about a world of one
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_a_vote_does_not_wait_for_the_device(wrap):

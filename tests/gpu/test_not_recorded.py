@@ -8,14 +8,17 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from recorded import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.gpu import difference
+from harness.recorded import (
     DEVICE,
     DROPOUT,
     Decoder,
     agree,
     batch_of,
     beside_eager,
-    captures,
     gpu,
     is_capturing,
     is_recording,
@@ -24,14 +27,10 @@ from recorded import (
     said,
     trained,
 )
-from test_gpu import difference
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
 from macrobatch._cudagraph.cache import LIMIT
 
-pytestmark = pytest.mark.usefixtures(captures.__name__)
+pytestmark = pytest.mark.usefixtures("captures")
 
 # ------------------------------------------------------------------------------------------ no trace
 

@@ -7,18 +7,18 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, all_well, run
-from recorded import Decoder, autocast, batch_of, captures, make, recordings, said, trained
-from test_gpu import difference, nccl, no_host_reads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import macrobatch._cudagraph.cache as cuda_graph
+from harness.gpu import difference, no_host_reads
+from harness.ranks import Outcome, all_well, run
+from harness.recorded import Decoder, autocast, batch_of, make, recordings, said, trained
 from macrobatch import MacroStep, causal_lm_loss
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(captures.__name__)]
-alone = pytest.mark.usefixtures(nccl.__name__)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures")]
+alone = pytest.mark.usefixtures("nccl")
 quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch, about a world of one
 
 # ------------------------------------------------------------------------------------------ a world of one
@@ -168,7 +168,7 @@ for _micro in (4, 1, "auto"):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    return run("test_gpu_ranks", "SCENARIOS", 2, tmp_path_factory.mktemp("recorded"), has_gpus=True)
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("recorded"), has_gpus=True)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from loops import UNEQUAL, Loop, Statistics, batch_of, by_items, loss_fn, pieces
-from reference import WIDTH, Attention, Batch
 from torch import nn
 
+from harness.loops import UNEQUAL, Loop, Statistics, batch_of, by_items, loss_fn, pieces
+from harness.reference import WIDTH, Attention, Batch
 from macrobatch import Accumulator, verify
 
 pytestmark = pytest.mark.gpu

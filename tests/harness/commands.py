@@ -85,8 +85,7 @@ def refused(command: list[str], capsys: Any, *said: str) -> None:
 
 
 def main() -> None:
-    import ranks
-
+    from harness import ranks
     from macrobatch.cli import main as macrobatch
 
     ranks.be_a_rank()

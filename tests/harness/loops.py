@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import reference
 import torch
 import torch.nn.functional as F
-from reference import IGNORED, VOCABULARY, WIDTH, Batch
 from torch import Tensor, nn
+
+from harness import reference
+from harness.reference import IGNORED, VOCABULARY, WIDTH, Batch
 
 EQUAL, UNEQUAL = 8, None  # items of each sample: all its tokens but the last ones, or some random number
 

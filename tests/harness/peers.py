@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from loops import next_token_loss
-from reference import IGNORED, Batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from harness.loops import next_token_loss
+from harness.reference import IGNORED, Batch
 
 STEPS, SIZE = 4, 5  # micro-batches in a window, samples in a micro-batch
 

@@ -4,7 +4,7 @@ A test module keeps its scenarios in a dict, name -> function without arguments.
 one after the other, and every rank leaves what a scenario returned, or raised, in a file. The tests look at those:
 
     SCENARIOS = {"sums": lambda: {"world": dist.get_world_size()}}
-    outcomes = run("test_something", "SCENARIOS", 2, tmp_path)
+    outcomes = run(__name__, "SCENARIOS", 2, tmp_path)
     assert [o["world"] for o in outcomes["sums"]] == [2, 2]     # one outcome a rank
 
 Every scenario has a process group of its own, and seconds to end in. One that hangs, or takes its process with it, is
@@ -29,11 +29,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import forking
-import reference
 import torch
 import torch.distributed as dist
-from reference import VOCABULARY, WIDTH, Attention, Batch, Counting, Trainee, mean_loss, relative_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -41,6 +38,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import harness
+from harness import forking, reference
+from harness.reference import VOCABULARY, WIDTH, Attention, Batch, Counting, Trainee, mean_loss, relative_error
 from macrobatch import Accumulator
 
 COLLECTIVE_SECONDS = 10  # how long a collective may wait for the other ranks
@@ -63,7 +63,9 @@ def run(
     pending, outcomes = list(getattr(importlib.import_module(module), scenarios)), {}
     while pending:
         program = (Path(__file__), module, scenarios, directory, *pending)
-        imported = ["ranks", module] if forks and not has_gpus else []  # a fork of what knows CUDA cannot use it
+        imported = (
+            ["harness.ranks", module] if forks and not has_gpus else []
+        )  # a fork of what knows CUDA cannot use it
         output = torchrun(ranks, *program, directory=directory, imported=imported, has_gpus=has_gpus).output
         while pending and all(outcome_file(directory, pending[0], rank).exists() for rank in range(ranks)):
             name = pending.pop(0)
@@ -98,7 +100,7 @@ def torchrun(
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     command = [sys.executable, *launcher, *options]
     screen, started = directory / f"screen-{time.monotonic_ns()}", time.monotonic()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_PIDS": str(directory), "PYTHONUNBUFFERED": "1"}
+    environment = harness.environment(OMP_NUM_THREADS="1", RANKS_PIDS=str(directory), PYTHONUNBUFFERED="1")
     if not has_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on CPUs, also where there is a GPU
     with screen.open("wb") as file:

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from test_gpu import difference
 from torch import nn
 
+from harness.gpu import difference
 from macrobatch import MacroStep, causal_lm_loss
 
 WORDS = 61
@@ -140,23 +140,6 @@ def is_recording():
     if DEVICE == "cuda":
         return torch.cuda.current_stream() != torch.cuda.default_stream()
     return "recording" in Pretence.under_way
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """All recordings are kept, whatever they gain: these models are small, and machines are noisy."""
-    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 1e9)
-    if DEVICE == "cuda":
-        return
-    monkeypatch.setattr("macrobatch.macrostep.MacroStep._why_eager", lambda _: None)
-    monkeypatch.setattr("macrobatch._cudagraph.recordable._require_plain", lambda *_: None)
-    monkeypatch.setattr("macrobatch._cudagraph.cache.captured", pretended_capture)
-    monkeypatch.setattr("macrobatch._cudagraph.cache.milliseconds", pretended_milliseconds)
-    monkeypatch.setattr("macrobatch._cudagraph.cache.Claim", Pretence)
-    monkeypatch.setattr("macrobatch._cudagraph.cache.joined", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
 
 
 gpu = pytest.mark.gpu  # what only a real capture shows

@@ -60,6 +60,26 @@ def concatenate(window: Sequence[Batch]) -> Batch:
 # ----------------------------------------------------------------------------------------------------------- models
 
 
+class Reentrant(torch.autograd.Function):
+    """Activation checkpointing as several libraries write it: with a backward inside its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            output = function(hidden)
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_(True)
+        with torch.enable_grad():
+            output = ctx.function(hidden)
+        torch.autograd.backward(output, gradient)
+        return None, hidden.grad
+
+
 class Attention(nn.Module):
     """One block with biases; the gradient of the key bias is zero but for rounding."""
 

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
-import reference
 import torch
-from programs import OURS, Program
-from ranks import (
+from torch import nn
+from torch.utils.data import DataLoader
+
+from harness import programs, reference
+from harness.programs import OURS, Program
+from harness.ranks import (
     Collectives,
     Outcome,
     Spiked,
@@ -28,10 +30,7 @@ from ranks import (
     same_on_all,
     share,
 )
-from reference import Experts, mean_loss, relative_error
-from torch import nn
-from torch.utils.data import DataLoader
-
+from harness.reference import Experts, mean_loss, relative_error
 from macrobatch import MacrobatchError
 from macrobatch.accelerate import (
     Accelerator,
@@ -59,7 +58,7 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_accelerate", "SCENARIOS", 2, tmp_path_factory.mktemp("accelerate"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("accelerate"))
 
 
 # ----------------------------------------------------------------------------------------- every way to share out data

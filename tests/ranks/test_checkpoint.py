@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Outcome, all_refused, all_well, ddp, fsdp2, full_weights, hsdp, made, run
 from torch import Tensor, nn
 
+from harness.ranks import Outcome, all_refused, all_well, ddp, fsdp2, full_weights, hsdp, made, run
 from macrobatch.train.checkpoint import Checkpoints, restore, state
 
 WIDTH, STEPS = 6, 3
@@ -167,7 +167,7 @@ def ran(tmp_path_factory):
     outcomes = {}
     for name in SCENARIOS:
         (folder / name).mkdir()
-        outcomes[name] = run("test_ranks_checkpoint", name, int(name[-1]), folder / name)
+        outcomes[name] = run(__name__, name, int(name[-1]), folder / name)
     del os.environ["CHECKPOINTS"]
     outcomes["LOADS2"] = outcomes["SAVES2"]  # one torchrun less
     return outcomes

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.ranks import (
     PLANS,
     Collectives,
     Outcome,
@@ -34,10 +37,7 @@ from ranks import (
     same_on_all,
     share,
 )
-from reference import Convolution, Experts, Trainee, mean_loss, relative_error, token_loss, whole_step
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
+from harness.reference import Convolution, Experts, Trainee, mean_loss, relative_error, token_loss, whole_step
 from macrobatch import Accumulator, MacrobatchError
 
 SYNCS = ("window", "micro")
@@ -52,7 +52,7 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_ddp", "SCENARIOS", 2, tmp_path_factory.mktemp("ddp"), forks=False)
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ddp"), forks=False)
 
 
 # ------------------------------------------------------------------------------------------------- exact, every way

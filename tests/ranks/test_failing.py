@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import (
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from harness.ranks import (
     Outcome,
     Plan,
     Tower,
@@ -28,10 +31,7 @@ from ranks import (
     share,
     torchrun,
 )
-from reference import mean_loss
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
+from harness.reference import mean_loss
 from macrobatch import Accumulator
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -45,7 +45,7 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_failing", "SCENARIOS", 2, tmp_path_factory.mktemp("failing"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("failing"))
 
 
 def train(acc: Accumulator, model: nn.Module, count: int = 8) -> Outcome:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import (
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+from harness.ranks import (
     Collectives,
     Outcome,
     Plan,
@@ -32,10 +35,7 @@ from ranks import (
     same_on_all,
     share,
 )
-from reference import Batch, Counting, Experts, concatenate, mean_loss, relative_error
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-
+from harness.reference import Batch, Counting, Experts, concatenate, mean_loss, relative_error
 from macrobatch import Accumulator, verify
 
 Wrap = Callable[..., nn.Module]
@@ -67,12 +67,12 @@ def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[st
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_fsdp", "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_fsdp", "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
+    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.distributed as dist
-from ranks import (
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from harness import reference
+from harness.ranks import (
     Collectives,
     Outcome,
     Tower,
@@ -32,10 +35,7 @@ from ranks import (
     same_on_all,
     torchrun,
 )
-from reference import VOCABULARY, WIDTH, Batch, Hoard, Trainee, mean_loss, relative_error, sum_loss
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-
+from harness.reference import VOCABULARY, WIDTH, Batch, Hoard, Trainee, mean_loss, relative_error, sum_loss
 from macrobatch import MacroStep, by_tokens
 from macrobatch.errors import BackendError, BatchError
 
@@ -60,7 +60,7 @@ SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_macrostep", "SCENARIOS", 2, tmp_path_factory.mktemp("macrostep"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("macrostep"))
 
 
 def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
@@ -154,7 +154,7 @@ def test_ranks_take_as_many_micro_batches_as_they_have_samples_for(ran):
 
 
 def test_four_ranks_in_two_dimensions(tmp_path):
-    ran = run("test_ranks_macrostep", "SCENARIOS_ON_FOUR", 4, tmp_path)
+    ran = run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path)
     exact(ran["by-count-hsdp"], ON_FOUR)
     exact(ran["auto-hsdp"], ON_FOUR)
 
@@ -453,8 +453,7 @@ def restarted() -> None:
 
 def test_a_restarted_job_begins_with_the_size_that_the_first_one_learnt(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart on a store of its own
-    imported = ["test_ranks_macrostep"]
-    launch = torchrun(2, __file__, directory=tmp_path, seconds=90, restarts=1, imported=imported)
+    launch = torchrun(2, __file__, directory=tmp_path, seconds=90, restarts=1, imported=[__name__])
     assert launch.exit_code == 0, launch.output
     assert "FitError: rank 1 ran out of memory" in launch.output
     assert [(tmp_path / f"done.{rank}").read_text() for rank in range(2)] == [str([4] * 6)] * 2

@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import (
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.ranks import (
     Outcome,
     Plan,
     Record,
@@ -28,20 +41,7 @@ from ranks import (
     same_on_all,
     share,
 )
-from reference import VOCABULARY, WIDTH, Counting, concatenate, mean_loss, relative_error
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
-
+from harness.reference import VOCABULARY, WIDTH, Counting, concatenate, mean_loss, relative_error
 from macrobatch import Accumulator, MacroStep
 from macrobatch._ranks.placements import layout_of, spread_over
 
@@ -148,12 +148,12 @@ def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[st
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_tensor_parallel", "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_tensor_parallel", "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
+    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ import re
 import shutil
 from pathlib import Path
 
-import commands
 import pytest
-import ranks
-from commands import arguments, farthest, json_lines, losses, metrics, sentences
 
+from harness import commands, ranks
+from harness.commands import arguments, farthest, json_lines, losses, metrics, sentences
 from macrobatch.cli import main
 
 STEPS = 20
@@ -57,7 +56,7 @@ def launched(place: Path, number: int, named: dict[str, list[str]], *, status: i
     file = place / f"commands-{number}.json"
     file.write_text(json.dumps(list(named.values())))
     program = (number, Path(commands.__file__), file)
-    launch = ranks.torchrun(*program, directory=place, imported=["ranks", *commands.IMPORTED])
+    launch = ranks.torchrun(*program, directory=place, imported=["harness.ranks", *commands.IMPORTED])
     assert launch.exit_code == 0, launch.output[-6000:]
     for rank in range(number):
         assert json.loads(Path(f"{file}.{rank}").read_text()) == [status] * len(named)
@@ -164,7 +163,7 @@ def test_a_batch_smaller_than_the_ranks(place):
 
 
 def test_resumed_on_another_number_of_ranks(place, alone, on_two):
-    """Stopped after 8 steps on two ranks; the rest on one. (`test_train_killed.py` has all other ways to stop.)"""
+    """Stopped after 8 steps on two ranks; the rest on one. (`train/test_killed.py` has all other ways to stop.)"""
     moved = place / "two moved"
     shutil.rmtree(moved / "checkpoints" / "step-00000020")
     shutil.rmtree(moved / "checkpoints" / "step-00000016")

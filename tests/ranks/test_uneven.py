@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import (
+from torch import nn
+
+from harness.ranks import (
     Noisy,
     Outcome,
     Plan,
@@ -28,9 +30,7 @@ from ranks import (
     same_on_all,
     share,
 )
-from reference import Convolution, Counting, mean_loss, unsized
-from torch import nn
-
+from harness.reference import Convolution, Counting, mean_loss, unsized
 from macrobatch import Accumulator
 
 Wrap = Callable[..., nn.Module]
@@ -54,7 +54,7 @@ def everywhere(name: str, scenario: Callable[..., Outcome]) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_uneven", "SCENARIOS", 2, tmp_path_factory.mktemp("uneven"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("uneven"))
 
 
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, all_refused, all_well, ddp, fsdp1, fsdp2, full_weights, run
-from reference import relative_error
-from test_unexpected import Reentrant
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
+from harness.ranks import Outcome, all_refused, all_well, ddp, fsdp1, fsdp2, full_weights, run
+from harness.reference import Reentrant, relative_error
 from macrobatch import Accumulator, MacroStep
 
 EXACT = 1e-12
@@ -34,7 +33,7 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_ranks_unexpected", "SCENARIOS", 2, tmp_path_factory.mktemp("unexpected"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("unexpected"))
 
 
 # ------------------------------------------------------------------------------------------------------- vocabulary

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from loops import Loop, by_items, loss_fn, next_token_fn, pieces
-from ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
-from reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.loops import Loop, by_items, loss_fn, next_token_fn, pieces
+from harness.ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
+from harness.reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
 from macrobatch import Accumulator, MacroStep, verify
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -22,7 +22,7 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run("test_verify_ranks", "SCENARIOS", 2, tmp_path_factory.mktemp("verify"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("verify"))
 
 
 def own_share(samples: int = 12) -> Batch:

@@ -3,14 +3,14 @@
 import time
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from test_gpu import no_host_reads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from harness import ranks
+from harness.gpu import no_host_reads
 from macrobatch import MacroStep
 from macrobatch.train.clock import PARTS, Clock
 
@@ -212,7 +212,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    return ranks.run("test_train_clock", "SCENARIOS", 2, tmp_path_factory.mktemp("clock"))
+    return ranks.run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("clock"))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import arguments, json_lines, refused, sentences
 from safetensors.torch import load_file, save_file
 
+from harness.commands import arguments, json_lines, refused, sentences
 from macrobatch.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_cache")

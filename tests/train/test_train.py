@@ -1,4 +1,4 @@
-"""`macrobatch train` and `generate`, through the command, from files to files. Many ranks: `test_ranks_train.py`."""
+"""`macrobatch train` and `generate`, through the command, from files to files. Many ranks: `ranks/test_train.py`."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import arguments, json_lines, losses, metrics, refused, sentences
 
+from harness.commands import arguments, json_lines, losses, metrics, refused, sentences
 from macrobatch.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_cache")

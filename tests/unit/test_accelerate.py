@@ -7,17 +7,16 @@ import pickle
 import pickletools
 import random
 
-import programs
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from programs import OURS, Program, line_fitted, regression, tokens_counted, whole_batches
-from reference import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import macrobatch.accelerate
+from harness import programs, reference
+from harness.programs import OURS, Program, line_fitted, regression, tokens_counted, whole_batches
+from harness.reference import relative_error
 from macrobatch import MacrobatchError
 from macrobatch.accelerate import (
     Accelerator,

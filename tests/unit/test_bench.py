@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 import macrobatch
+from harness import ROOT
 from macrobatch import bench
 from macrobatch.cli import main
 from macrobatch.errors import UsageError
-
-ROOT = Path(__file__).parent.parent
 
 SCRIPT = '''"""{what}
 

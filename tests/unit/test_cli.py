@@ -10,9 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from ranks import torchrun
 
 import macrobatch
+from harness import ROOT
+from harness.ranks import torchrun
 from macrobatch.cli import main
 
 TRAINING = """
@@ -248,5 +249,5 @@ def test_no_command_and_help(capsys):
 
 
 def test_the_command_that_is_installed():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"macrobatch": f"{main.__module__}:{main.__name__}"}

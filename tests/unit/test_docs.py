@@ -4,11 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from harness import ROOT
+
 PAGES = [path for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")) if "```python" in path.read_text()]
 
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.reference import (
     HOWS,
     MODELS,
     OPTIMIZERS,
@@ -33,9 +36,6 @@ from reference import (
     unsized,
     whole_batch_gradient,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from macrobatch import Accumulator
 
 EXACT = 1e-12

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import relative_error
 from torch import Tensor, nn
 
+from harness import environment
+from harness.reference import relative_error
 from macrobatch import MacroStep
 
 MIB = 2**20
@@ -103,7 +104,9 @@ def main(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_trains_a_batch_that_does_not_fit(device):
-    done = subprocess.run([sys.executable, __file__, device], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, device], capture_output=True, text=True, timeout=120, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     seen, samples = json.loads(done.stdout), SIZES[device][0]
     assert "allocate" in seen["error"], "the whole batch must not fit, or this shows nothing"

@@ -4,8 +4,8 @@ import logging
 import warnings
 
 import pytest
-from fuzzing import MismatchError, check, describe, draw_program, failure
 
+from fuzzing import MismatchError, check, describe, draw_program, failure
 from macrobatch import Accumulator
 
 SEEDS, PART = 800, 100

@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import gradients_of, relative_error
-from test_traps import HostReads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.host_reads import HostReads
+from harness.reference import gradients_of, relative_error
 from macrobatch import Accumulator
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.losses import causal_lm_loss

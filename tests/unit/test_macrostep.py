@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import (
+from torch import Tensor, nn
+
+from harness.reference import (
     HOWS,
     IGNORED,
     LENGTH,
@@ -38,8 +40,6 @@ from reference import (
     trainee,
     weights_of,
 )
-from torch import Tensor, nn
-
 from macrobatch import MacroStep, StepResult, by_count, by_tokens, verify
 from macrobatch.errors import BackendError, BatchError, FitError, MacrobatchError, NonFiniteError, UsageError
 from macrobatch.losses import causal_lm_loss

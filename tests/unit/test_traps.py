@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import (
+from torch import nn
+from tqdm import tqdm
+
+from harness.host_reads import HostReads
+from harness.reference import (
     HOWS,
     OPTIMIZERS,
     Accumulation,
@@ -37,11 +41,6 @@ from reference import (
     weights_of,
     whole_batch_gradient,
 )
-from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm import tqdm
-
 from macrobatch import Accumulator, MacrobatchError
 from macrobatch.errors import NonFiniteError, UsageError
 
@@ -558,46 +557,6 @@ def test_discard_leaves_nothing_behind():
 
 
 # ------------------------------------------------------------------------------------------------ what the host reads
-
-
-class HostReads(TorchDispatchMode):
-    """Notes, while `watching`, whatever hands the host a value that the device computed, by whichever door."""
-
-    OPERATIONS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item", "masked_select"))
-    METHODS = frozenset(("cpu", "numpy", "tolist", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-        self.watching = False
-        self._methods = HostReads.Methods(self)
-
-    def note(self, name: str, watched: frozenset[str]) -> None:
-        if self.watching and name in watched:
-            self.reads.append(name)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.note(func.overloadpacket.__name__, self.OPERATIONS)
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> "HostReads":
-        self._methods.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
-
-    class Methods(TorchFunctionMode):
-        """What reads host memory without an operation of torch."""
-
-        def __init__(self, reads: "HostReads") -> None:
-            super().__init__()
-            self._reads = reads
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self._reads.note(getattr(func, "__name__", ""), self._reads.METHODS)
-            return func(*args, **(kwargs or {}))
 
 
 @contextmanager

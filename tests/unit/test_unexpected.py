@@ -15,11 +15,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from reference import relative_error, weights_of
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from tqdm import tqdm
 
+from harness.reference import Reentrant, relative_error, weights_of
 from macrobatch import Accumulator, MacrobatchError, MacroStep
 from macrobatch.errors import BackendError, BatchError, NonFiniteError, UsageError
 
@@ -318,26 +318,6 @@ def test_a_loss_of_others_alone_changes_nothing():
         acc.backward(other(torch.ones(2, 3)).mean(), items=2)
     assert other.weight.grad is None
     acc.discard()
-
-
-class Reentrant(torch.autograd.Function):
-    """Activation checkpointing as several libraries write it: with a backward inside its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, hidden: Tensor) -> Tensor:
-        with torch.no_grad():
-            output = function(hidden)
-        ctx.function = function
-        ctx.save_for_backward(hidden)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        hidden = ctx.saved_tensors[0].detach().requires_grad_(True)
-        with torch.enable_grad():
-            output = ctx.function(hidden)
-        torch.autograd.backward(output, gradient)
-        return None, hidden.grad
 
 
 class Adapted(nn.Module):

@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import UNEQUAL, Loop, Statistics, batch_of, by_items, loss_fn, pieces
-from peers import accelerate_loop, accelerator, lightning_loop, loader_of
-from reference import WIDTH, Attention, Batch, mean_loss
 from torch import nn
 
+from harness.loops import UNEQUAL, Loop, Statistics, batch_of, by_items, loss_fn, pieces
+from harness.peers import accelerate_loop, accelerator, lightning_loop, loader_of
+from harness.reference import WIDTH, Attention, Batch, mean_loss
 from macrobatch import MacrobatchError, verify
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification import Report

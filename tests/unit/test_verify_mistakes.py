@@ -4,16 +4,15 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import loops
 import pytest
-import reference
-import test_verify_ranks
 import torch
 import torch.nn.functional as F
-from loops import (
+from torch import Tensor, nn
+
+from harness import ROOT, loops, reference
+from harness.loops import (
     UNEQUAL,
     Centred,
     Forgetful,
@@ -33,12 +32,11 @@ from loops import (
     sequences,
     squared_error,
 )
-from peers import accelerate_loop, accelerate_tokens, accelerator, all_labels, lightning_loop, loader_of
-from reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, mean_loss, sum_loss
-from torch import Tensor, nn
-
+from harness.peers import accelerate_loop, accelerate_tokens, accelerator, all_labels, lightning_loop, loader_of
+from harness.reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, mean_loss, sum_loss
 from macrobatch import Accumulator, causal_lm_loss, verify
 from macrobatch.verify import Report
+from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
 
 TWENTY_UNEQUAL = batch_of(items=UNEQUAL)  # in micro-batches of 5, one window of 4
 
@@ -573,12 +571,12 @@ def test_it_is_found_and_named(name):
 
 def test_every_cause_is_documented_and_planted():
     """The table of causes has each of them, and no other."""
-    table = (Path(__file__).parent.parent / "docs" / "verify.md").read_text().partition("## The causes")[2]
+    table = (ROOT / "docs" / "verify.md").read_text().partition("## The causes")[2]
     documented = {
         name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)
     }
     planted = {cause for mistake in MISTAKES.values() for cause in mistake.causes}
-    assert documented == planted | {cause for _, cause in test_verify_ranks.WRONG.values()}
+    assert documented == planted | {cause for _, cause in WRONG_ON_RANKS.values()}
 
 
 def test_evidence_has_the_numbers():

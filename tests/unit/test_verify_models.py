@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import (
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from harness.loops import (
     UNEQUAL,
     Loop,
     Statistics,
@@ -21,10 +24,7 @@ from loops import (
     squares,
     thirds,
 )
-from reference import WIDTH, Attention, Tied, mean_loss
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+from harness.reference import WIDTH, Attention, Tied, mean_loss
 from macrobatch import Accumulator, verify
 from macrobatch.errors import UsageError
 

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from harness.loops import (
     UNEQUAL,
     Forgetful,
     Loop,
@@ -27,8 +30,8 @@ from loops import (
     squared_error,
     sum_fn,
 )
-from peers import accelerate_loop, accelerate_tokens, accelerator, lightning_loop, loader_of, shifted_labels
-from reference import (
+from harness.peers import accelerate_loop, accelerate_tokens, accelerator, lightning_loop, loader_of, shifted_labels
+from harness.reference import (
     IGNORED,
     VOCABULARY,
     WIDTH,
@@ -41,9 +44,6 @@ from reference import (
     mean_loss,
     sum_loss,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-
 from macrobatch import Accumulator, MacroStep, by_tokens, causal_lm_loss, verify
 
 TWENTY = batch_of(items=UNEQUAL)  # in micro-batches of 5, one window of 4

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import Pair, Step, batch_of, by_hand, causes, layers, loss_fn, numbers, pieces, squares, thirds
-from reference import Attention, mean_loss
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from harness.loops import Pair, Step, batch_of, by_hand, causes, layers, loss_fn, numbers, pieces, squares, thirds
+from harness.reference import Attention, mean_loss
 from macrobatch import MacroStep, verify
 from macrobatch.errors import UsageError
 
