@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from macrobatch._cudagraph.cache import Graphs, eagerly
+from macrobatch._cudagraph.capture import capturer_for
 from macrobatch._cudagraph.recordable import is_compiled_around_ddp, unwrapped
 from macrobatch._cut.label_watch import LabelWatch
 from macrobatch._cut.memory import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
@@ -385,20 +386,21 @@ class MacroStep:
             loss, items = self._loss(bare, micro_batch)
             return arguments.checked_loss(loss), arguments.checked_items(samples if items is None else items)
 
-        if (why := self._why_eager()) is not None:
-            warnings.warn(eagerly(why), stacklevel=3)
+        capturer = capturer_for(acc._device)
+        why = f"the model is on {acc._device}" if capturer is None else self._why_eager()
+        if capturer is None or why is not None:
+            warnings.warn(eagerly(str(why)), stacklevel=3)
             return None
         return Graphs(
             acc._models,
             loss_of,
             reduction=acc._reduction,
             scaled=acc._scaler is not None,
+            capturer=capturer,
         )
 
     def _why_eager(self) -> str | None:
         """What keeps micro-steps from being recorded, if anything does."""
-        if self._acc._device.type != "cuda":
-            return f"the model is on {self._acc._device}"
         if self._sharing:
             return "ranks that share a model communicate inside micro-steps"
         if not self._acc._sync.abilities.can_record:

@@ -26,6 +26,7 @@ from harness.recorded import (
     trained,
 )
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
+from macrobatch._cudagraph.capture import CAPTURERS
 
 pytestmark = pytest.mark.usefixtures("captures")
 
@@ -116,8 +117,14 @@ def test_autocast_around_the_call():
 
 def test_shapes_come_and_go_and_mix_with_eager_ones(monkeypatch):
     """Shapes that were seen are replayed, new ones run eagerly in the same window. None is recorded twice."""
-    captured, captures = cuda_graph_module.captured, []
-    monkeypatch.setattr(cuda_graph_module, "captured", lambda *what: captures.append(what) or captured(*what))
+    captures = []
+
+    class Counting(CAPTURERS[DEVICE]):
+        def capture(self, *what):
+            captures.append(what)
+            return super().capture(*what)
+
+    monkeypatch.setitem(CAPTURERS, DEVICE, Counting)
     monkeypatch.setattr(cuda_graph_module, "AT_ONCE", 1)
 
     def run(model, cuda_graph):

@@ -354,6 +354,23 @@ def test_a_model_that_is_changed_is_recorded_anew(change):
     assert recorded
 
 
+@gpu
+def test_a_model_that_moves_to_the_host_runs_eagerly():
+    def run(model, cuda_graph):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train = MacroStep(model, optimizer, causal_lm_loss, micro=4, cuda_graph=cuda_graph)
+        for seed in range(4):
+            if seed == 2:
+                model.cpu()
+            train(batch_of(12, seed=seed, device="cuda" if seed < 2 else "cpu"))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apart, _ = beside_eager(make(), run)
+    assert apart == 0.0
+    assert ["the model is on cpu" in one for one in said(caught)] == [True]
+
+
 # ------------------------------------------------------------------------------------------ what fails
 
 

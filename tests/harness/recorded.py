@@ -6,15 +6,20 @@ everywhere: which shapes are recorded and when, gradients, totals, refusals.
 
 import contextlib
 import copy
-import inspect
-from typing import ClassVar
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.gpu import difference
 from macrobatch import MacroStep, causal_lm_loss
+from macrobatch._cudagraph.capture import Capturer, Graph
+
+T = TypeVar("T")
 
 WORDS = 61
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,58 +93,84 @@ def agree(model, **options):
     return difference(model, twin), recordings(train)
 
 
-class Pretence:
-    """Stands for what surrounds a capture; `under_way` is what is going on."""
+class PretendedCapturer(Capturer):
+    """Captures on a CPU: what is to be replayed is run again. `under_way` is what is going on."""
 
     under_way: ClassVar[list[str]] = []
 
-    def __init__(self, *_):
-        self.device = torch.device(DEVICE)
+    def new_pool(self) -> object:
+        return object()
 
-    def __enter__(self):
-        self.under_way.append("recording")
-        return self
+    @contextlib.contextmanager
+    def claim(self, pool: object) -> Iterator[Any]:
+        with self._going_on("recording"):
+            yield PretendedClaim()
 
-    def __exit__(self, *_):
-        self.under_way.remove("recording")
+    def warming_up(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
+    def capture(self, run: Callable[[], T], pool: object) -> tuple[Graph, T]:
+        with self._going_on("capturing"), Writes() as writes:
+            returned = run()
+        return PretendedGraph(run, writes), returned
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    @contextlib.contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        self.under_way.append(what)
+        try:
+            yield
+        finally:
+            self.under_way.remove(what)
+
+
+class PretendedClaim:
     allocating = staticmethod(contextlib.nullcontext)
 
 
-class PretendedGraph:
-    def __init__(self, run):
-        self._run = run
-        self._leaves = inspect.getclosurevars(run).nonlocals["leaves_of"].values()
+class Writes(TorchDispatchMode):
+    """Notes the tensors that are written to."""
 
-    def replay(self):
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = named.get(argument.name)
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    self._seen[id(tensor)] = weakref.ref(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def lasting(self) -> tuple[Tensor, ...]:
+        """Those that somebody still holds."""
+        return tuple(tensor for one in self._seen.values() if (tensor := one()) is not None)
+
+
+class PretendedGraph:
+    def __init__(self, run: Callable[[], object], writes: Writes) -> None:
+        self._run, self._writes = run, writes
+
+    def replay(self) -> None:
         """As a real one does: torch does not notice what it writes to."""
-        gradients = tuple(leaf.grad for leaf in self._leaves if leaf.grad is not None)
-        with torch.autograd._unsafe_preserve_version_counter(gradients):
+        with torch.autograd._unsafe_preserve_version_counter(self._writes.lasting()):
             self._run()
 
 
-def pretended_capture(run, *_):
-    Pretence.under_way.append("capturing")
-    try:
-        return PretendedGraph(run), run()
-    finally:
-        Pretence.under_way.remove("capturing")
-
-
-def pretended_milliseconds(run, _):
-    run()
-    return 1.0
-
-
 def is_capturing():
-    return torch.cuda.is_current_stream_capturing() if DEVICE == "cuda" else "capturing" in Pretence.under_way
+    return torch.cuda.is_current_stream_capturing() if DEVICE == "cuda" else "capturing" in PretendedCapturer.under_way
 
 
 def is_recording():
     """Warming up, or capturing."""
     if DEVICE == "cuda":
         return torch.cuda.current_stream() != torch.cuda.default_stream()
-    return "recording" in Pretence.under_way
+    return "recording" in PretendedCapturer.under_way
 
 
 gpu = pytest.mark.gpu  # what only a real capture shows
