@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from macrobatch._cudagraph.cache import Graphs, eagerly
+from macrobatch._cudagraph.capture import capturer_for
 from macrobatch._cudagraph.recordable import is_compiled_around_ddp, unwrapped
 from macrobatch._cut.label_watch import LabelWatch
 from macrobatch._cut.memory import Sizes
@@ -299,16 +300,18 @@ class MacroStep:
             loss, items = self._loss(bare, micro_batch)
             return validation.checked_loss(loss), validation.checked_items(samples if items is None else items)
 
-        if (why := self._why_eager()) is not None:
-            warnings.warn(eagerly(why), stacklevel=3)
+        capturer = capturer_for(engine.device)
+        why = f"the model is on {engine.device}" if capturer is None else self._why_eager()
+        if capturer is None or why is not None:
+            warnings.warn(eagerly(str(why)), stacklevel=3)
             return None
-        return Graphs(engine.models, loss_of, reduction=engine.reduction, scaled=engine.scaler is not None)
+        return Graphs(
+            engine.models, loss_of, reduction=engine.reduction, scaled=engine.scaler is not None, capturer=capturer
+        )
 
     def _why_eager(self) -> str | None:
         """What keeps micro-steps from being recorded, if anything does."""
         engine = self._engine
-        if engine.device.type != "cuda":
-            return f"the model is on {engine.device}"
         if self._sharing:
             return "ranks that share a model communicate inside micro-steps"
         if not engine.backend.abilities.can_record:
