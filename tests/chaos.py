@@ -17,24 +17,16 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import test_train_killed as killed
 import torch
+
+from harness import killing
 
 USES = 90  # of files: about half of those in a whole run
 
 
-def settings_in(folder: Path) -> list[object]:
-    draw, words, file = random.Random(0), killed.WORDS.split(), folder / "data.txt"
-    texts = (" ".join(draw.choice(words) for _ in range(draw.randrange(3, 60))) for _ in range(200))
-    file.write_text("\n\n".join(texts))
-    sizes = ("--model", "tiny", "--data", file, "--vocabulary-size", 300, "--seq-len", 48, "--batch-size", 8)
-    often = ("--steps", killed.STEPS, "--save-every", killed.SAVE_EVERY, "--validate-every", 10)
-    return [*sizes, "--micro", "tokens:192", *often, "--sample-tokens", 0]
-
-
 def newest(run: Path) -> int:
     """The step of the newest checkpoint."""
-    return max((int(name[5:13]) for name in killed.checkpoints(run) if "partial" not in name), default=0)
+    return max((int(name[5:13]) for name in killing.checkpoints(run) if "partial" not in name), default=0)
 
 
 def main() -> int:
@@ -46,7 +38,7 @@ def main() -> int:
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        command = killed.Command(folder)
+        command = killing.Command(folder)
         try:
             result = tortured(command, folder, parsed.kills, parsed.seconds, random.Random(parsed.seed))
         finally:
@@ -57,8 +49,8 @@ def main() -> int:
     return int(bool(result["failures"]))
 
 
-def tortured(command: killed.Command, folder: Path, kills: int, seconds: float, draw: random.Random) -> dict:
-    settings, begun = settings_in(folder), time.monotonic()
+def tortured(command: killing.Command, folder: Path, kills: int, seconds: float, draw: random.Random) -> dict:
+    settings, begun = killing.settings_in(folder), time.monotonic()
     undisturbed = folder / "undisturbed"
     command.run(*settings, "--out", undisturbed)
     warm = time.monotonic()
@@ -71,10 +63,10 @@ def tortured(command: killed.Command, folder: Path, kills: int, seconds: float, 
         before = newest(run)
         is_crash = draw.random() < 0.5
         crash = (str(run), draw.randrange(1, USES)) if is_crash else None
-        started = command.start(*settings, "--out", run, *killed.again(run), crash=crash)
+        started = command.start(*settings, "--out", run, *killing.again(run), crash=crash)
         if not is_crash:
             moment = time.monotonic() + draw.uniform(0, 0.7 * whole)
-            killed.until(started, lambda moment=moment: time.monotonic() > moment)
+            killing.until(started, lambda moment=moment: time.monotonic() > moment)
             started.kill()
         status = started.wait()
         if status == [-signal.SIGKILL]:
@@ -87,10 +79,10 @@ def tortured(command: killed.Command, folder: Path, kills: int, seconds: float, 
             run = folder / f"run-{ended}-after-{len(failures)}-failures"
         elif status == [0]:
             try:
-                killed.same(run, undisturbed)
+                killing.same(run, undisturbed)
             except AssertionError as error:
                 failures.append(f"not the same: {error}")
-            ended, step_sum = ended + 1, step_sum + killed.STEPS
+            ended, step_sum = ended + 1, step_sum + killing.STEPS
             run = folder / f"run-{ended}"
         for screen in folder.glob("screen-*"):
             screen.unlink()

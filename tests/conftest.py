@@ -4,35 +4,35 @@ import torch
 # The files that take longest, by the seconds they took on two cores, start first (xdist's own order is by the number
 # of tests in a file): one that starts last keeps a core busy for minutes while the other has nothing left to do.
 LONGEST = (
-    "test_train_killed",
-    "test_ranks_train",
-    "test_ranks_fsdp",
-    "test_ranks_macrostep",
-    "test_exactness",
-    "test_docs",
-    "test_verify_right",
-    "test_ranks_tensor_parallel",
-    "test_ranks_uneven",
-    "test_ranks_checkpoint",
-    "test_cli",
-    "test_ranks_failing",
-    "test_verify_mistakes",
-    "test_ranks_fuzz",
-    "test_fit",
-    "test_macrostep",
-    "test_train_checkpoint",
-    "test_ranks_accelerate",
-    "test_bench",
-    "test_ranks_ddp",
-    "test_traps",
-    "test_verify_ranks",
-    "test_train_corpus",
+    "train/test_killed",
+    "ranks/test_train",
+    "ranks/test_fsdp",
+    "ranks/test_macrostep",
+    "unit/test_exactness",
+    "unit/test_docs",
+    "unit/test_verify_right",
+    "ranks/test_tensor_parallel",
+    "ranks/test_uneven",
+    "ranks/test_checkpoint",
+    "unit/test_cli",
+    "ranks/test_failing",
+    "unit/test_verify_mistakes",
+    "ranks/test_fuzz",
+    "unit/test_fit",
+    "unit/test_macrostep",
+    "train/test_checkpoint",
+    "ranks/test_accelerate",
+    "unit/test_bench",
+    "ranks/test_ddp",
+    "unit/test_traps",
+    "ranks/test_verify",
+    "train/test_corpus",
 )
 
 
 def pytest_collection_modifyitems(items):
     place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(place)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,6 +1,6 @@
 """Random programs on several ranks, each compared with one process that has the batches of all of them.
 
-Every program is a scenario of tests/ranks.py: many of them run in one launch, each with a process group and a
+Every program is a scenario of harness/ranks.py: many of them run in one launch, each with a process group and a
 time-out of its own.
 """
 
@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from fuzzing.rank_program import RankProgram, draw_rank_program
 from fuzzing.reference import Expected
 from fuzzing.run import MismatchError, SpoiledError
 from fuzzing.whole import Whole, pack
+from harness import ranks
 from macrobatch.errors import NonFiniteError
 
 RANKS = 2
@@ -281,7 +281,7 @@ def check_on_ranks(p: RankProgram) -> None:
 
 
 def run_program(seed: int) -> dict[str, Any]:
-    """As a scenario of tests/ranks.py: what went wrong on this rank."""
+    """As a scenario of harness/ranks.py: what went wrong on this rank."""
     check_on_ranks(draw_rank_program(seed))
     return {}
 

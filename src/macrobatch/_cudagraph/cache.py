@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cudagraph.capture import Claim, captured, joined, milliseconds, uncached_autocast, without_collecting
+from macrobatch._cudagraph.capture import Capturer, Claim, capturer_for, uncached_autocast, without_collecting
 from macrobatch._cudagraph.recordable import (
     NotRecordableError,
     Traces,
@@ -38,7 +38,7 @@ from macrobatch._cudagraph.recordable import (
 from macrobatch._cudagraph.recording import Ledger, Recording
 from macrobatch._cut.memory import is_out_of_memory, release
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.graph import confinement_of, gradients_aside, reach_of, run_backward
+from macrobatch._step.graph import confinement_of, reach_of, run_confined
 from macrobatch._step.snapshot import Snapshot, modules_of
 from macrobatch._step.totals import UNSCALED, Window
 from macrobatch._torch.tensors import version_of, zero_all
@@ -71,6 +71,7 @@ class Graphs:
             their wrappers (`unwrapped`), which do things in Python that a replay would leave out.
         reduction: what those losses are.
         scaled: whether a scaler multiplies them.
+        capturer: of the device that they are on.
     """
 
     def __init__(
@@ -80,16 +81,17 @@ class Graphs:
         *,
         reduction: Reduction,
         scaled: bool,
+        capturer: Capturer,
     ) -> None:
         self._models = models
         self._loss_of = loss_of
         self._reduction: Reduction = reduction
         self._scaled = scaled
+        self._capturer = capturer
         self._situation: object = None
         self._refused = False  # nothing is recorded any more
         self._warms_up_apart = False  # whether each shape is warmed up outside of the pool first
         self._warned: set[str] = set()
-        self._stream: torch.cuda.Stream | None = None  # libraries keep memory for each that they were used on
         self.forget()
 
     def forget(self) -> None:
@@ -138,7 +140,7 @@ class Graphs:
         if self._refused:
             return None
         try:
-            shape = signature(micro_batch, samples)
+            shape = signature(micro_batch, samples, self._capturer.device.type)
         except NotRecordableError as why:
             self.refuse(str(why))
             return None
@@ -203,8 +205,17 @@ class Graphs:
         if now != self._situation:
             self.forget()
             self._situation = now
+            self._follow(parameters[0].device)
         if not self._refused and (what := hooked(modules, parameters)) is not None:
             self.refuse(f"{what} has a hook, which a replay would leave out")
+
+    def _follow(self, device: torch.device) -> None:
+        """Capture where the models are now."""
+        if device != self._capturer.device:
+            if (capturer := capturer_for(device)) is None:
+                self.refuse(f"the model is on {device}")
+            else:
+                self._capturer = capturer
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -223,7 +234,7 @@ class Graphs:
             with _undone(self._models):  # to take a micro-batch may draw random numbers
                 micro_batch, samples = take()
             try:
-                shape = signature(micro_batch, samples)
+                shape = signature(micro_batch, samples, self._capturer.device.type)
             except NotRecordableError as why:
                 self.refuse(str(why))
                 return
@@ -232,7 +243,7 @@ class Graphs:
         self._taken.update(known_before for known_before, _ in coming)
         if not found:
             return
-        device = parameters[0].device
+        device = self._capturer.device
         release(device)
         for shape, micro in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
             if not self._refused and len(self._recordings) < LIMIT:
@@ -271,28 +282,27 @@ class Graphs:
         return recording
 
     def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
-        device = next(iter(leaves_of)).device
-        ledger = self._ledger = self._ledger or Ledger(device)
-        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
-        stream = self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        capturer = self._capturer
+        ledger = self._ledger = self._ledger or Ledger(capturer.device)
+        pool = self._pool = self._pool or capturer.new_pool()
         static = copied(micro_batch)
 
         def micro_step() -> Window:
             return self._micro_step(static, samples, ledger, leaves_of)
 
-        with without_collecting(), joined(stream, device), Claim(pool, device) as claim:
+        with without_collecting(), capturer.claim(pool) as claim:
             for parameter, leaf in leaves_of.items():
                 leaf.grad = self._buffer_of(parameter)
-            with torch.cuda.stream(stream):
+            with capturer.warming_up():
                 added_to, eager = self._warmed_up(micro_step, leaves_of, claim)
             for parameter in leaves_of.keys() - added_to:  # it needs no memory for a gradient
                 leaves_of[parameter].grad = None
                 if not self._is_reached(parameter):
                     del self._buffers[id(parameter)]
-            graph, window = captured(micro_step, pool, stream, device)
+            graph, window = capturer.capture(micro_step, pool)
         inputs = [leaf for _, leaf in tensors_of(static)]
         recording = Recording(graph, inputs, ledger, added_to, window.host_items)
-        replayed = min(milliseconds(lambda: recording.run(micro_batch), device) for _ in range(2))
+        replayed = min(capturer.milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < FASTER * eager else None
 
     def _warmed_up(
@@ -303,7 +313,7 @@ class Graphs:
         In the memory of the pool, which would else be needed twice. But what is made there and kept, such as the mask
         for a length, would be overwritten by the recordings that are there already.
         """
-        device = claim.device
+        device = self._capturer.device
         buffers_before = buffers_of(self._models)
         is_first = not self.holds  # nothing can be overwritten; and what is recorded may need other sizes
         is_apart = is_first or self._warms_up_apart
@@ -316,7 +326,7 @@ class Graphs:
         with contextlib.nullcontext() if is_first else claim.allocating():
             for _ in range(WARM_UPS - 1):
                 traces = Traces(device)
-                times.append(milliseconds(micro_step, device))
+                times.append(self._capturer.milliseconds(micro_step))
                 left.append(traces.left())
         require_no_traces(left)
         if not all(map(operator.is_, buffers_before, buffers_of(self._models))):
@@ -346,11 +356,8 @@ class Graphs:
         if window.counts_for_nothing(items):
             raise _NothingThereError
         require_leaves(loss, leaves_of)
-        seed = window.weigh(loss, items)
         confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
-        with gradients_aside(confinement.aside):
-            run_backward(loss, seed, confinement.inputs)
-        window.add(loss, items)
+        run_confined(loss, window.add(loss, items), confinement)
         ledger.add(window.totals())
         return window
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -71,21 +72,74 @@ def uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def captured(
-    run: Callable[[], T], pool: Any, stream: torch.cuda.Stream, device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, T]:
-    """What `run` does, as a graph, and what it returned."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(device)),  # is put back where the next one fails to
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            returned = run()
-    except BaseException:
-        _end_failed_capture(pool, device)
-        raise
-    return graph, returned
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None:
+        """Do it again, on the numbers that are in the same places now."""
+
+
+class Capturer:
+    """All that recordings ask of CUDA itself. `CAPTURERS` has one for each kind of device that can capture.
+
+    Tests without a GPU put their own there, for CPUs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all captures: libraries keep memory for each that they were used on."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def new_pool(self) -> Any:
+        """The name of a memory pool, which lives as long as a capture in it."""
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def claim(self, pool: Any) -> Iterator[Claim]:
+        """Around warming up and capturing, whose stream follows on what the current one was given before."""
+        with joined(self._stream, self.device), Claim(pool, self.device) as claim:
+            yield claim
+
+    def warming_up(self) -> contextlib.AbstractContextManager[object]:
+        """On the stream of the captures."""
+        return torch.cuda.stream(self._stream)
+
+    def capture(self, run: Callable[[], T], pool: Any) -> tuple[Graph, T]:
+        """What `run` does, as a graph, and what it returned."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # is put back where the next one fails to
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                returned = run()
+        except BaseException:
+            _end_failed_capture(pool, self.device)
+            raise
+        return graph, returned
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """What the device needs for it, waiting for the host included."""
+        with torch.cuda.device(self.device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end))
+
+
+CAPTURERS: dict[str, type[Capturer]] = {"cuda": Capturer}
+
+
+def capturer_for(device: torch.device) -> Capturer | None:
+    """None where this kind of device cannot capture."""
+    capturer = CAPTURERS.get(device.type)
+    return None if capturer is None else capturer(device)
 
 
 def _end_failed_capture(pool: Any, device: torch.device) -> None:
@@ -110,15 +164,3 @@ def joined(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
         yield
     finally:
         current.wait_stream(stream)
-
-
-def milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """What the device needs for it, waiting for the host included."""
-    with torch.cuda.device(device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))

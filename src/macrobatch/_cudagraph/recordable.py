@@ -29,14 +29,14 @@ def tensors_of(micro_batch: Any) -> list[tuple[str, Tensor]]:
     return [(path, leaf) for path, leaf in leaves(micro_batch, "batch") if isinstance(leaf, Tensor)]
 
 
-def signature(micro_batch: Any, samples: int) -> Hashable:
-    """All that a recording of it depends on, but for the numbers in its tensors."""
+def signature(micro_batch: Any, samples: int, device_type: str = "cuda") -> Hashable:
+    """All that a recording of it depends on, but for the numbers in its tensors, which are on that kind of device."""
     parts: list[Hashable] = [samples]
     for path, leaf in leaves(micro_batch, "batch"):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 raise NotRecordableError(f"{path} requires a gradient of its own")
-            _require_plain(path, leaf)
+            _require_plain(path, leaf, device_type)
             parts.append((path, leaf.shape, leaf.dtype))
         elif isinstance(leaf, bool | int | float | str | bytes | None):
             parts.append((path, type(leaf), leaf))
@@ -45,8 +45,8 @@ def signature(micro_batch: Any, samples: int) -> Hashable:
     return tuple(parts)
 
 
-def _require_plain(path: str, tensor: Tensor) -> None:
-    if tensor.device.type != "cuda" or tensor.layout != torch.strided:
+def _require_plain(path: str, tensor: Tensor, device_type: str) -> None:
+    if tensor.device.type != device_type or tensor.layout != torch.strided:
         raise NotRecordableError(f"{path} is a {tensor.layout} tensor on {tensor.device}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.recordable import tensors_of
 from macrobatch._step.totals import Totals, Window, wide
 from macrobatch._torch.tensors import copy_all
@@ -55,7 +56,7 @@ class Recording:
 
     def __init__(
         self,
-        graph: torch.cuda.CUDAGraph,
+        graph: Graph,
         inputs: list[Tensor],
         ledger: Ledger,
         reached: set[nn.Parameter],

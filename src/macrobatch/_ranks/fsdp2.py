@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from macrobatch._ranks.collectives import Group, local
 from macrobatch._torch import fsdp2 as fsdp
 from macrobatch.errors import BackendError
 from macrobatch.types import When
-
-param_groups = fsdp.param_groups
 
 
 class FSDP2(Local):
@@ -138,6 +137,21 @@ class FSDP2(Local):
         self._held = False
         fsdp.drop_held_gradients(self._models)
         self._reshard()
+
+    def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
+        """Hooks that run before and after the one in which a module gathers its parameters."""
+        entered: list[AbstractContextManager[None]] = []
+
+        def enter(*_: object) -> None:
+            entered.append(span())
+            entered[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        for module in fsdp.modules_of(self._models):
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_pre_hook(leave)
 
     def _reshard(self) -> None:
         """Else an optimizer would step parameters that nobody sees."""

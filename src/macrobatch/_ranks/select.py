@@ -76,6 +76,21 @@ def wrapping(models: Sequence[nn.Module]) -> tuple[object, ...]:
     return (*map(type, models), dist.get_world_size() if _initialized() else 1)
 
 
+def require_same_wrapping(models: Sequence[nn.Module], before: tuple[object, ...]) -> None:
+    """An error if that has changed since."""
+    if wrapping(models) != before:
+        raise BackendError(
+            "a model was wrapped, or torch.distributed initialized, after this Accumulator was made: it does not "
+            "know how gradients travel. Make it last, of the model as it is trained."
+        )
+
+
+def require_own_statistics(models: Sequence[nn.Module], why: str) -> None:
+    """No layer may take its statistics from the micro-batches of all ranks together."""
+    if any(isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()):
+        raise BackendError(f"SyncBatchNorm with {why}")
+
+
 def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
     """Whether gradients summed in `dtype` are wider than their parameters."""
     return dtype is not None and any(p.dtype.itemsize < dtype.itemsize for m in models for p in m.parameters())

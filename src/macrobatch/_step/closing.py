@@ -4,14 +4,15 @@ The division by the window's items, the clipping and the un-scaling are one divi
 optimizer takes it as its ``grad_scale``, and a flag as its ``found_inf``, so that nothing passes over the gradients
 once more and the host waits for nothing; for every other optimizer there is one writing pass.
 
-What the host reads is one number a window (`Verdict`), only where it has to know (`Update._asks`), and where optimizers
-are fused not before their step is queued. On a CPU nothing is ever waited for, so errors come at once there.
+What the host reads is one number a window (`Verdict`), only where it has to know (`TakeStep._asks`), and not before a
+fused optimizer's step is queued. On a CPU nothing is ever waited for, so errors come at once there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,12 +31,39 @@ from macrobatch.errors import NonFiniteError, UsageError
 from macrobatch.types import NonFinite, StepResult
 
 
-class Update:
-    """Takes the optimizer step of a closing window, and all that belongs to it.
+class Closing(Protocol):
+    """What becomes of the gradients of a complete window; and what nobody may do to them before.
+
+    Attributes:
+        taken: how many steps were taken, where this takes them.
+    """
+
+    taken: int
+
+    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
+        """From now on, refuse steps that others take while a window is open. A bound method, kept weakly."""
+
+    def begin_window(self) -> None:
+        """A window begins: what was done before belongs to no window."""
+
+    def check_loss(self, loss: Tensor) -> None:
+        """An error if this loss cannot be handed to a backward."""
+
+    def check_untouched(self) -> None:
+        """An error if somebody has begun to close the window in another way."""
+
+    def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
+        """Close the window. `shared`: whether optimizers hold a parameter twice."""
+
+    def settle(self) -> None:
+        """Raise the error that the last window turned out to have."""
+
+
+class TakeStep(Closing):
+    """Divides, clips, guards, and takes the optimizer step, with all that belongs to it.
 
     Args:
         counts_on_host: whether the host must know after each window how many steps were taken.
-        window_is_open: whether gradients are accumulated, so that nobody else may take a step with them.
         The others are those of `Accumulator`.
     """
 
@@ -48,10 +76,9 @@ class Update:
         max_norm: float | None,
         nonfinite: NonFinite,
         counts_on_host: bool,
-        window_is_open: Callable[[], bool],
     ) -> None:
         self._optimizers = optimizers
-        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in optimizers]
+        self._guards: list[StepGuard] = []
         self._schedulers = schedulers
         self._scaler = scaler
         self._max_norm = max_norm
@@ -60,6 +87,9 @@ class Update:
         self._pending: Verdict | None = None  # of the last window under "raise", on its way to the host
         self._taken = 0
         self._unread: Tensor | None = None  # how many of `_taken` the device skipped after all
+
+    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
+        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
 
     @property
     def taken(self) -> int:
@@ -72,13 +102,13 @@ class Update:
     def taken(self, number: int) -> None:
         self._taken, self._unread = number, None
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """A window begins: what was unscaled before belongs to no window."""
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 forget_unscaling(self._scaler, optimizer)
 
-    def check_scaler(self) -> None:
+    def check_untouched(self) -> None:
         """Inside a window nobody else may unscale: it leaves no mark on the gradients, only in the scaler."""
         if self._scaler is None:
             return
@@ -90,7 +120,7 @@ class Update:
                     "discard() to drop what was accumulated."
                 )
 
-    def check_unscaled(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """A loss that ``scaler.scale()`` has multiplied already would be scaled twice."""
         if self._scaler is None or (scale := scale_of(self._scaler)) is None or (factor := factor_of(loss)) is None:
             return
@@ -114,7 +144,7 @@ class Update:
 
     # ------------------------------------------------------------------------------------------ the main path
 
-    def close(self, window: Window, gradients: Gradients, *, shared: bool = False) -> StepResult:
+    def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
         """Take the step of `window`; then raise the error of the one before, if it turned out to have one.
 
         `shared`: whether optimizers hold a parameter twice, which a fused one would divide twice.
@@ -146,7 +176,7 @@ class Update:
             return self._result(window, grad_norm, skipped=False)
         if not self._asks(window, verdict, fused=fused):
             self._queue(grad_scale, verdict.found_inf if fused else None)
-            return self._result(window, grad_norm, skipped=self._unasked(verdict))
+            return self._result(window, grad_norm, skipped=self._defer_verdict(verdict))
         if fused:
             self._queue(grad_scale, verdict.found_inf)
         reasons = verdict.read()
@@ -210,8 +240,8 @@ class Update:
             return not fused or self._counts_on_host or verdict.asks
         return self._nonfinite == "skip" or verdict.on_host
 
-    def _unasked(self, verdict: Verdict) -> bool | Tensor:
-        """What becomes of a verdict that the host does not wait for: the result's `skipped`."""
+    def _defer_verdict(self, verdict: Verdict) -> bool | Tensor:
+        """Queue the flag without waiting for it; returns what the result says of `skipped`."""
         if self._scaler is None:
             self._pending = verdict.send()
             return False

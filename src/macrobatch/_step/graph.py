@@ -144,7 +144,7 @@ def confinement_of(reach: Reach, own: Collection[int]) -> Confinement:
 
 
 @contextlib.contextmanager
-def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Put the gradients of these leaves back afterwards, as they were."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
@@ -154,3 +154,12 @@ def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
+
+
+def run_confined(loss: Tensor, seed: Tensor, confinement: Confinement) -> None:
+    """The backward of `loss`, kept to the own leaves."""
+    if confinement is UNCONFINED:
+        run_backward(loss, seed)
+        return
+    with _gradients_aside(confinement.aside):
+        run_backward(loss, seed, confinement.inputs)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 Wrapper = Literal["OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "ActivationWrapper"]
 CHILD_OF: dict[Wrapper, str] = {  # classes of torch, and the name under which each holds what it wraps
@@ -26,6 +25,8 @@ REPLICATED: tuple[Wrapper, ...] = ("OptimizedModule", "DistributedDataParallel")
 
 DataParallel = Literal["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"]
 DATA_PARALLEL: tuple[DataParallel, ...] = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of dimensions, synchronised or not
 
 # Functions of C, for loops over all modules: the dictionaries themselves, to read and to write.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
@@ -127,8 +128,3 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after its backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether it normalises by the statistics of a batch, in any number of dimensions."""
-    return isinstance(module, _BatchNorm)

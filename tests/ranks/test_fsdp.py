@@ -1,0 +1,456 @@
+"""Sharded models on real ranks: FSDP1 and FSDP2 on two, HSDP and data-parallel subgroups on four."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+from harness.ranks import (
+    Collectives,
+    Outcome,
+    Plan,
+    Record,
+    Spiked,
+    Tower,
+    all_refused,
+    all_well,
+    breaks,
+    breaks_before_the_backward,
+    ddp,
+    flags,
+    flags_are_kept,
+    fsdp1,
+    fsdp2,
+    hsdp,
+    made,
+    optimizer_for,
+    other_batches,
+    run,
+    same_on_all,
+    share,
+)
+from harness.reference import Batch, Counting, Experts, concatenate, mean_loss, relative_error
+from macrobatch import Accumulator, verify
+
+Wrap = Callable[..., nn.Module]
+
+MODES: dict[str, tuple[Wrap, dict[str, str]]] = {
+    "fsdp1-window": (fsdp1, {"sync": "window"}),
+    "fsdp1-micro": (fsdp1, {"sync": "micro"}),
+    "fsdp2-window-micro": (fsdp2, {"sync": "window", "gather": "micro"}),
+    "fsdp2-window-window": (fsdp2, {"sync": "window", "gather": "window"}),
+    "fsdp2-micro-micro": (fsdp2, {"sync": "micro", "gather": "micro"}),
+    "fsdp2-micro-window": (fsdp2, {"sync": "micro", "gather": "window"}),
+}
+ON_FOUR: dict[str, tuple[Wrap, dict[str, str]]] = {
+    "hsdp-window": (hsdp, {"sync": "window"}),
+    "hsdp-micro": (hsdp, {"sync": "micro", "gather": "window"}),
+}
+FSDP2 = [mode for mode in MODES if mode.startswith("fsdp2")]
+SCENARIOS: dict[str, Callable[[], Outcome]] = {}
+SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
+
+
+def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[str] = (*MODES, *ON_FOUR)) -> None:
+    """Run this on the ranks in every mode: scenario(wrap, **options)."""
+    for scenarios, modes in ((SCENARIOS, MODES), (SCENARIOS_ON_FOUR, ON_FOUR)):
+        for mode, (wrap, options) in modes.items():
+            if mode in among:
+                scenarios[f"{name}-{mode}"] = partial(scenario, wrap, **options)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> dict[str, list[Outcome]]:
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
+    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture
+def ran(request, mode) -> dict[str, list[Outcome]]:
+    return request.getfixturevalue("on_two" if mode in MODES else "on_four")
+
+
+every_mode = pytest.mark.parametrize("mode", [*MODES, *ON_FOUR])
+
+
+# ------------------------------------------------------------------------------------------------- exact, every way
+
+EXACT = {
+    "clipped": Plan(counts=(6, 7), steps=3, counting=Counting("tensor"), max_norm=0.05),
+    "adamw": Plan(counts=(7, 5), steps=3, optimizer="AdamW", max_norm=0.05),
+    "empty": Plan(counts=(9,), steps=3, empty=[(1, 3), (1, 4), (1, 5), (0, 8)]),
+    "carried": Plan(counts=(5, 5), steps=3, remainder="carry", now=True),
+    "dropped": Plan(counts=(5, 6, 3), steps=3, remainder="drop", sized=False),
+}
+for _name, _plan in EXACT.items():
+    everywhere(_name, _plan.run)
+
+
+@every_mode
+@pytest.mark.parametrize("name", EXACT)
+def test_every_window_is_the_one_big_batch(ran, name, mode):
+    outcomes = ran[f"{name}-{mode}"]
+    if not (EXACT[name].now and cannot_close_now(outcomes, mode)):
+        EXACT[name].check(outcomes)
+
+
+def cannot_close_now(outcomes: list[Outcome], mode: str) -> bool:
+    """Where gradients travel in a backward only, a window that is closed afterwards may be refused."""
+    if mode not in ("fsdp1-window", "hsdp-micro") or "raised" not in outcomes[0]:
+        return False
+    all_refused(outcomes, "now=True")
+    return True
+
+
+def verified(wrap: Wrap, **options: Any) -> Outcome:
+    """The gradients themselves: three windows, in the last of which the first rank has nothing left."""
+    micros = [micro for _, micro in share(dist.get_rank(), (5, 7, 4, 6)[dist.get_rank()])]
+
+    def step(model: nn.Module, _: Batch) -> None:
+        acc = Accumulator(model, optimizer_for(model), steps=3, **options)
+        for micro in acc.batches(micros):
+            acc.backward(mean_loss(model, micro), items=micro.items)
+            acc.step()
+
+    report = verify(
+        wrap(made(Tower)), lambda model, batch: (mean_loss(model, batch), batch.items), concatenate(micros), step=step
+    )
+    return {"ok": report.ok, "windows": len(report.windows), "text": str(report)}
+
+
+everywhere("verified", verified)
+
+
+@every_mode
+def test_the_gradients_of_every_window(ran, mode):
+    for outcome in all_well(ran[f"verified-{mode}"]):
+        assert outcome["ok"], outcome["text"]
+        assert outcome["windows"] == 3
+
+
+# ------------------------------------------------------------------------------------------------- closed at once
+
+NOW = Plan(counts=(3, 2, 4), steps=100)
+
+
+def closed_now(wrap: Wrap, **options: Any) -> Outcome:
+    """The window is closed where nothing had said that it would."""
+    record = NOW.start(wrap, **options)
+    for loader in NOW.loaders(dist.get_rank()):
+        for number, micro in loader:
+            with record.acc.micro_batch():
+                record.fed[-1].append((number, record.acc.is_repeat))
+                record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+            assert record.acc.step() is None
+        record.note(record.acc.step(now=True))
+    return record.outcome()
+
+
+everywhere("closed_now", closed_now)
+
+
+@every_mode
+def test_step_now(ran, mode):
+    outcomes = ran[f"closed_now-{mode}"]
+    if not cannot_close_now(outcomes, mode):
+        NOW.check(outcomes)
+
+
+# ---------------------------------------------------------------------------------- flags that users set themselves
+
+
+def blocks_stay_gathered(model: nn.Module) -> nn.Module:
+    """Every group with another setting than its neighbour."""
+    for index, block in enumerate(model.blocks):
+        fully_shard(block, reshard_after_forward=index % 2 == 0)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+SET_UP = Plan(make=Tower, counts=(6, 6))
+everywhere("set_up", lambda wrap, **options: SET_UP.run(blocks_stay_gathered, **options), FSDP2)
+
+
+@pytest.mark.parametrize("mode", FSDP2)
+def test_what_users_set_on_a_group(ran, mode):
+    SET_UP.check(ran[f"set_up-{mode}"])
+
+
+@every_mode
+def test_flags_are_put_back(ran, mode):
+    flags_are_kept(ran, mode)
+
+
+# ----------------------------------------------------------------------------------------- leaving in the middle
+
+AFTER = Plan(counts=(9,), steps=3)
+
+
+def three_windows_after(disturb: Callable[[Record], None], wrap: Wrap, **options: Any) -> Outcome:
+    record = AFTER.start(wrap, **options)
+    disturb(record)
+    record.undisturbed &= flags(record.model) == record.before
+    record.epoch(share(dist.get_rank(), 9))
+    return record.outcome()
+
+
+def discards(record: Record) -> None:
+    for turn, micro in enumerate(record.acc.batches(other_batches())):
+        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+        if turn == 1:
+            record.acc.discard()
+            break
+        record.acc.step()
+
+
+def fails(record: Record) -> None:
+    """In a loader, between two micro-batches of a window."""
+
+    def loader() -> Iterator[Batch]:
+        for turn, micro in enumerate(other_batches()):
+            if turn == 2:
+                raise ZeroDivisionError
+            yield micro
+
+    with contextlib.suppress(ZeroDivisionError):
+        for micro in record.acc.batches(loader()):
+            record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+            record.acc.step()
+    record.acc.discard()
+
+
+DISTURBANCES = (discards, breaks, breaks_before_the_backward, fails)
+DISTURBED = ("fsdp1-window", "fsdp2-window-window", "fsdp2-micro-micro", "hsdp-micro")
+everywhere("discards", partial(three_windows_after, discards))
+for _disturb in DISTURBANCES[1:]:
+    everywhere(_disturb.__name__, partial(three_windows_after, _disturb), DISTURBED)
+
+
+@every_mode
+def test_a_discarded_window_leaves_nothing_behind(ran, mode):
+    AFTER.check(ran[f"discards-{mode}"])
+
+
+@pytest.mark.parametrize("mode", DISTURBED)
+@pytest.mark.parametrize("disturb", DISTURBANCES[1:], ids=lambda disturb: disturb.__name__)
+def test_nothing_is_left_behind(ran, disturb, mode):
+    AFTER.check(ran[f"{disturb.__name__}-{mode}"])
+
+
+# ------------------------------------------------------------------------------------------------- mixed precision
+
+REDUCE_DTYPES = {"float32": torch.float32, "none": None}
+LOW = ("fsdp2-window-micro", "fsdp2-window-window", "fsdp2-micro-micro")
+
+
+def in_bfloat16(reduce: str, wrap: Wrap, **options: Any) -> Outcome:
+    """The same three windows twice: undisturbed, and after windows that were discarded in the middle."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=REDUCE_DTYPES[reduce])
+    outcomes = []
+    for disturbed in (False, True):
+        record = AFTER.start(wrap, {"mp_policy": policy}, **options)
+        if disturbed:
+            discards(record)
+        record.epoch(share(dist.get_rank(), 9))
+        outcomes.append(record.outcome())
+    return {"undisturbed": outcomes[0], "disturbed": outcomes[1]}
+
+
+for _reduce in REDUCE_DTYPES:
+    everywhere(f"bfloat16-{_reduce}", partial(in_bfloat16, _reduce), LOW)
+
+
+@pytest.mark.parametrize("reduce", REDUCE_DTYPES)
+@pytest.mark.parametrize("mode", LOW)
+def test_a_discarded_window_leaves_nothing_in_low_precision_either(ran, reduce, mode):
+    outcomes = all_well(ran[f"bfloat16-{reduce}-{mode}"])
+    AFTER.check_roughly([outcome["undisturbed"] for outcome in outcomes], 5e-2)
+    for outcome in outcomes:
+        all_well([outcome["undisturbed"], outcome["disturbed"]])
+        same_on_all([outcome["undisturbed"], outcome["disturbed"]], "weights", "loss", "items")
+
+
+class Weight(nn.Module):
+    """Its gradient is what it is fed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def accumulated_in_float32(policy: MixedPrecisionPolicy, wrap: Wrap, **options: Any) -> Outcome:
+    """Over each rank, and between the two, bfloat16 would lose the smaller part: 1 + 2**-9 is 1 there."""
+    model = wrap(Weight(), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    gradients: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.full_tensor().float()))
+    acc = Accumulator(model, optimizer, steps=2, reduction="sum", accumulate_dtype=torch.float32, **options)
+    fed = ((1.0, 2.0**-9), (-1.0, 0.0))[dist.get_rank()]
+    for x in acc.batches([torch.full((4,), value, dtype=torch.bfloat16) for value in fed * 2]):
+        acc.backward(model(x), items=1)
+        acc.step()
+    return {"gradients": gradients}
+
+
+POLICIES = {"wide": MixedPrecisionPolicy(reduce_dtype=torch.float32), "narrow": MixedPrecisionPolicy()}
+for _name, _policy in POLICIES.items():
+    everywhere(_name, partial(accumulated_in_float32, _policy), FSDP2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", FSDP2)
+def test_gradients_are_summed_in_accumulate_dtype(ran, policy, mode):
+    """Or, where FSDP2 holds and reduces them in another, there is an error that says how to set it up."""
+    outcomes = ran[f"{policy}-{mode}"]
+    if "raised" in outcomes[0] and not (policy == "wide" and mode.startswith("fsdp2-window")):
+        all_refused(outcomes, "accumulate_dtype", "reduce_dtype")
+        return
+    for outcome in all_well(outcomes):
+        assert [gradient.tolist() for gradient in outcome["gradients"]] == [[2.0**-11] * 4] * 2
+
+
+# ------------------------------------------------------------------------------------------ infinite in one shard
+
+
+def spiked(nonfinite: str, wrap: Wrap, **options: Any) -> Outcome:
+    """In the second of three windows one element of the gradient is infinite: one rank alone has it in its shard."""
+    record = Plan(make=Spiked, steps=3).start(wrap, nonfinite=nonfinite, **options)
+    spiky = next(module for module in record.model.modules() if isinstance(module, Spiked))
+    for number, micro in record.acc.batches(share(dist.get_rank(), 9)):
+        spiky.spiked = number == 4
+        record.acc.backward(mean_loss(record.model, micro), items=micro.items)
+        record.note(record.acc.step())
+    return record.outcome()
+
+
+SPIKED = ("fsdp1-micro", "fsdp2-window-micro", "fsdp2-micro-window", "hsdp-window")
+everywhere("skip", partial(spiked, "skip"), SPIKED)
+everywhere("raise", partial(spiked, "raise"), SPIKED)
+
+
+@pytest.mark.parametrize("mode", SPIKED)
+def test_all_ranks_skip_together(ran, mode):
+    outcomes = all_well(ran[f"skip-{mode}"])
+    same_on_all(outcomes, "weights", "items", "loss")
+    for outcome in outcomes:
+        assert outcome["skipped"] == [False, True, False]
+        assert outcome["step"] == [1, 1, 2]
+        assert relative_error(outcome["weights"][2], outcome["weights"][1]) == 0
+        assert all(weight.isfinite().all() for weight in outcome["weights"][3].values())
+
+
+@pytest.mark.parametrize("mode", SPIKED)
+def test_all_ranks_raise_together(ran, mode):
+    all_refused(ran[f"raise-{mode}"], "window 2", "infinite")
+
+
+# --------------------------------------------------------------------------------------------------- communication
+
+
+def counted(wrap: Wrap, **options: Any) -> Outcome:
+    """The second window of four micro-batches, over four groups of parameters."""
+    model = wrap(made(Tower))
+    acc = Accumulator(model, optimizer_for(model), steps=4, **options)
+    for number, micro in acc.batches(share(dist.get_rank(), 8)):
+        if number == 4:
+            collectives = Collectives()
+            collectives.__enter__()
+        acc.backward(mean_loss(model, micro), items=micro.items)
+        acc.step()
+    collectives.__exit__(None, None, None)
+    return {"counts": dict(collectives.counts)}
+
+
+everywhere("counted", counted)
+
+# mode: reduce-scatters, all-gathers (the root stays gathered from its forward to its backward), all-reduced gradients
+COUNTS = {
+    "fsdp2-window-micro": (4, 4 * (2 * 3 + 1), 0),
+    "fsdp2-window-window": (4, 4, 0),
+    "fsdp2-micro-micro": (16, 4 * (2 * 3 + 1), 0),
+    "fsdp2-micro-window": (16, 4, 0),
+    "hsdp-window": (4, 4 * (2 * 3 + 1), 4),
+    "hsdp-micro": (16, 4, 4),
+}
+
+
+@pytest.mark.parametrize("mode", COUNTS)
+def test_what_travels(ran, mode):
+    """Besides the gradients: the loss and items, and whether any shard of the gradient is infinite."""
+    for outcome in all_well(ran[f"counted-{mode}"]):
+        counts = outcome["counts"]
+        found = counts.pop("reduce_scatter_base"), counts.pop("allgather_base")
+        assert found == COUNTS[mode][:2]
+        small = sum(counts.values()) - COUNTS[mode][2]
+        assert 1 <= small <= 2, counts
+
+
+def test_fsdp1_reduces_once_a_window(on_two):
+    for sync, per_window in (("window", 1), ("micro", 4)):
+        for outcome in all_well(on_two[f"counted-fsdp1-{sync}"]):
+            assert outcome["counts"]["reduce_scatter_base"] == 5 * per_window  # three blocks, the head, the rest
+
+
+# -------------------------------------------------------------------------- a parameter that the last one leaves out
+
+LEFT_OUT = Plan(make=Experts, routed={(rank, n) for rank in range(4) for n in range(12)} - {(1, 3), (0, 7)})
+WHOLE: dict[Wrap, Wrap] = {  # all of the model is one group: what all ranks gather may not depend on their batches
+    fsdp1: lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")),
+    fsdp2: fully_shard,
+    hsdp: lambda model: fully_shard(model, mesh=dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))),
+}
+SYNC_ONCE = ("fsdp1-window", "fsdp2-window-micro", "fsdp2-window-window", "hsdp-window")
+everywhere("left_out", lambda wrap, **options: LEFT_OUT.run(WHOLE[wrap], **options), SYNC_ONCE)
+
+
+@pytest.mark.parametrize("mode", SYNC_ONCE)
+def test_a_parameter_left_out_of_a_last_micro_batch_is_synchronised_or_named(ran, mode):
+    outcomes = ran[f"left_out-{mode}"]
+    if any("MacrobatchError" in outcome.get("raised", ()) for outcome in outcomes):
+        assert any("expert" in outcome.get("message", "") for outcome in outcomes)
+        assert max(outcome["seconds"] for outcome in outcomes) < 15
+    else:
+        LEFT_OUT.check(outcomes)
+
+
+# ------------------------------------------------------------------------------------------------------- subgroups
+
+
+def in_a_subgroup(wrap: Wrap, how: str, **options: Any) -> Outcome:
+    """Four ranks as two data-parallel groups of two, each with its own data."""
+    data = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"]
+    plan = subgroup_plan(dist.get_rank() // 2)
+    wrapping = {"mesh": data} if wrap is fsdp2 else {"process_group": data.get_group()}
+    given = {"group": {"process_group": data.get_group()}, "mesh": {"process_group": data}, "nothing": {}}[how]
+    return plan.run(wrap, wrapping, **given, **options)
+
+
+def subgroup_plan(group: int) -> Plan:
+    return Plan(first_rank=2 * group, counts=((6, 5), (4, 4)), max_norm=0.05, steps=3)
+
+
+SUBGROUPS = [(ddp, "group"), (ddp, "mesh"), (ddp, "nothing"), (fsdp1, "group"), (fsdp2, "mesh"), (fsdp2, "nothing")]
+for _wrap, _how in SUBGROUPS:
+    SCENARIOS_ON_FOUR[f"{_wrap.__name__}-{_how}"] = partial(in_a_subgroup, _wrap, _how)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize(("wrap", "how"), SUBGROUPS)
+def test_items_are_counted_over_the_data_parallel_group(on_four, wrap, how, group):
+    outcomes = on_four[f"{wrap.__name__}-{how}"][2 * group : 2 * group + 2]
+    if how == "nothing" and "raised" in outcomes[0]:
+        all_refused(outcomes, "process_group")  # to be told is fine; to count over all ranks is not
+    else:
+        subgroup_plan(group).check(outcomes)
