@@ -160,6 +160,7 @@ class Clock:
         A backward ends with its callbacks, in the order in which they were queued. Ours is the first, as it is queued
         when the backward begins; DDP and FSDP have theirs wait for what they sent; then comes a last one of ours.
         """
+
         def has_gradients() -> None:
             self._begin(COMMUNICATION)
             queue_callback(has_all)
