@@ -1,6 +1,6 @@
-"""Run the tests on the torch that is installed, and leave what came of them in results/torch.json, beside other versions.
+"""Run the tests on the torch that is installed, and leave what came of them in results/torch.json.
 
-`python tests/versions.py` runs all, as `make test TORCH=2.15.0` does; `python tests/versions.py tests/ranks` some folders.
+`python tests/versions.py` runs all, as `make test TORCH=2.15.0` does; others only the folders that they name.
 """
 
 import argparse
