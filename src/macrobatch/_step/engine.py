@@ -30,7 +30,7 @@ from macrobatch._step.lifecycle import Lifecycle
 from macrobatch._step.parameters import Parameters
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.spans import Spans
-from macrobatch._step.totals import Window
+from macrobatch._step.totals import Seeds, Window
 from macrobatch._step.turns import Turn
 from macrobatch.errors import UsageError
 from macrobatch.types import Items, Reduction, StepResult
@@ -112,6 +112,8 @@ class Engine:
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
+        self._gradients_before: Gradients | None = None  # of an earlier window
+        self._seeds = Seeds()
         self._turn = Turn()  # how the current micro-batch was begun
         self._before_repeat: Snapshot | None = None
         self._notes_use = False
@@ -240,6 +242,7 @@ class Engine:
                 typical_items=self._typical_items,
                 alone=self.backend.group is None,
                 shrinks=self._shrinks,
+                seeds=self._seeds,
             )
         return self._window
 
@@ -401,21 +404,29 @@ class Engine:
     def open_gradients(self) -> Gradients:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
         if self._gradients is None:
-            backend = self.backend
-            backend.drop_stale_gradients()
-            self._gradients = Gradients(
-                self._parameters.named(),
-                self._accumulate_dtype,
-                backend.shards,
-                held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
-                may_move=backend.abilities.moves_gradients,
-                are_views=backend.abilities.shows_views,
-            )
+            self.backend.drop_stale_gradients()
+            self._gradients = self._make_gradients()
             if self._gradients.had_stale and not self._has_warned_of_stale:
                 self._has_warned_of_stale = True
                 logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
             self.closing.begin_window()
         return self._gradients
+
+    def _make_gradients(self) -> Gradients:
+        """Those of the window before serve again, unless the parameters are others."""
+        backend, named, before = self.backend, self._parameters.named(), self._gradients_before
+        if before is not None and before.are_of(named):
+            before.begin()
+            return before
+        self._gradients_before = Gradients(
+            named,
+            self._accumulate_dtype,
+            backend.shards,
+            held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
+            may_move=backend.abilities.moves_gradients,
+            are_views=backend.abilities.shows_views,
+        )
+        return self._gradients_before
 
     def _drop_gradients(self) -> None:
         if self._gradients is not None:

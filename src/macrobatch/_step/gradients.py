@@ -62,12 +62,8 @@ class Gradients:
         may_move: bool = False,
         are_views: bool = False,
     ) -> None:
-        self.named = dict(named)
-        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self.own = dict(zip(map(id, named.values()), named, strict=True))  # names by the parameters' ids
-        self.hooked = hooked_among(named)
-        self.had_stale = any(parameter.grad is not None for parameter in named.values())
-        self._watched_ids = set(map(id, self.parameters))
+        self._all = named
+        self._own_of_all = dict(zip(map(id, named.values()), named, strict=True))
         self._plain = Spread(shards)
         self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
         self._held = held
@@ -82,9 +78,27 @@ class Gradients:
         self._sizes: list[Tensor] = []  # ... and what only sizes can tell of
         self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows ...
         self._writes_of_all: Tensor | None = None  # ... on any rank
-        self.clear()  # what is left from before belongs to no window
+        self._inverse: tuple[float, Tensor] | None = None  # of the last divisor, with its float32 tensor
+        self.begin()
+
+    def begin(self) -> None:
+        """A window begins: what is left from before belongs to none."""
+        named = self._all
+        self.named = named
+        self.own = self._own_of_all  # names by the parameters' ids
+        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        self.hooked = hooked_among(named)
+        self.had_stale = any(gradient is not None for gradient in map(GRADIENT_OF, named.values()))
+        self._watched_ids = set(map(id, self.parameters))
+        if self.had_stale:
+            self.clear()
         self._widen(self.parameters)
+        self._left = [None] * len(self.parameters)
         self.mark()
+
+    def are_of(self, named: dict[str, nn.Parameter]) -> bool:
+        """Whether these are the gradients of those very parameters."""
+        return self._all is named
 
     # ------------------------------------------------------------------------------------------ within the window
 
@@ -94,8 +108,8 @@ class Gradients:
 
     def adopt(self, named: dict[str, nn.Parameter]) -> None:
         """Parameters were added to the models, or replaced, since the window began."""
-        self.named |= named
-        self.own |= dict(zip(map(id, named.values()), named, strict=True))
+        self.named = self.named | named
+        self.own = self.own | dict(zip(map(id, named.values()), named, strict=True))
 
     def include(self, leaves: Iterable[Tensor]) -> None:
         """Accumulate these too, if they are parameters of the models that were frozen when the window began."""
@@ -209,7 +223,7 @@ class Gradients:
 
     def any(self) -> bool:
         """Whether a gradient is there at all."""
-        return any(p.grad is not None for p in self.named.values())
+        return any(gradient is not None for gradient in map(GRADIENT_OF, self.named.values()))
 
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
@@ -233,7 +247,7 @@ class Gradients:
 
     def gather(self) -> None:
         """Group what is there, for the methods below: no backward comes any more."""
-        groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
+        groups: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
             spread = self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
@@ -246,8 +260,8 @@ class Gradients:
             if (placed := settled(gradient, parameter)) is not gradient:
                 parameter.grad = gradient = placed
             part = local(gradient)
-            groups[Kind(part.device, part.dtype, id(parameter) in self._widened, spread)].append(part)
-        self._groups = dict(groups)
+            groups[part.device, part.dtype, id(parameter) in self._widened, spread].append(part)
+        self._groups = {Kind(*kind): group for kind, group in groups.items()}
 
     def _spread_of(self, name: str, parameter: Tensor) -> Spread:
         layout = layout_of(parameter)
@@ -302,9 +316,15 @@ class Gradients:
         if not takes_float32(where, dtype):
             return None
         found = torch.zeros((), device=device, dtype=torch.float32)
-        inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
+        inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else self._inverse_of(divisor, device)
         unscale_all(group, found, inverse)
         return found
+
+    def _inverse_of(self, divisor: float, device: torch.device) -> Tensor:
+        """As a tensor; most windows have the same."""
+        if self._inverse is None or self._inverse[0] != divisor or self._inverse[1].device != device:
+            self._inverse = divisor, torch.full((), 1 / divisor, device=device, dtype=torch.float32)
+        return self._inverse[1]
 
     def _narrow(self, device: torch.device, factor: float | Tensor) -> None:
         if isinstance(factor, Tensor):
