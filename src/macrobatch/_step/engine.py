@@ -19,10 +19,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from macrobatch._ranks.backend import Local
-from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.collectives import all_reduce_max, start_all_reduce
 from macrobatch._ranks.select import require_same_wrapping, wrapping
 from macrobatch._step import validation
-from macrobatch._step.backward import Backward, UnsynchronisedError, noting_use
+from macrobatch._step.backward import Backward, UnsynchronisedError, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
@@ -209,7 +209,7 @@ class Engine:
                 if not (awaited or self._notes_use):
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
                     return
-                with noting_use(gradients, awaited) as used:
+                with record_use(gradients, awaited) as used:
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
         except BaseException as error:
             if is_first and not isinstance(error, UnsynchronisedError):
@@ -384,7 +384,7 @@ class Engine:
     def _send(self, window: Window) -> None:
         """Start the totals of a closing window on their way to the other ranks."""
         if (group := self.backend.group) is not None:
-            window.send(lambda numbers: all_reduce_later(numbers, group), self._turn.flags)
+            window.send(lambda numbers: start_all_reduce(numbers, group), self._turn.flags)
 
     def _is_due(self, window: Window) -> bool:
         """Whether a window is closed; with flags, that a short one is dropped may only be known now."""
@@ -445,7 +445,7 @@ class Engine:
         """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
         if not (self.scaler or self._shrinks) or self.backend.group is None or self._typical_items is not None:
             return
-        self._typical_items = largest(1.0 if items is None else items, self.backend.group, loss.device)
+        self._typical_items = all_reduce_max(1.0 if items is None else items, self.backend.group, loss.device)
         if self._window is not None:
             self._window.typical = self._typical_items
 

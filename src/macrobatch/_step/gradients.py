@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from macrobatch._ranks.collectives import local
-from macrobatch._ranks.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
+from macrobatch._ranks.collectives import local_tensor
+from macrobatch._ranks.placements import (
+    Spread,
+    largest_over,
+    layout_of,
+    norm_over_ranks,
+    redistribute_like,
+    spread_over,
+)
 from macrobatch._step.foreach import HALF, multiply_alike, norm_dtype, norm_of, norms_of, takes_float32
-from macrobatch._step.hooks import hooked_among
+from macrobatch._step.hooks import hooked_parameters
 from macrobatch._step.totals import wide
 from macrobatch._torch.tensors import unobserved, unscale_all, version_of
 from macrobatch.errors import BackendError, UsageError
@@ -87,7 +94,7 @@ class Gradients:
         self.named = named
         self.own = self._own_of_all  # names by the parameters' ids
         self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self.hooked = hooked_among(named)
+        self.hooked = hooked_parameters(named)
         self.had_stale = any(gradient is not None for gradient in map(GRADIENT_OF, named.values()))
         self._watched_ids = set(map(id, self.parameters))
         if self.had_stale:
@@ -201,7 +208,7 @@ class Gradients:
 
     def _local_sizes(self) -> list[Tensor]:
         """The norms of this rank's parts of such gradients."""
-        parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
+        parts = [local_tensor(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
         if self._are_views:
             nothing = torch.zeros((), device=self.parameters[0].device)
             parts = [nothing if parameter.grad is None else parameter.grad for parameter in self.parameters]
@@ -214,14 +221,14 @@ class Gradients:
             differs = (now != before) & ~(now.isnan() & before.isnan())
             self._writes = differs if self._writes is None else self._writes | differs.to(self._writes.device)
 
-    def written_to(self) -> Tensor | None:
+    def were_written(self) -> Tensor | None:
         """Whether somebody wrote to a gradient, on any rank that holds a part of it; None where the host has looked."""
         if self._writes is None or self._writes_of_all is not None:  # with the norm it got to know
             return self._writes_of_all
         groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
         return largest_over(groups, self._writes.float()).bool()
 
-    def any(self) -> bool:
+    def exist(self) -> bool:
         """Whether a gradient is there at all."""
         return any(gradient is not None for gradient in map(GRADIENT_OF, self.named.values()))
 
@@ -257,9 +264,9 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            if (placed := settled(gradient, parameter)) is not gradient:
+            if (placed := redistribute_like(gradient, parameter)) is not gradient:
                 parameter.grad = gradient = placed
-            part = local(gradient)
+            part = local_tensor(gradient)
             groups[part.device, part.dtype, id(parameter) in self._widened, spread].append(part)
         self._groups = {Kind(*kind): group for kind, group in groups.items()}
 
@@ -334,7 +341,7 @@ class Gradients:
             if gradient is None or gradient.device != device:
                 continue
             narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
-            torch.mul(local(gradient), factor, out=local(narrowed))
+            torch.mul(local_tensor(gradient), factor, out=local_tensor(narrowed))
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed

@@ -92,9 +92,7 @@ class Window:
         self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
         self._device: torch.device | None = None
         self._host_loss = 0.0  # the sum of those that lie in the host's memory, with items that it knows
-        self._loss: Tensor | None = (
-            None  # that of the others, in a wide dtype, but for the next
-        )
+        self._loss: Tensor | None = None  # that of the others, in a wide dtype, but for the next
         self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
         self._travelling: Callable[[], Tensor] | None = None
         self._everyone: Tensor | None = None  # loss, items, micro-batches and flags, summed over all ranks
