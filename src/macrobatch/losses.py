@@ -21,6 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._cut.padding import IGNORED
+from macrobatch._torch.modules import (
+    has_backward_hooks,
+    has_compiled_call,
+    has_forward_hooks,
+    is_fully_sharded,
+    layers_around,
+    unwrapped,
+)
+from macrobatch._torch.tensors import version_of
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Reduction
 
@@ -68,7 +77,7 @@ def causal_lm_loss(
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise UsageError(f"chunk must be a number of tokens, at least 1, or None for all at once: got {chunk!r}.")
     targets = _targets(batch)
-    args, kwargs = _inputs(_inner(model), batch)
+    args, kwargs = _inputs(unwrapped(model), batch)
     loss = None
     if chunk is not None and targets.numel() > chunk and (head := _untouched_head(model)) is not None:
         loss = _chunked(model, head, args, kwargs, targets, chunk)
@@ -191,39 +200,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # ------------------------------------------------------------------------------------------- without the whole logits
 
 
-def _wrappers(model: nn.Module) -> list[Any]:
-    """The model, what it wraps, what that wraps, and so on: compiled, DDP, FSDP1."""
-    found: list[Any] = [model]
-    while True:
-        outer = found[-1]
-        if isinstance(outer, DistributedDataParallel) or _is_a(outer, "FullyShardedDataParallel"):
-            found.append(outer.module)
-        elif isinstance(outer, nn.Module) and "_orig_mod" in outer._modules:
-            found.append(outer._orig_mod)
-        else:
-            return found
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    inner: nn.Module = _wrappers(model)[-1]
-    return inner
-
-
-def _is_a(module: object, name: str) -> bool:
-    """By the name of a class, which then need not be imported."""
-    return any(kind.__name__ == name for kind in type(module).__mro__)
-
-
 def _untouched_head(model: nn.Module) -> nn.Linear | None:
     """The projection on the vocabulary, where nothing is known to need all its logits, or to run anything but it."""
-    *outer, inner = _wrappers(model)
+    *outer, inner = layers_around(model)
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return None  # traced; tensors that do not count how often they were changed
     # Static graphs hang a callback on what the model returns, and DDP's mixed precision swaps the weights.
+    # Compiled ones are traced, checkpointed ones run their forward again, and shards are whole only inside of it.
     if not all(isinstance(w, DistributedDataParallel) and not (w.static_graph or w.mixed_precision) for w in outer):
         return None
-    if any(_is_a(inner, name) for name in ("FSDPModule", "ActivationWrapper")):
-        return None  # weights are whole only inside the forward; or the forward runs again, in the backward
+    if is_fully_sharded(inner):
+        return None
     config = getattr(inner, "config", None)
     for settings in (config, getattr(config, "text_config", None)):
         if any(getattr(settings, name, None) is not None for name in _CHANGES_LOGITS):
@@ -231,16 +218,14 @@ def _untouched_head(model: nn.Module) -> nn.Linear | None:
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
         return None  # adapters, quantised or sharded weights
-    if any(map(_is_rewired, (*outer, inner, head))) or head._forward_hooks or head._forward_pre_hooks:
+    if any(map(_is_rewired, (*outer, inner, head))) or has_forward_hooks(head):
         return None
     return head
 
 
 def _is_rewired(module: nn.Module) -> bool:
     """Whether a call runs something else than the forward of its class, or a backward something that it should see."""
-    if "forward" in vars(module) or module._compiled_call_impl is not None:
-        return True
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return "forward" in vars(module) or has_compiled_call(module) or has_backward_hooks(module)
 
 
 class _Watch:
@@ -277,7 +262,7 @@ class _Watch:
         return (args[0][:, -1:],)  # as in generation, so every model can do with that
 
     def _note(self, _head: nn.Module, _args: object, projected: Tensor) -> None:
-        self._projected, self._version = projected, projected._version
+        self._projected, self._version = projected, version_of(projected)
 
     def _compare(self, _inner: nn.Module, _args: object, output: object) -> None:
         returned = _logits_in(output)
@@ -285,7 +270,7 @@ class _Watch:
             self._calls == 1
             and returned is not None
             and returned is self._projected
-            and returned._version == self._version  # not capped in place
+            and version_of(returned) == self._version  # not capped in place
         )
 
 
@@ -298,14 +283,15 @@ def _chunked(
     chunk: int,
 ) -> Tensor | None:
     """The summed loss, without the logits as a whole; None where the model turns out to need them."""
-    with _Watch(_inner(model), head) as watch:
+    with _Watch(unwrapped(model), head) as watch:
         output = model(*args, **kwargs)  # through its wrappers: DDP prepares its reducer there
     hidden = watch.hidden
     if hidden is None:
         return _plain(output, targets)  # the head was not asked: these are the logits
     if not watch.is_faithful or hidden.shape[:2] != targets.shape:
+        name = type(unwrapped(model)).__name__
         warnings.warn(
-            f"causal_lm_loss ran the forward of {type(_inner(model)).__name__} twice: the model does not return what "
+            f"causal_lm_loss ran the forward of {name} twice: the model does not return what "
             "its output embeddings compute as it is, so that its logits cannot be made in chunks. Hand over chunk=None "
             "to run it once: functools.partial(causal_lm_loss, chunk=None).",
             stacklevel=3,

@@ -40,7 +40,7 @@ def test_warming_up_leaves_no_trace():
     model = make(dropout=0.2, batch_norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train = MacroStep(model, optimizer, causal_lm_loss, micro=4, cuda_graph=True)
-    gradients = train._acc._open_gradients()
+    gradients = train._engine.open_gradients()
     cut = train._cut(batch_of())
     buffers = [buffer.clone() for buffer in model.buffers()]
     state = torch.cuda.get_rng_state()
@@ -50,7 +50,7 @@ def test_warming_up_leaves_no_trace():
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     assert train._graphs._ledger.loss.item() == 0
-    train._acc.discard()
+    train._engine.discard()
 
 
 def reads(model, batch):

@@ -25,7 +25,7 @@ ROOMS = {
 }
 CORE = set(ROOMS)
 ROOMS["accumulator"] = CORE
-ROOMS["macrostep"] = CORE | {"accumulator"}
+ROOMS["macrostep"] = CORE
 FACES = {"accumulator", "macrostep", "losses"}
 ROOMS["verification"] = CORE | FACES
 ROOMS["verify"] = {"verification"}

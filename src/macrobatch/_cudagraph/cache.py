@@ -38,9 +38,10 @@ from macrobatch._cudagraph.recordable import (
 from macrobatch._cudagraph.recording import Ledger, Recording
 from macrobatch._cut.memory import is_out_of_memory, release
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.graph import confinement_of, gradients_aside, reach_of, run_backward
+from macrobatch._step.graph import confinement_of, reach_of, run_confined
 from macrobatch._step.snapshot import Snapshot, modules_of
 from macrobatch._step.totals import UNSCALED, Window
+from macrobatch._torch.tensors import version_of, zero_all
 from macrobatch.types import Items, Reduction
 
 LIMIT = 64  # shapes that are tried: a recording holds the launch parameters of thousands of kernels
@@ -183,7 +184,7 @@ class Graphs:
             buffer = self._buffers.get(id(parameter))
             if buffer is None or parameter.grad is not buffer or id(parameter) in added_to:
                 continue
-            if buffer._version == self._versions[id(parameter)]:  # no eager one wrote to it either
+            if version_of(buffer) == self._versions[id(parameter)]:  # no eager one wrote to it either
                 parameter.grad = None
         gradients.mark()
 
@@ -192,10 +193,10 @@ class Graphs:
         laid_out = [p for p in parameters if id(p) in self._buffers]
         if not laid_out:
             return
-        torch._foreach_zero_([self._buffers[id(p)] for p in laid_out])
+        zero_all([self._buffers[id(p)] for p in laid_out])
         for parameter in laid_out:
             parameter.grad = self._buffers[id(parameter)]
-            self._versions[id(parameter)] = self._buffers[id(parameter)]._version
+            self._versions[id(parameter)] = version_of(self._buffers[id(parameter)])
 
     def _notice_changes(self, parameters: Sequence[nn.Parameter]) -> None:
         """A recording holds for the models as they were."""
@@ -355,11 +356,8 @@ class Graphs:
         if window.counts_for_nothing(items):
             raise _NothingThereError
         require_leaves(loss, leaves_of)
-        seed = window.weigh(loss, items)
         confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
-        with gradients_aside(confinement.aside):
-            run_backward(loss, seed, confinement.inputs)
-        window.add(loss, items)
+        run_confined(loss, window.add(loss, items), confinement)
         ledger.add(window.totals())
         return window
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from macrobatch._torch.cuda import begin_allocating, end_allocating, release_pool
+
 T = TypeVar("T")
 
 
@@ -20,8 +22,7 @@ def _index(device: torch.device) -> int:
 class Claim:
     """Lets warming up use the memory of the recordings, which would else lie there beside it, and idle.
 
-    By the functions behind ``torch.cuda.use_mem_pool``, which itself serves the calling thread alone: backwards have
-    another. A pool that nobody claims any more is gone, so this lasts until the recording itself is there to claim it.
+    A pool that nobody claims any more is gone, so this lasts until the recording itself is there to claim it.
     """
 
     def __init__(self, pool: Any, device: torch.device) -> None:
@@ -36,16 +37,16 @@ class Claim:
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """From that pool, whatever the thread."""
-        torch._C._cuda_beginAllocateToPool(self._index, self._pool)
+        begin_allocating(self._index, self._pool)
         self._claims += 1
         try:
             yield
         finally:
-            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+            end_allocating(self._index, self._pool)
 
     def __exit__(self, *exception: object) -> None:
         for _ in range(self._claims):
-            torch._C._cuda_releasePool(self._index, self._pool)
+            release_pool(self._index, self._pool)
 
 
 @contextlib.contextmanager
@@ -145,10 +146,10 @@ def _end_failed_capture(pool: Any, device: torch.device) -> None:
     """What torch leaves undone when a capture cannot be ended: allocator and generator would take it for underway."""
     index = _index(device)
     try:
-        torch._C._cuda_endAllocateToPool(index, pool)
+        end_allocating(index, pool)
     except Exception:  # it could be ended: what failed was something else
         return
-    torch._C._cuda_releasePool(index, pool)
+    release_pool(index, pool)
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.cuda.synchronize(device)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._cut.trees import leaves, transformed
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import HostRandom, modules_of
+from macrobatch._torch import modules as inside
+from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 
 
 class NotRecordableError(Exception):
@@ -62,7 +63,7 @@ def situation(modules: Sequence[nn.Module]) -> object:
     held = [
         tensor
         for module in modules
-        for tensors in (module._parameters, module._buffers)
+        for tensors in (inside.parameters_of(module), inside.buffers_of(module))
         for tensor in tensors.values()
         if tensor is not None
     ]
@@ -84,30 +85,30 @@ def _address(tensor: Tensor) -> int:
 def hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
     """What has a hook of its user's, if anything."""
     for module in modules:
-        backward = module._backward_hooks or getattr(module, "_backward_pre_hooks", None)
-        if module._forward_hooks or module._forward_pre_hooks or backward:
+        if inside.has_forward_hooks(module) or inside.has_backward_hooks(module):
             return f"a module of type {type(module).__name__}"
     for parameter in parameters:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooks_on_gradient(parameter) or hooks_after_accumulation(parameter):
             return f"a parameter of shape {tuple(parameter.shape)}"
     return None
 
 
 def buffers_of(models: Sequence[nn.Module]) -> list[Tensor | None]:
     """All of them, in order."""
-    return [buffer for module in modules_of(models) for buffer in module._buffers.values()]
+    return [buffer for module in modules_of(models) for buffer in inside.buffers_of(module).values()]
 
 
 def unwrapped(model: Any) -> Any:
     """The same model, or models, without DDP around them, which does things in Python that a replay leaves out."""
     if isinstance(model, list | tuple):
         return type(model)(unwrapped(one) for one in model)
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return inside.unwrapped(model, ("DistributedDataParallel",))
 
 
 def is_compiled_around_ddp(model: nn.Module) -> bool:
     """What cannot be unwrapped."""
-    return isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
+    inner = inside.without_compile(model)
+    return inner is not model and inside.wrapper_of(inner) == "DistributedDataParallel"
 
 
 # ---------------------------------------------------------------------------------------------- of their parameters
@@ -122,7 +123,7 @@ def leaves_for(
     DDP keeps the end nodes of its parameters' graphs, which belong to the stream that it was made on: a backward
     could not be recorded on another. Twins share the memory of the parameters, and are in their places meanwhile.
     """
-    if not any(isinstance(model, DistributedDataParallel) for model in models):
+    if not any(inside.wrapper_of(model) == "DistributedDataParallel" for model in models):
         yield {parameter: parameter for parameter in parameters}
         return
     twins = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
@@ -131,16 +132,16 @@ def leaves_for(
     places = [
         (module, name, parameter)
         for module in modules_of(models)
-        for name, parameter in module._parameters.items()
+        for name, parameter in inside.parameters_of(module).items()
         if parameter is not None and parameter in twins
     ]
     try:
         for module, name, parameter in places:
-            module._parameters[name] = twins[parameter]
+            inside.parameters_of(module)[name] = twins[parameter]
         yield twins
     finally:
         for module, name, parameter in places:
-            module._parameters[name] = parameter
+            inside.parameters_of(module)[name] = parameter
 
 
 def require_leaves(loss: Tensor, leaves_of: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.recordable import tensors_of
 from macrobatch._step.totals import Totals, Window, wide
+from macrobatch._torch.tensors import copy_all
 
 
 class Ledger:
@@ -77,5 +78,5 @@ class Recording:
 
     def run(self, micro_batch: object) -> None:
         """Compute it alone."""
-        torch._foreach_copy_(self._inputs, [leaf for _, leaf in tensors_of(micro_batch)])
+        copy_all(self._inputs, [leaf for _, leaf in tensors_of(micro_batch)])
         self._graph.replay()

@@ -127,3 +127,31 @@ def by_tokens(
 def _check_whole(number: object, what: str) -> None:
     if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
         raise UsageError(f"{what}: got {number!r}.")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How this rank does its part of one window.
+
+    Attributes:
+        samples: of its batch.
+        parts: its micro-batches.
+        turns: how many it takes, with those that only keep other ranks company.
+        held: whether nothing may travel until all ranks have voted.
+        is_empty: whether no rank has any sample.
+    """
+
+    samples: Samples
+    parts: list[Part]
+    turns: int
+    held: bool
+    is_empty: bool
+
+    def part_per_turn(self) -> list[Part | None]:
+        """One part per turn; extra turns repeat the last part. None: this rank has no part at all."""
+        return [self.parts[min(turn, len(self.parts) - 1)] if self.parts else None for turn in range(self.turns)]
+
+    @property
+    def size(self) -> int:
+        """The largest number of samples in a micro-batch."""
+        return max((len(part.samples) for part in self.parts), default=0)

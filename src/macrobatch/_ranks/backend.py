@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +105,9 @@ class Local:
 
     def drop_gradients(self) -> None:
         """Drop gradients that are held anywhere but in ``.grad``."""
+
+    def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
+        """From now on, enter such a span around what ranks do together inside a forward."""
 
     def drop_stale_gradients(self) -> None:
         """Before a window: drop what may be left there of an earlier one."""

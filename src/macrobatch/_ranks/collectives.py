@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from macrobatch._torch.distributed import abort_process_groups, default_store, has_cpu_backend
+from macrobatch._torch.tensors import copy_all
+
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
@@ -45,7 +48,7 @@ def all_reduce_flat(
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=group)
             parts = torch.split(flat, [g.numel() for g in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+            copy_all(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
             bucket.clear()
 
 
@@ -94,12 +97,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 def host_group(group: Group) -> Group:
     """The same ranks, to exchange what lives on the host: no device has to be waited for."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        ranks = dist.get_process_group_ranks(group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return group
+    if has_cpu_backend(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def sent(value: Any, source: int, group: Group) -> Any:
@@ -112,14 +113,14 @@ def sent(value: Any, source: int, group: Group) -> Any:
 def leave(why: str) -> None:
     """End the job for all: the others, which wait for this rank somewhere, find the note when their waiting fails."""
     with contextlib.suppress(Exception):  # nothing may keep the reason itself from being raised
-        dist.distributed_c10d._get_default_store().set(_note(), why)
-        dist.distributed_c10d._abort_process_group()
+        default_store().set(_note(), why)
+        abort_process_groups()
 
 
 def note_left() -> str | None:
     """Why another rank has left, if one has."""
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         return store.get(_note()).decode() if store.check([_note()]) else None
     except Exception:  # the store may have gone with the rank that kept it
         return None

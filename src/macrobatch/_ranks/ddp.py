@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from macrobatch._ranks.backend import Abilities, Local
 from macrobatch._ranks.collectives import Group, all_reduce_flat, unused_by_all
+from macrobatch._torch import ddp as torch_ddp
 from macrobatch.errors import BackendError
 from macrobatch.types import When
 
@@ -28,7 +28,7 @@ class DDP(Local):
     ) -> None:
         self._models = models
         self._sees_forwards = sees_forwards  # a compiled one may not run DDP's own code
-        self._reduced = _reduced_by(models)
+        self._reduced = torch_ddp.reduced_parameters(models)
         if flat and sync == "micro":
             raise BackendError(
                 'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
@@ -54,14 +54,11 @@ class DDP(Local):
     def hold_window(self) -> None:
         self._held, self._synced = True, False
         for model in self._models:  # what else the first forward would do, together with the other ranks
-            model.reducer._rebuild_buckets()
-            if model.will_sync_module_buffers():
-                model._sync_buffers()
-            model.require_forward_param_sync = False
+            torch_ddp.prepare_forward(model)
 
     def begin(self, last: bool) -> None:
         for model in self._models:
-            if model._join_config.enable:
+            if torch_ddp.is_joining(model):
                 raise BackendError(
                     "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
                     "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
@@ -79,7 +76,7 @@ class DDP(Local):
                 'it: with sync="micro" its gradient would not travel. Wrap the model anew, or use sync="window".'
             )
         for model in self._models:
-            if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+            if model.static_graph and not torch_ddp.knows_static_graph(model):
                 raise BackendError(
                     "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
                     "synchronised. Let the first window have one micro-batch "
@@ -96,7 +93,8 @@ class DDP(Local):
         """Whether other parameters are trained than the reducer knows: those that were trained when DDP was made."""
         if self._reduced is None:
             return False
-        return any(p.requires_grad != (id(p) in self._reduced) for p in _reducible(self._models))
+        parameters = (p for model in self._models for p in torch_ddp.parameters_in_care(model))
+        return any(p.requires_grad != (id(p) in self._reduced) for p in parameters)
 
     def check(self, used: Collection[int], named: dict[str, nn.Parameter], *, may_nest: bool) -> Sequence[str]:
         if not self._synced:
@@ -127,7 +125,7 @@ class DDP(Local):
         return parameter.requires_grad if self._reduced is None else id(parameter) in self._reduced
 
     def uses_float16(self) -> bool:
-        return any(_compresses_to_half(model) for model in self._models)
+        return any(map(torch_ddp.may_compress_to_half, self._models))
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         self._held = False
@@ -141,28 +139,3 @@ class DDP(Local):
 
     def drop_gradients(self) -> None:
         self._held = False
-
-
-def _reducible(models: Sequence[Any]) -> Iterator[nn.Parameter]:
-    """The parameters that DistributedDataParallel looks after."""
-    for model in models:
-        yield from model._module_parameters
-
-
-def _reduced_by(models: Sequence[Any]) -> set[int] | None:
-    """The ids of the parameters that the reducers know: those that were trained when they were made.
-
-    The buckets tell, which are laid out once for the question: as much memory as the gradients will take.
-    """
-    try:
-        buckets = [bucket for model in models for bucket in model.reducer._get_zeros_like_grad_buckets()]
-    except (AttributeError, RuntimeError):  # no public way: without it, that nothing was thawed is believed
-        return None
-    return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-
-
-def _compresses_to_half(model: Any) -> bool:
-    """Whether a communication hook of DDP's may make gradients float16: any but that of bfloat16 may."""
-    hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
-    built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
-    return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()

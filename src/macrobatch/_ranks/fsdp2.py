@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
 from macrobatch._ranks.collectives import Group, local
-from macrobatch._torch.modules import is_fully_sharded
+from macrobatch._torch import fsdp2 as fsdp
 from macrobatch.errors import BackendError
 from macrobatch.types import When
 
@@ -25,14 +26,14 @@ class FSDP2(Local):
         self._micro = sync == "micro"
         self._gathered = gather == "window"
         self._held = False
-        self._saved: list[tuple[object, str, object]] = []
+        self._saved: fsdp.Flags | None = None
         self._closed = False  # whether the last backward was a window's last
         self.group = group
         self.abilities = Abilities(
             lockstep=self._micro or not self._gathered,
             confines=False,  # the leaves of the graph are the gathered parameters, not those that users see
             # An aborted forward or backward leaves traces everywhere, which torch clears away since 2.13.
-            can_hold=self._gathered and all(hasattr(model, "reset_iter_state") for model in models),
+            can_hold=self._gathered and fsdp.can_recover(models),
             needs_every_rank=True,
             can_record=False,
         )
@@ -41,7 +42,7 @@ class FSDP2(Local):
 
     @property
     def average(self) -> float:  # type: ignore[override]
-        factors = {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in param_groups(self._models)}
+        factors = fsdp.divisors_of(self._models)
         if len(factors) != 1:
             raise BackendError(
                 f"the parts of the model divide gradients by different factors: {sorted(factors)}. Set one for all: "
@@ -50,26 +51,24 @@ class FSDP2(Local):
         return float(factors.pop())
 
     def uses_float16(self) -> bool:
-        policies = [state._mp_policy for state in states(self._models)]
+        policies = fsdp.precisions_of(self._models)
         return any(torch.float16 in (policy.param_dtype, policy.reduce_dtype) for policy in policies)
 
     def held_gradients(self) -> list[Tensor | None]:
-        held = [group._partial_reduce_output for group in param_groups(self._models)]
-        for parameter in self._sharded():
-            held.append(parameter.unsharded_accumulated_grad)
-            held.append(parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
-        return held
+        return fsdp.held_gradients(self._models)
 
     def hold_window(self) -> None:
         self._held, self._closed = True, False
-        for model in self._models:
-            model._get_fsdp_state()._lazy_init()
-        for module in self._modules():
+        fsdp.initialize(self._models)
+        for module in fsdp.modules_of(self._models):
             module.unshard()
 
     def begin(self, last: bool) -> None:
-        self._save()
+        self.end()
+        fsdp.initialize(self._models)
+        self._saved = fsdp.Flags(self._models)
         self._closed = last
+        fsdp.finish_every_backward(self._models)
         for model in self._models:
             model.set_requires_gradient_sync((last or self._micro) and not self._held)
             if self._micro:
@@ -80,7 +79,7 @@ class FSDP2(Local):
 
     def _check_all_sharded(self) -> None:
         """What `fully_shard` was told to ignore, or does not know, is trained by each rank on its own."""
-        known = {id(getattr(p, kind, None)) for p in self._sharded() for kind in ("sharded_param", "_unsharded_param")}
+        known = fsdp.parameters_in_care(self._models)
         for name, parameter in (named for model in self._models for named in model.named_parameters()):
             if parameter.requires_grad and id(parameter) not in known and dist.get_world_size(self.group) > 1:
                 raise BackendError(
@@ -90,33 +89,24 @@ class FSDP2(Local):
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
         """Gradients are held back in the reduce dtype: it has to be the one asked for."""
-        policies = {state._mp_policy.reduce_dtype for state in states(self._models)}
+        policies = {policy.reduce_dtype for policy in fsdp.precisions_of(self._models)}
         if policies != {dtype} or self._micro:
             raise BackendError(
                 f"accumulate_dtype={dtype} under fully_shard needs gradients held and reduced in that dtype: shard "
                 f'with MixedPrecisionPolicy(reduce_dtype={dtype}), and keep sync="window".'
             )
 
-    def _save(self) -> None:
-        self.end()
-        for model in self._models:
-            model._get_fsdp_state()._lazy_init()  # in the first forward else, which changes the flags of the root
-        flags = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
-        self._saved = [(group, flag, getattr(group, flag)) for group in param_groups(self._models) for flag in flags]
-        flag = "_auto_reshard_after_forward"
-        self._saved += [(state, flag, getattr(state, flag)) for state in states(self._models)]
-
     def end(self) -> None:
-        for owner, flag, value in self._saved:
-            setattr(owner, flag, value)
-        self._saved.clear()
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            saved.restore()
 
     def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        leaves = [p._unsharded_param for p in self._sharded() if hasattr(p, "_unsharded_param")]
-        return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
+        leaves = fsdp.gathered_parameters(self._models)
+        return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]  # type: ignore[no-untyped-call]
 
     def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        held = self.held_gradients() + [parameter.sharded_param.grad for parameter in self._sharded()]
+        held = self.held_gradients() + fsdp.sharded_gradients(self._models)
         found = super().accumulated_gradients(parameters)
         found += [local(gradient) for gradient in held if gradient is not None]
         return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some come twice
@@ -126,12 +116,11 @@ class FSDP2(Local):
         if self._closed:
             self._require_reduced()
             return
-        if self._micro and not held and any(group.mesh_info.mesh.ndim > 1 for group in param_groups(self._models)):
+        if self._micro and not held and fsdp.has_replicas(self._models):
             raise closed_early("fully_shard over a mesh of two dimensions")
-        if held or not self._micro:  # what a backward does at its very end, for gradients that were held back
+        if held or not self._micro:
             self.begin(last=True)
-            for model in self._models:
-                model._get_fsdp_state()._root_post_backward_final_callback()
+            fsdp.reduce_held_gradients(self._models)
             self.end()
         self._reshard()
 
@@ -146,44 +135,26 @@ class FSDP2(Local):
 
     def drop_gradients(self) -> None:
         self._held = False
-        for model in self._models:
-            if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
-                model.reset_iter_state()
-        # zero_grad() does not reach what a parameter group holds back: the next window would be off by it.
-        for parameter in self._sharded():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-        for group in param_groups(self._models):
-            group._partial_reduce_output = None
+        fsdp.drop_held_gradients(self._models)
         self._reshard()
+
+    def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
+        """Hooks that run before and after the one in which a module gathers its parameters."""
+        entered: list[AbstractContextManager[None]] = []
+
+        def enter(*_: object) -> None:
+            entered.append(span())
+            entered[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        for module in fsdp.modules_of(self._models):
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_pre_hook(leave)
 
     def _reshard(self) -> None:
         """Else an optimizer would step parameters that nobody sees."""
         if self._gathered:
-            for module in self._modules():
+            for module in fsdp.modules_of(self._models):
                 module.reshard()
-
-    def _modules(self) -> Iterator[Any]:
-        return (m for model in self._models for m in model.modules() if is_fully_sharded(m))
-
-    def _sharded(self) -> Iterator[Any]:
-        for group in param_groups(self._models):
-            yield from group.fsdp_params
-
-
-def states(models: Sequence[Any]) -> Iterator[Any]:
-    """The states that `fully_shard` keeps of its modules."""
-    for model in models:
-        for module in model.modules():
-            if is_fully_sharded(module):
-                yield module._get_fsdp_state()
-
-
-def param_groups(models: Sequence[Any]) -> Iterator[Any]:
-    """Its groups of parameters, which communicate together."""
-    for state in states(models):
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it, one or none
-        if groups is None:
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-        yield from groups

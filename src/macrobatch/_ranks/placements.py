@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from macrobatch._ranks.collectives import Group
+from macrobatch._torch.tensors import layout_before_ddp
 from macrobatch.errors import BackendError
 
 
@@ -30,8 +31,7 @@ def layout_of(parameter: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
     """The mesh that a parameter lies on, and how; None for a plain tensor."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh, parameter.placements
-    # DistributedDataParallel(device_mesh=) makes plain tensors of DTensors, and keeps their layout in this attribute.
-    hidden = getattr(parameter, "_st_info", None)
+    hidden = layout_before_ddp(parameter)
     return None if hidden is None else (hidden.mesh, hidden.placements)
 
 

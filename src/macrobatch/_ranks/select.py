@@ -13,9 +13,11 @@ from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import Group
 from macrobatch._ranks.ddp import DDP
 from macrobatch._ranks.fsdp1 import FSDP1
-from macrobatch._ranks.fsdp2 import FSDP2, param_groups
+from macrobatch._ranks.fsdp2 import FSDP2
 from macrobatch._ranks.placements import ranks_of
-from macrobatch._torch.modules import Wrapper, without_compile, wrapper_of
+from macrobatch._torch.distributed import flattened
+from macrobatch._torch.fsdp2 import mesh_of
+from macrobatch._torch.modules import DataParallel, data_parallel_of, without_compile
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.types import When
 
@@ -39,7 +41,7 @@ def select_backend(
         raise BackendError("process_group was given, but torch.distributed is not initialized.")
     is_compiled = any(without_compile(model) is not model for model in models)
     models = [
-        without_compile(model) for model in models if kind is None or wrapper_of(model) == kind
+        without_compile(model) for model in models if kind is None or data_parallel_of(model) == kind
     ]  # no frozen teacher
     if kind is None:
         group = _given(process_group)
@@ -74,14 +76,29 @@ def wrapping(models: Sequence[nn.Module]) -> tuple[object, ...]:
     return (*map(type, models), dist.get_world_size() if _initialized() else 1)
 
 
+def require_same_wrapping(models: Sequence[nn.Module], before: tuple[object, ...]) -> None:
+    """An error if that has changed since."""
+    if wrapping(models) != before:
+        raise BackendError(
+            "a model was wrapped, or torch.distributed initialized, after this Accumulator was made: it does not "
+            "know how gradients travel. Make it last, of the model as it is trained."
+        )
+
+
+def require_own_statistics(models: Sequence[nn.Module], why: str) -> None:
+    """No layer may take its statistics from the micro-batches of all ranks together."""
+    if any(isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()):
+        raise BackendError(f"SyncBatchNorm with {why}")
+
+
 def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
     """Whether gradients summed in `dtype` are wider than their parameters."""
     return dtype is not None and any(p.dtype.itemsize < dtype.itemsize for m in models for p in m.parameters())
 
 
-def common_wrapper(models: Sequence[nn.Module]) -> Wrapper | None:
+def common_wrapper(models: Sequence[nn.Module]) -> DataParallel | None:
     """The wrapper that all models share."""
-    kinds = {wrapper_of(model) for model in models if any(p.requires_grad for p in model.parameters())}
+    kinds = {data_parallel_of(model) for model in models if any(p.requires_grad for p in model.parameters())}
     if len(kinds) > 1:
         found = sorted(kind or "no wrapper" for kind in kinds)
         raise BackendError(f"all models must have the same data-parallel wrapper: found {', '.join(found)}.")
@@ -98,15 +115,15 @@ def _given(process_group: Any) -> Group:
         return process_group
     if not hasattr(process_group, "mesh_dim_names"):
         raise UsageError(f"process_group must be a ProcessGroup or a DeviceMesh: got {type(process_group).__name__}.")
-    return (process_group if process_group.ndim == 1 else process_group._flatten()).get_group()
+    return flattened(process_group).get_group()
 
 
-def _own_group(model: Any, kind: Wrapper) -> Group:
+def _own_group(model: Any, kind: DataParallel) -> Group:
     """The ranks over which the model itself averages."""
     if kind == "DistributedDataParallel":
         return model.process_group
     if kind == "FSDPModule":
-        mesh = next(param_groups([model])).mesh_info.mesh
+        mesh = mesh_of(model)
         return dist.group.WORLD if mesh.size() == dist.get_world_size() else _given(mesh)
     return dist.group.WORLD if "HYBRID" in model.sharding_strategy.name else model.process_group
 

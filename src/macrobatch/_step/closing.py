@@ -4,14 +4,15 @@ The division by the window's items, the clipping and the un-scaling are one divi
 optimizer takes it as its ``grad_scale``, and a flag as its ``found_inf``, so that nothing passes over the gradients
 once more and the host waits for nothing; for every other optimizer there is one writing pass.
 
-What the host reads is one number a window (`Verdict`), only where it has to know (`Update._asks`), and where optimizers
-are fused not before their step is queued. On a CPU nothing is ever waited for, so errors come at once there.
+What the host reads is one number a window (`Verdict`), only where it has to know (`TakeStep._asks`), and not before a
+fused optimizer's step is queued. On a CPU nothing is ever waited for, so errors come at once there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,16 +24,46 @@ from macrobatch._step.gradients import Gradients
 from macrobatch._step.optimizers import StepGuard, fused_step, has_hooks, takes_found_inf
 from macrobatch._step.totals import Window, wide
 from macrobatch._step.verdict import BAD_ITEMS, MEDDLED, NO_ITEMS, NONFINITE, Verdict
+from macrobatch._torch.autograd import factor_of
+from macrobatch._torch.optimizers import forget_unscaling, has_unscaled, note_overflow, scale_of
+from macrobatch._torch.tensors import unobserved
 from macrobatch.errors import NonFiniteError, UsageError
 from macrobatch.types import NonFinite, StepResult
 
 
-class Update:
-    """Takes the optimizer step of a closing window, and all that belongs to it.
+class Closing(Protocol):
+    """What becomes of the gradients of a complete window; and what nobody may do to them before.
+
+    Attributes:
+        taken: how many steps were taken, where this takes them.
+    """
+
+    taken: int
+
+    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
+        """From now on, refuse steps that others take while a window is open. A bound method, kept weakly."""
+
+    def begin_window(self) -> None:
+        """A window begins: what was done before belongs to no window."""
+
+    def check_loss(self, loss: Tensor) -> None:
+        """An error if this loss cannot be handed to a backward."""
+
+    def check_untouched(self) -> None:
+        """An error if somebody has begun to close the window in another way."""
+
+    def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
+        """Close the window. `shared`: whether optimizers hold a parameter twice."""
+
+    def settle(self) -> None:
+        """Raise the error that the last window turned out to have."""
+
+
+class TakeStep(Closing):
+    """Divides, clips, guards, and takes the optimizer step, with all that belongs to it.
 
     Args:
         counts_on_host: whether the host must know after each window how many steps were taken.
-        window_is_open: whether gradients are accumulated, so that nobody else may take a step with them.
         The others are those of `Accumulator`.
     """
 
@@ -45,10 +76,9 @@ class Update:
         max_norm: float | None,
         nonfinite: NonFinite,
         counts_on_host: bool,
-        window_is_open: Callable[[], bool],
     ) -> None:
         self._optimizers = optimizers
-        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in optimizers]
+        self._guards: list[StepGuard] = []
         self._schedulers = schedulers
         self._scaler = scaler
         self._max_norm = max_norm
@@ -57,6 +87,9 @@ class Update:
         self._pending: Verdict | None = None  # of the last window under "raise", on its way to the host
         self._taken = 0
         self._unread: Tensor | None = None  # how many of `_taken` the device skipped after all
+
+    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
+        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
 
     @property
     def taken(self) -> int:
@@ -69,33 +102,29 @@ class Update:
     def taken(self, number: int) -> None:
         self._taken, self._unread = number, None
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """A window begins: what was unscaled before belongs to no window."""
         if self._scaler is not None:
             for optimizer in self._optimizers:
-                self._scaler._per_optimizer_states.pop(id(optimizer), None)
+                forget_unscaling(self._scaler, optimizer)
 
-    def check_scaler(self) -> None:
+    def check_untouched(self) -> None:
         """Inside a window nobody else may unscale: it leaves no mark on the gradients, only in the scaler."""
         if self._scaler is None:
             return
         for optimizer in self._optimizers:
-            if self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            if has_unscaled(self._scaler, optimizer):
                 raise UsageError(
                     "scaler.unscale_() or scaler.step() was called inside the open window. Until step() the gradients "
                     "are undivided, scaled sums, and step() unscales them itself, once: leave the call out, and call "
                     "discard() to drop what was accumulated."
                 )
 
-    def check_unscaled(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """A loss that ``scaler.scale()`` has multiplied already would be scaled twice."""
-        if self._scaler is None or self._scaler._scale is None:
+        if self._scaler is None or (scale := scale_of(self._scaler)) is None or (factor := factor_of(loss)) is None:
             return
-        scale = self._scaler._scale
-        factor = getattr(loss.grad_fn, "_saved_other", None)  # of a product
-        if not isinstance(factor, Tensor):
-            return
-        with torch._C.DisableTorchFunction():  # an address is no number that the device has computed
+        with unobserved():  # an address is no number that the device has computed
             is_scaled = factor.data_ptr() == scale.data_ptr()
         if is_scaled:
             raise UsageError(
@@ -115,7 +144,7 @@ class Update:
 
     # ------------------------------------------------------------------------------------------ the main path
 
-    def close(self, window: Window, gradients: Gradients, *, shared: bool = False) -> StepResult:
+    def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
         """Take the step of `window`; then raise the error of the one before, if it turned out to have one.
 
         `shared`: whether optimizers hold a parameter twice, which a fused one would divide twice.
@@ -147,7 +176,7 @@ class Update:
             return self._result(window, grad_norm, skipped=False)
         if not self._asks(window, verdict, fused=fused):
             self._queue(grad_scale, verdict.found_inf if fused else None)
-            return self._result(window, grad_norm, skipped=self._unasked(verdict))
+            return self._result(window, grad_norm, skipped=self._defer_verdict(verdict))
         if fused:
             self._queue(grad_scale, verdict.found_inf)
         reasons = verdict.read()
@@ -211,8 +240,8 @@ class Update:
             return not fused or self._counts_on_host or verdict.asks
         return self._nonfinite == "skip" or verdict.on_host
 
-    def _unasked(self, verdict: Verdict) -> bool | Tensor:
-        """What becomes of a verdict that the host does not wait for: the result's `skipped`."""
+    def _defer_verdict(self, verdict: Verdict) -> bool | Tensor:
+        """Queue the flag without waiting for it; returns what the result says of `skipped`."""
         if self._scaler is None:
             self._pending = verdict.send()
             return False
@@ -229,10 +258,7 @@ class Update:
                 fused_step(optimizer, grad_scale, found_inf)
 
     def _update_scale(self, scaler: GradScaler, verdict: Verdict) -> None:
-        # What scaler.unscale_() records, without its pass over the gradients: ours has looked at them already.
-        state = scaler._per_optimizer_states[id(self._optimizers[0])]
-        overflow = verdict.overflow
-        state["found_inf_per_device"] = {overflow.device: overflow}
+        note_overflow(scaler, self._optimizers[0], verdict.overflow)  # our own pass has looked at the gradients already
         scaler.update()
 
     def _result(self, window: Window, grad_norm: Tensor | None, *, skipped: bool | Tensor) -> StepResult:

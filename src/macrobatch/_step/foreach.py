@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from macrobatch._step.totals import wide
+from macrobatch._torch.tensors import multiply_all, norms_of_all, unscale_all
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -25,13 +26,13 @@ def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.device, dtype: torch.dtype) -> None:
     if not isinstance(factor, Tensor):
-        torch._foreach_mul_(group, factor)
+        multiply_all(group, factor)
     elif dtype not in HALF:
-        torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
+        multiply_all(group, factor.to(device, dtype.to_real(), non_blocking=True))
     else:  # a factor in the gradients' own dtype would lose digits
         factor = factor.to(device, torch.float32, non_blocking=True)
         if takes_float32(device, dtype):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(factor), factor)
+            unscale_all(group, torch.zeros_like(factor), factor)
             return
         for gradient in group:
             gradient.copy_(gradient.float().mul_(factor))
@@ -54,7 +55,7 @@ def norms_of(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
     real = not gradients[0].is_complex()
     if order == math.inf and real and gradients[0].device.type == "cpu":  # the kernel below takes ten times as long
         return [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients]
-    return torch._foreach_norm(gradients, order, dtype=norm_dtype(gradients[0]))
+    return norms_of_all(gradients, order, dtype=norm_dtype(gradients[0]))
 
 
 def norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:

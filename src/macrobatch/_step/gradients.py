@@ -20,6 +20,7 @@ from macrobatch._ranks.placements import Spread, largest_over, layout_of, norm_o
 from macrobatch._step.foreach import HALF, multiply_alike, norm_dtype, norm_of, norms_of, takes_float32
 from macrobatch._step.hooks import hooked_among
 from macrobatch._step.totals import wide
+from macrobatch._torch.tensors import unobserved, unscale_all, version_of
 from macrobatch.errors import BackendError, UsageError
 
 UNDIVIDED = (
@@ -27,7 +28,6 @@ UNDIVIDED = (
     "clips with max_norm=, once a window), and call discard() to drop what was accumulated."
 )
 GRADIENT_OF = operator.attrgetter("grad")
-VERSION_OF = operator.attrgetter("_version")
 VIEW = object()  # of a gradient that is held elsewhere
 
 
@@ -166,7 +166,7 @@ class Gradients:
         Parameters that reach the loss through views, e.g. ``a.squeeze() + b.squeeze()``, get views of one gradient as
         theirs: adding to the one, or dividing it, would change the other.
         """
-        with torch._C.DisableTorchFunction():  # an address is no number that the device has computed
+        with unobserved():  # an address is no number that the device has computed
             taken = sorted(
                 (gradient.data_ptr(), index)
                 for index, gradient in enumerate(map(GRADIENT_OF, self.parameters))
@@ -303,7 +303,7 @@ class Gradients:
             return None
         found = torch.zeros((), device=device, dtype=torch.float32)
         inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
+        unscale_all(group, found, inverse)
         return found
 
     def _narrow(self, device: torch.device, factor: float | Tensor) -> None:
@@ -323,14 +323,14 @@ class Gradients:
 def _versions(gradients: Sequence[Any]) -> list[int]:
     """How often each was written to; -1 for none."""
     try:
-        return list(map(VERSION_OF, gradients))
+        return list(map(version_of, gradients))
     except AttributeError:
-        return [getattr(gradient, "_version", -1) for gradient in gradients]
+        return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
 
 
 def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bool:
     """Whether a gradient that nobody has written to was copied to another place. The host reads; once, if at all."""
-    if left is None or gradient is None or gradient is left or left._version != version:
+    if left is None or gradient is None or gradient is left or version_of(left) != version:
         return False
     return bool(((gradient == left) | (gradient.isnan() & left.isnan())).all())
 

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-try:
-    from torch.autograd.graph import _engine_run_backward
-except ImportError:  # not a public name: without it everything works, a little slower
-    _engine_run_backward = None  # type: ignore[assignment]
-
-AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the end of a graph: a leaf's gradient
+from macrobatch._torch.autograd import AccumulateGrad, engine_run_backward, python_function_of
 
 
 class Reach(NamedTuple):
@@ -102,7 +97,7 @@ def _may_nest(kind: type) -> bool:
     """
     if not issubclass(kind, BackwardCFunction):
         return False
-    function: Any = getattr(kind, "_forward_cls", None)
+    function = python_function_of(kind)
     return function is CheckpointFunction or not str(getattr(function, "__module__", "")).startswith("torch.")
 
 
@@ -112,9 +107,9 @@ def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = N
     What that function does before it, checking what is known to be right here, takes as long as the backward of a small
     layer.
     """
-    if type(loss) is Tensor and _engine_run_backward is not None:
+    if type(loss) is Tensor and engine_run_backward is not None:
         inputs = tuple(inputs or ())
-        _engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+        engine_run_backward((loss,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed, inputs=inputs)
 
@@ -149,7 +144,7 @@ def confinement_of(reach: Reach, own: Collection[int]) -> Confinement:
 
 
 @contextlib.contextmanager
-def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Put the gradients of these leaves back afterwards, as they were."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
@@ -159,3 +154,12 @@ def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
+
+
+def run_confined(loss: Tensor, seed: Tensor, confinement: Confinement) -> None:
+    """The backward of `loss`, kept to the own leaves."""
+    if confinement is UNCONFINED:
+        run_backward(loss, seed)
+        return
+    with _gradients_aside(confinement.aside):
+        run_backward(loss, seed, confinement.inputs)

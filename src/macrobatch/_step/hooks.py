@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from macrobatch._torch.tensors import hooks_after_accumulation, version_of
 from macrobatch.errors import UsageError
 
 
 def hooked_among(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters with a hook that runs after each addition to their gradient."""
-    return {name: p for name, p in named.items() if getattr(p, "_post_accumulate_grad_hooks", None)}
+    return {name: p for name, p in named.items() if hooks_after_accumulation(p)}
 
 
 @contextlib.contextmanager
@@ -23,7 +24,7 @@ def guarding(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
     for name, parameter in hooked.items():
         guard = _Guard(name)
         first = parameter.register_post_accumulate_grad_hook(guard.note)  # type: ignore[no-untyped-call]
-        _put_first(parameter._post_accumulate_grad_hooks, first.id)
+        _put_first(hooks_after_accumulation(parameter), first.id)
         last = parameter.register_post_accumulate_grad_hook(guard.check)  # type: ignore[no-untyped-call]
         handles += [first, last]
     try:
@@ -50,11 +51,11 @@ class _Guard:
 
     def note(self, parameter: Tensor) -> None:
         self._gradient = parameter.grad
-        self._version = -1 if parameter.grad is None else parameter.grad._version
+        self._version = -1 if parameter.grad is None else version_of(parameter.grad)
 
     def check(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is self._gradient and (gradient is None or gradient._version == self._version):
+        if gradient is self._gradient and (gradient is None or version_of(gradient) == self._version):
             return
         raise UsageError(
             f"a hook that runs after each addition to the gradient of parameter {self._name!r} "

@@ -1,7 +1,7 @@
 """Which call comes next, and what to say to one that comes at the wrong moment.
 
 ``batches`` or ``micro_batch``, then ``backward``, then ``step``: a call out of this order would make a wrong gradient,
-so it raises before anything has changed.
+so it raises before anything has changed. This class alone writes that state.
 """
 
 from __future__ import annotations
@@ -12,23 +12,45 @@ from macrobatch._step.totals import Window
 from macrobatch.errors import UsageError
 
 
-class Order:
-    """What an accumulator expects.
-
-    Attributes:
-        expects: which call comes next. "step" may be left out where it would have nothing to do.
-        carries: whether the open window was left open by the end of an epoch.
-        broken: whether a backward failed half-way in the open window.
-    """
+class Lifecycle:
+    """The state of the calls on one engine: what it expects next, and whether its window is whole."""
 
     def __init__(self) -> None:
-        self.expects: Literal["batch", "backward", "step"] = "batch"
-        self.carries = False
-        self.broken = False
+        self._expects: Literal["batch", "backward", "step"] = "batch"  # "step" may be left out where it has no effect
+        self._carries = False  # whether the end of an epoch left the window open
+        self._is_broken = False  # whether a backward failed half-way in the window
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a micro-batch is under way that has had no backward."""
+        return self._expects == "backward"
+
+    # ------------------------------------------------------------------------------------------ what happens
+
+    def begin_micro_batch(self) -> None:
+        self._expects, self._carries = "backward", False
+
+    def end_backward(self) -> None:
+        self._expects = "step"
+
+    def end_step(self) -> None:
+        self._expects = "batch"
+
+    def break_window(self) -> None:
+        """A backward failed half-way: the window holds a part of a micro-batch."""
+        self._is_broken = True
+
+    def drop_window(self) -> None:
+        self._carries = self._is_broken = False
+
+    def end_epoch(self, *, carries: bool) -> None:
+        self._expects, self._carries = "batch", carries
+
+    # ------------------------------------------------------------------------------------------ what may come
 
     def require_new_epoch(self, window: Window | None) -> None:
         """A new `batches` may begin."""
-        if window is not None and window.turns and not self.carries:
+        if window is not None and window.turns and not self._carries:
             raise UsageError(
                 f"batches() over an open window: {window.micro_batches} micro-batches of window {window.number} have "
                 "had no step. Close it with step(now=True), or drop it with discard()."
@@ -36,13 +58,13 @@ class Order:
 
     def require_finished(self, window: Window | None, is_last: bool) -> None:
         """A new micro-batch may begin, or the epoch end."""
-        if self.expects == "backward":
+        if self._expects == "backward":
             raise UsageError(
                 "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
                 "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0). "
                 "(loss.backward() does not count: call acc.backward(loss, items).)"
             )
-        if self.expects == "step" and is_last and window is not None:
+        if self._expects == "step" and is_last and window is not None:
             raise UsageError(
                 f"window {window.number} is complete, but step() was not called after its last backward(). Call it "
                 "after every backward: it returns None until there is something to do."
@@ -50,12 +72,12 @@ class Order:
 
     def require_backward(self, window: Window | None) -> None:
         """A micro-batch is under way, and has had no backward."""
-        if self.expects == "step":
+        if self._expects == "step":
             raise UsageError(
                 "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
                 "micro-batch."
             )
-        if self.expects == "batch":
+        if self._expects == "batch":
             raise UsageError(
                 "backward() outside of a micro-batch. Iterate over acc.batches(loader), or do the forward and the "
                 "backward inside `with acc.micro_batch():`."
@@ -64,7 +86,7 @@ class Order:
 
     def require_step(self, window: Window | None, now: bool) -> None:
         """A backward is done."""
-        if self.expects == "backward":
+        if self._expects == "backward":
             raise UsageError(
                 "step() before backward(): the micro-batch under way has not been accumulated yet. Call "
                 "acc.backward(loss, items) for it; loss.backward() does not count it."
@@ -83,7 +105,7 @@ class Order:
             )
 
     def _require_whole(self, window: Window | None) -> None:
-        if self.broken and window is not None:
+        if self._is_broken and window is not None:
             raise UsageError(
                 f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "
                 "with discard(); the next batch then begins a new window."

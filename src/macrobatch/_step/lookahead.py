@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from macrobatch._cut.trees import leaves
+from macrobatch._torch.tensors import version_of
 from macrobatch.errors import BatchError
 
 Batch = TypeVar("Batch")
@@ -132,7 +133,7 @@ class _Contents:
         self._batch, self._leaves = batch, _leaves_of(batch)
         arrays = [leaf for leaf in self._leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
         self._tensors = [leaf for leaf in arrays if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = list(map(version_of, self._tensors))
         self._copies = [(leaf, copied) for leaf in arrays if copies and (copied := _copy_on_host(leaf)) is not None]
 
     def require_same(self) -> None:
@@ -140,7 +141,7 @@ class _Contents:
         is_same = len(now) == len(self._leaves) and all(map(operator.is_, now, self._leaves))
         if (
             is_same
-            and self._versions == [tensor._version for tensor in self._tensors]
+            and self._versions == list(map(version_of, self._tensors))
             and all(_are_equal(leaf, before) for leaf, before in self._copies)
         ):
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from macrobatch._torch.optimizers import has_hooks_after_step, has_hooks_on_all_optimizers, hooks_before_step
 from macrobatch.errors import UsageError
-
-_HOOKS_OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # its name in torch.optim is taken away there
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
@@ -46,9 +44,9 @@ def _own_steps() -> set[Callable[..., Any]]:
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody's code runs before or after each step: what it sees in ``.grad`` must be the mean."""
-    before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
-    everywhere = _HOOKS_OF_ALL["_global_optimizer_pre_hooks"] or _HOOKS_OF_ALL["_global_optimizer_post_hooks"]
-    return bool(after or everywhere) or not all(isinstance(hook, StepGuard) for hook in before.values())
+    if has_hooks_after_step(optimizer) or has_hooks_on_all_optimizers():
+        return True
+    return not all(isinstance(hook, StepGuard) for hook in hooks_before_step(optimizer))
 
 
 class StepGuard:

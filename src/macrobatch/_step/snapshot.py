@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from macrobatch._torch.modules import buffers_of, children_of, parameters_of
+
 
 class HostRandom:
     """The random number generators of the host (torch's, Python's, numpy's), as they are now.
@@ -58,12 +60,13 @@ class Snapshot:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._host = HostRandom()
         modules = modules_of(models)
-        devices = {p.device for module in modules for p in module._parameters.values() if p is not None and p.is_cuda}
+        parameters = (p for module in modules for p in parameters_of(module).values() if p is not None)
+        devices = {p.device for p in parameters if p.is_cuda}
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
         self._buffers = [
-            (module, {name: (buffer, _copied(buffer)) for name, buffer in module._buffers.items()})
+            (module, {name: (buffer, _copied(buffer)) for name, buffer in buffers_of(module).items()})
             for module in modules
-            if module._buffers
+            if buffers_of(module)
         ]
 
     @torch.no_grad()
@@ -74,7 +77,7 @@ class Snapshot:
             torch.cuda.set_rng_state(state, device)
         for module, buffers in self._buffers:
             for name, (buffer, before) in buffers.items():
-                module._buffers[name] = buffer  # it may have been replaced, not written to
+                buffers_of(module)[name] = buffer  # it may have been replaced, not written to
                 if buffer is not None and before is not None:
                     buffer.copy_(before)
 
@@ -87,7 +90,7 @@ def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:
         module = pending.pop()
         if module not in found:
             found[module] = None
-            pending += [inner for inner in reversed(module._modules.values()) if inner is not None]
+            pending += [inner for inner in reversed(children_of(module).values()) if inner is not None]
     return list(found)
 
 

@@ -1,8 +1,8 @@
 """One window: how many micro-batches it holds, and the totals of their losses and items. Knows no backend.
 
 The gradient wanted is ``sum of grad S / sum of n`` over the micro-batches, where S is the summed loss of one and n its
-number of items. So a window weighs each loss into its sum (`weigh`), adds up losses and items where they are (`add`),
-and divides nothing: that happens once, when it closes. Items given as ints are added on the host, items given as
+number of items. So a window weighs each loss into its sum, adds up losses and items where they are (`Window.add`), and
+divides nothing: that happens once, when it closes. Items given as ints are added on the host, items given as
 tensors on their device; nothing that lives on a device is read here.
 """
 
@@ -40,10 +40,10 @@ class Window:
     """The totals of one window, from its first micro-batch to its close.
 
     >>> window = Window(number=1, length=2, reduction="mean")
-    >>> window.weigh(torch.tensor(2.0), items=3)   # the seed of backward: a mean over 3 items becomes their sum
+    >>> window.add(torch.tensor(2.0), items=3)     # the seed of its backward: a mean over 3 items becomes their sum
     tensor(3.)
-    >>> window.add(torch.tensor(2.0), items=3)
     >>> window.add(torch.tensor(6.0), items=torch.tensor(1))
+    tensor(1.)
     >>> window.items(), window.loss()              # 4 items; (3 * 2.0 + 1 * 6.0) / 4
     (tensor(4), tensor(3., dtype=torch.float64))
 
@@ -95,8 +95,14 @@ class Window:
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
-    def weigh(self, loss: Tensor, items: Items) -> Tensor:
-        """The seed of this micro-batch's backward: what its gradient is multiplied with to become that of a sum."""
+    def add(self, loss: Tensor, items: Items) -> Tensor:
+        """Count a micro-batch; returns the seed of its backward, which makes its gradient that of a sum."""
+        seed = self._seed(loss, items)
+        self._count(loss, items)
+        return seed
+
+    def _seed(self, loss: Tensor, items: Items) -> Tensor:
+        """What the gradient of this micro-batch is multiplied with."""
         self._check_counted(items)
         count = 1 if items is None else items
         if not is_zero(items):
@@ -109,8 +115,7 @@ class Window:
             return weight.detach().to(loss.device, loss.dtype, non_blocking=True, copy=True).reshape(loss.shape)
         return self._seeds.of(weight, loss)
 
-    def add(self, loss: Tensor, items: Items) -> None:
-        """Count a micro-batch."""
+    def _count(self, loss: Tensor, items: Items) -> None:
         self._counted = items is not None
         self.micro_batches += 1
         total = self._begin_turn(loss)

@@ -5,8 +5,9 @@ A message says what was wrong, what was found, and what to do.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypeVar, get_args
 
@@ -73,6 +74,15 @@ def checked_steps(steps: object, name: str) -> int:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise UsageError(f"{name} must be a whole number of micro-batches, 1 or more: got {steps!r}.")
     return steps
+
+
+def require_options(given: Iterable[str], known: Iterable[str]) -> None:
+    """An error if there is no such option."""
+    for name in given:
+        if name not in known:
+            alike = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {alike[0]}?" if alike else f" There are {', '.join(known)}."
+            raise UsageError(f"{name} is no option.{hint}")
 
 
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:

@@ -1,26 +1,130 @@
-"""Seeing through what wraps a model: `torch.compile`, DistributedDataParallel, FullyShardedDataParallel."""
+"""Modules: what wraps a model (`torch.compile`, DDP, FSDP1, checkpointing), and what torch keeps inside each module.
+
+Wrappers are recognised by their class, never by the names of their children: a user's own module may have children
+called `module` or `_orig_mod`, too. Nothing is imported for it: who has no compiled model need not load dynamo.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-Wrapper = Literal["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"]
-WRAPPERS: tuple[Wrapper, ...] = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+Wrapper = Literal["OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "ActivationWrapper"]
+CHILD_OF: dict[Wrapper, str] = {  # classes of torch, and the name under which each holds what it wraps
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+}
+WRAPPERS: tuple[Wrapper, ...] = tuple(CHILD_OF)
+REPLICATED: tuple[Wrapper, ...] = ("OptimizedModule", "DistributedDataParallel")  # what they wrap trains without them
+
+DataParallel = Literal["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"]
+DATA_PARALLEL: tuple[DataParallel, ...] = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of dimensions, synchronised or not
+
+# Functions of C, for loops over all modules: the dictionaries themselves, to read and to write.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 
 
-def without_compile(model: nn.Module) -> Any:
-    """The module that `torch.compile` was given."""
-    return getattr(model, "_orig_mod", model)
+# ---------------------------------------------------------------------------------------------- wrappers
 
 
-def wrapper_of(model: nn.Module) -> Wrapper | None:
-    """Which data-parallel wrapper a model has, compiled or not."""
-    names = [kind.__name__ for kind in type(without_compile(model)).__mro__]
-    return next((wrapper for wrapper in WRAPPERS if wrapper in names), None)
+def _classes_of_torch(module: nn.Module) -> tuple[str, ...]:
+    kind: Any = type(module)
+    return _classes_of_torch_in(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _classes_of_torch_in(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch."))
+
+
+def wrapper_of(module: nn.Module) -> Wrapper | None:
+    """The class of torch that makes this very module a wrapper; None for a plain one."""
+    classes = _classes_of_torch(module)
+    return next((wrapper for wrapper in WRAPPERS if wrapper in classes), None)
+
+
+def data_parallel_of(model: nn.Module) -> DataParallel | None:
+    """Which data-parallel class a model has, compiled or not."""
+    classes = _classes_of_torch(without_compile(model))
+    return next((kind for kind in DATA_PARALLEL if kind in classes), None)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to this very module."""
-    return wrapper_of(module) == "FSDPModule"
+    return "FSDPModule" in _classes_of_torch(module)
+
+
+def layers_around(model: nn.Module, wrappers: tuple[Wrapper, ...] = WRAPPERS) -> list[Any]:
+    """The model, what it wraps, what that wraps, and so on, as far as these wrappers go."""
+    layers: list[nn.Module] = [model]
+    while (wrapper := wrapper_of(layers[-1])) in wrappers:
+        layers.append(cast(nn.Module, getattr(layers[-1], CHILD_OF[wrapper])))
+    return layers
+
+
+def unwrapped(model: nn.Module, wrappers: tuple[Wrapper, ...] = WRAPPERS) -> Any:
+    """The module inside all of these wrappers.
+
+    >>> model = nn.Linear(2, 1)
+    >>> model.module = nn.Linear(1, 1)
+    >>> unwrapped(model) is model
+    True
+    """
+    return layers_around(model, wrappers)[-1]
+
+
+def without_compile(model: nn.Module) -> Any:
+    """The module that `torch.compile` was given."""
+    return unwrapped(model, ("OptimizedModule",))
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter or buffer without those under which wrappers hold their modules.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1))
+    >>> model._orig_mod = nn.Linear(1, 1)
+    >>> plain_name(model, "_orig_mod.weight")
+    '_orig_mod.weight'
+    """
+    module: nn.Module | None = model
+    kept = []
+    for part in name.split("."):
+        while module is not None and (wrapper := wrapper_of(module)) is not None and part != CHILD_OF[wrapper]:
+            module = children_of(module)[CHILD_OF[wrapper]]  # some wrappers leave their child's name out themselves
+        if module is None or wrapper_of(module) is None:
+            kept.append(part)
+        module = None if module is None else children_of(module).get(part)
+    return ".".join(kept)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any part of it is, by `torch.compile(part)` or `part.compile()`."""
+    return any(wrapper_of(module) == "OptimizedModule" or has_compiled_call(module) for module in model.modules())
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
+# ---------------------------------------------------------------------------------------------- inside one module
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after its backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

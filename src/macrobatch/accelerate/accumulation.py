@@ -7,7 +7,7 @@ is back-propagated at that scale.
 
 - Without items, losses are divided by the length that the window should have. Only where it turns out shorter is there
   anything to bring to another scale.
-- With items, losses become sums (`Window.weigh`), and the window's items on all ranks are what to divide by.
+- With items, losses become sums (`Window.add`), and the window's items on all ranks are what to divide by.
 """
 
 from __future__ import annotations
@@ -243,8 +243,7 @@ class Accumulation:
                 "average: hand it over, as prepare() returned it."
             )
         window = self._open_window(loss, items)
-        seed = window.weigh(loss, items)
-        window.add(loss, items)
+        seed = window.add(loss, items)
         if not self.closes:
             return seed
         if (group := self._sync.group) is not None:

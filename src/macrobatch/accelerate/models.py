@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from macrobatch._cut.trees import transformed
+from macrobatch._torch.modules import without_compile
 from macrobatch.accelerate.settings import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from macrobatch.accelerate.state import AcceleratorState
 from macrobatch.errors import UsageError
@@ -29,7 +30,7 @@ def compute_in(autocast: Callable[[], AbstractContextManager[None]], model: nn.M
 
     Its forward is replaced by a method, not by a function, so that a copy of the model computes with its own weights.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = without_compile(model)
     plain = model.forward
     of_class = getattr(plain, "__func__", None) if "forward" not in vars(model) else None
 
@@ -106,12 +107,12 @@ def unwrapped(model: nn.Module, *, keep_precision: bool, keep_compiled: bool) ->
         keep_precision: let it compute in mixed precision still.
         keep_compiled: return a compiled model as such.
     """
-    inner: Any = getattr(model, "_orig_mod", model)
+    inner: Any = without_compile(model)
     if isinstance(inner, DistributedDataParallel):
         inner = inner.module
     elif keep_compiled:
         inner = model
-    bare = getattr(inner, "_orig_mod", inner)
+    bare = without_compile(inner)
     if not keep_precision and hasattr(bare.forward, "_plain"):
         if bare.forward._plain is None:
             del bare.forward

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
+from macrobatch._torch.modules import REPLICATED, plain_name, unwrapped
 from macrobatch.errors import BackendError, CheckpointError, UsageError
 from macrobatch.train import manifest
 from macrobatch.train.manifest import MANIFEST
@@ -320,18 +320,19 @@ def restore(checkpoints: Checkpoints, path: Path, model: nn.Module, optimizer: t
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers by the names of the plain model. Tied weights are one."""
-    plain = _plain(model)
+    plain = unwrapped(model, REPLICATED)
     everything = plain.state_dict()  # first: FSDP takes back here what a forward left gathered
     names = {name for name, _ in plain.named_parameters()}
     twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - names
-    return {f"model.{_bare(name)}": value for name, value in everything.items() if name not in twice}
+    return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in twice}
 
 
 def _optimized(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any], nn.Parameter]]:
     """Name, group and parameter of everything that the optimizer steps."""
-    names = {parameter: _bare(name) for name, parameter in _plain(model).named_parameters()}
+    plain = unwrapped(model, REPLICATED)
+    names = {parameter: plain_name(plain, name) for name, parameter in plain.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -352,15 +353,6 @@ def _room(key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Paramet
             "how the former is sharded is not known here. Use AdamW or SGD."
         )
     return torch.empty(shape, dtype=dtype, device=parameter.device)
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    wrapped = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return _plain(wrapped) if isinstance(wrapped, nn.Module) else model
-
-
-def _bare(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _random() -> dict[str, Tensor]:

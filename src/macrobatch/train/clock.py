@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from macrobatch._ranks.fsdp2 import param_groups
+from macrobatch._torch.autograd import queue_callback
 from macrobatch.macrostep import MacroStep
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, OTHER = PARTS = (
@@ -32,7 +32,6 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, OTHER = PARTS = (
     "update",
     "other",
 )
-REPLAY = "replay"  # forward and backward at once, where they were recorded
 
 Moment = float | torch.cuda.Event
 
@@ -122,22 +121,15 @@ class Clock:
         return lap
 
     def watch(self, train: MacroStep) -> None:
-        """From now on, count the parts of this `MacroStep`'s windows; for as long as it lives."""
-        accumulator, sync = train._acc, train._acc._sync
-        for owner, method, part in (
-            (train, "_exchanged", COMMUNICATION),  # what ranks agree on before a window, and vote on after it
-            (train, "_voted", COMMUNICATION),
-            (train, "_taken", DATA),  # a micro-batch is sliced, or collated
-            (train, "_loss", FORWARD),
-            (accumulator, "_replay", REPLAY),
-            (sync, "finish", COMMUNICATION),  # what no backward has sent
-            (accumulator._update, "close", UPDATE),
-        ):
-            self._time(owner, method, part)
-        self._time(accumulator, "_run_backward", BACKWARD, inside=self._watch_waiting if sync.group else None)
-        for group in param_groups(accumulator._models):  # of fully_shard
-            for method in ("unshard", "wait_for_unshard", "post_backward"):
-                self._time(group, method, COMMUNICATION)
+        """From now on, count the spans of this `MacroStep`'s windows; for as long as it lives."""
+        train.observe(self._span)
+
+    @contextlib.contextmanager
+    def _span(self, name: str, loss: Tensor | None) -> Iterator[None]:
+        with self.part(name):
+            if loss is not None and dist.is_available() and dist.is_initialized():
+                self._watch_waiting(loss)
+            yield
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -162,37 +154,23 @@ class Clock:
             return  # such an event would belong to the graph
         self._marks.append((self._begun[-1], self._moment()))
 
-    def _time(self, owner: Any, method: str, part: str, inside: Callable[[Tensor], None] | None = None) -> None:
-        """Let every call of that method of one object count as that part."""
-        function = getattr(owner, method)
-
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.part(part):
-                if inside is not None:
-                    inside(args[0])
-                return function(*args, **kwargs)
-
-        setattr(owner, method, timed)
-
     def _watch_waiting(self, loss: Tensor) -> None:
         """What the backward of `loss` does when its own gradients are made is waiting for those of others.
 
         A backward ends with its callbacks, in the order in which they were queued. Ours is the first, as it is queued
         when the backward begins; DDP and FSDP have theirs wait for what they sent; then comes a last one of ours.
         """
-        queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def has_gradients() -> None:
             self._begin(COMMUNICATION)
-            queue(has_all)
+            queue_callback(has_all)
 
         def has_all() -> None:
             self._begun.pop()
             self._mark()
 
         def begins(_gradient: Tensor) -> None:
-            queue(has_gradients)
+            queue_callback(has_gradients)
 
         loss.register_hook(begins)  # type: ignore[no-untyped-call]
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from macrobatch._torch.modules import unwrapped
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.train.pretrained import GENERATION, INDEX, Kept, Origin, check_index, find, read_json
 from macrobatch.train.settings import Settings
@@ -312,7 +313,7 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept,
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.is_first:
-        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        plain = unwrapped(model, ("DistributedDataParallel",))
         aside = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

@@ -22,10 +22,12 @@ from macrobatch._ranks.collectives import Group, local
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.validation import checked_items, checked_loss
+from macrobatch._torch.modules import REPLICATED, unwrapped
+from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification.gradient import Gradient, Named, Ranks, dense, reduced
 from macrobatch.verification.keep import Attributes
-from macrobatch.verification.names import Names, unwrapped
+from macrobatch.verification.names import Names
 from macrobatch.verification.seen import Call
 from macrobatch.verification.witness import eager, entries_of, recorded_calls, removed
 
@@ -60,7 +62,7 @@ class BigBatch:
         self.ranks = ranks
         self._loss_fn = loss_fn
         self._outermost = model
-        self._own = model if ranks.shards else unwrapped(model)
+        self._own = model if ranks.shards else unwrapped(model, REPLICATED)
         self._model = self._own
         self._autocast: torch.dtype | None = None
         self._items: dict[tuple[int, ...] | None, float] = {}  # of the parts that were asked for
@@ -270,7 +272,7 @@ def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def _unhooked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Parameters without what is to happen once they have their gradient: an optimizer may step there."""
-    hooks = [hooks for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
+    hooks = [hooks for p in parameters if (hooks := hooks_after_accumulation(p))]
     saved = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()
@@ -284,7 +286,7 @@ def _unhooked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def _copy_hooks(own: dict[str, nn.Parameter], copied: dict[str, nn.Parameter]) -> None:
     """What changes a gradient on its way to a parameter must change a copy's too: copying leaves hooks behind."""
     for name, parameter in own.items():
-        for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
+        for hook in hooks_on_gradient(parameter).values() if parameter.requires_grad else ():
             copied[name].register_hook(hook)  # type: ignore[no-untyped-call]
 
 

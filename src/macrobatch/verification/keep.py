@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from macrobatch._cut.trees import leaves
 from macrobatch._ranks.collectives import local
 from macrobatch._step.snapshot import Snapshot
-from macrobatch.verification.names import wrapper_of
+from macrobatch._torch.modules import buffers_of, wrapper_of
 
 
 class Saved(NamedTuple):
@@ -152,12 +152,13 @@ class Attributes:
         self._saved = []
         for module in model.modules():
             values = dict(vars(module))
-            if shards or wrapper_of(module) is not None:
-                values = {name: values[name] for name in ("training", "_buffers", "forward") if name in values}
+            is_whole, buffers = not shards and wrapper_of(module) is None, buffers_of(module)
+            if not is_whole:
+                values = {k: v for k, v in values.items() if k in ("training", "forward") or v is buffers}
             contents = [(value, copy.copy(value)) for value in values.values() if type(value) in CONTAINERS]
             tensors = [Saved.of(value) for value in values.values() if _is_writable(value)]
             generators = [(v, v.get_state()) for v in values.values() if isinstance(v, torch.Generator)]
-            self._saved.append((module, "_modules" in values, values, contents, tensors, generators))
+            self._saved.append((module, is_whole, values, contents, tensors, generators))
 
     def restore(self) -> None:
         for module, is_whole, values, contents, tensors, generators in self._saved:

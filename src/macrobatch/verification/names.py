@@ -1,44 +1,13 @@
-"""Which parameter is which, whatever a model is wrapped in.
-
-A parameter is known by its place in the plain model. Wrappers are known by their class, never by the names of their
-children: a user's own module may have children called `module` or `_orig_mod`, too.
-"""
+"""Which parameter is which, whatever a model is wrapped in: a parameter is known by its place in the plain model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
-WRAPPERS = {  # classes of torch, and the name under which they hold what they wrap
-    "OptimizedModule": "_orig_mod",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "ActivationWrapper": "_checkpoint_wrapped_module",
-}
-REPLICATED = ("OptimizedModule", "DistributedDataParallel")  # what they wrap can be trained without them
-
-
-def wrapper_of(module: nn.Module) -> str | None:
-    """The class of torch that makes a module a wrapper; None where it is a plain one."""
-    classes = (c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch."))
-    return next((name for name in classes if name in WRAPPERS), None)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` and DDP."""
-    while (wrapper := wrapper_of(model)) in REPLICATED:
-        model = cast(nn.Module, getattr(model, WRAPPERS[wrapper]))
-    return model
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether any part of it is: hooks inside would break its graph."""
-    return any(
-        wrapper_of(module) == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
-        for module in model.modules()
-    )
+from macrobatch._torch.modules import CHILD_OF, wrapper_of
 
 
 class Place(NamedTuple):
@@ -95,7 +64,8 @@ def _places(model: nn.Module) -> Iterator[Place]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield Place(full + name, short + name, parameter)
-        wrapped = WRAPPERS.get(wrapper_of(module) or "")
+        wrapper = wrapper_of(module)
+        wrapped = None if wrapper is None else CHILD_OF[wrapper]
         children = [
             (f"{full}{name}.", short if name == wrapped else f"{short}{name}.", child)
             for name, child in module.named_children()

@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch._cut.trees import leaves, transformed
 from macrobatch._ranks.collectives import local
+from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback
+from macrobatch._torch.modules import is_compiled
 from macrobatch.verification.gradient import Named, dense
 from macrobatch.verification.keep import Keep
-from macrobatch.verification.names import Names, is_compiled
+from macrobatch.verification.names import Names
 from macrobatch.verification.seen import Aim, Arrival, Call, Seen, Sizes, Window, trained
 
 Step = Callable[[nn.Module, Any], Any]
@@ -147,7 +149,7 @@ class Witness:
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth > 1 or not self._is_training_call() or _is_mapped():
+        if self._depth > 1 or not self._is_training_call() or is_mapped():
             return
         self._graph = None  # whatever became of the last one
         if not self._evaluating:
@@ -185,7 +187,7 @@ class Witness:
 
     def _is_training_call(self) -> bool:
         """Not an evaluation, and not checkpointing's second forward."""
-        return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return torch.is_grad_enabled() and backward_under_way() == -1
 
     # ------------------------------------------------------------------------------------------ backwards
 
@@ -207,14 +209,14 @@ class Witness:
     def _enter_backward(self) -> int:
         """The number of the backward that is under way. Reentrant checkpointing has others inside of it."""
         if self._graph is None:
-            self._graph = torch._C._current_graph_task_id()
+            self._graph = backward_under_way()
             began = self._measure()
             if self._stepped_at == self._backwards:
                 self._cleared.append((self._backwards, began))
             elif self._backwards:
                 self._between.append(Sizes(self._backwards - 1, self._sizes, began))
             self._backwards += 1
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+            queue_callback(self._leave_backward)
         return self._backwards - 1
 
     def _leave_backward(self) -> None:
@@ -349,12 +351,6 @@ def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
-
-
-def _is_mapped() -> bool:
-    """Whether `torch.func.vmap` is at work: no tensor has values then."""
-    vmap = torch._C._functorch.TransformType.Vmap
-    return any(transform.key() == vmap for transform in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def eager() -> contextlib.AbstractContextManager[object]:

@@ -1,0 +1,156 @@
+"""Windows that may run out of memory: tried, voted on, and done again from their start as if nothing had happened.
+
+A window that may fail on one rank and not on another is *held*: no micro-batch communicates, then all ranks vote, and
+only then gradients travel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+import torch.distributed as dist
+
+from macrobatch._cut.memory import Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
+from macrobatch._cut.policies import Cut
+from macrobatch._ranks import collectives
+from macrobatch._ranks.agreement import Agreement, Status
+from macrobatch._step.engine import Engine, Mark
+from macrobatch._step.snapshot import Snapshot
+from macrobatch.errors import BackendError, FitError
+
+NO_ROOM = "memory ran out beside what had been recorded"
+
+logger = logging.getLogger("macrobatch")
+
+
+class Recordings(Protocol):
+    """Recorded micro-steps, as far as they hold memory."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is any."""
+
+    def forget(self) -> None:
+        """Drop all of them."""
+
+    def refuse(self, why: str) -> None:
+        """Record nothing any more."""
+
+
+class Attempts:
+    """Tries windows until one fits.
+
+    Args:
+        engine: which does them.
+        agreement: between the ranks.
+        sizes: what is known to fit, where micro-batches may become smaller.
+    """
+
+    def __init__(self, engine: Engine, agreement: Agreement, sizes: Sizes | None) -> None:
+        self._engine = engine
+        self._agreement = agreement
+        self._sizes = sizes
+        self._pressure: Pressure | None = None
+
+    def may_repeat(self, cut: Cut, recordings: Recordings | None) -> bool:
+        """Whether this window can be done again."""
+        can_fail = self._sizes is not None or recordings is not None
+        return can_fail and (cut.held or self._agreement.is_alone)
+
+    def run(self, cut: Cut, take_turns: Callable[[], None], recordings: Recordings | None) -> bool:
+        """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun."""
+        engine, may_repeat = self._engine, self.may_repeat(cut, recordings)
+        if cut.held:
+            engine.backend.hold_window()
+        mark = engine.mark()
+        if self._sizes is not None:
+            self._pressure = Pressure(engine.device)
+        before, asked = None, None
+        try:
+            if may_repeat:
+                before = Snapshot(engine.models)
+            take_turns()
+        except BaseException as error:
+            could_fit = self._sizes is not None or _holds_memory(recordings)
+            has_begun = before is not None or not may_repeat
+            if not (is_out_of_memory(error) and could_fit and has_begun):
+                self._give_up(cut, mark, error)
+                raise
+            asked = asked_for(error)
+        # From here on outside of the except block: its traceback kept the failed micro-batch alive.
+        if asked is not None and before is None:
+            self._end_job(cut, asked)
+        shrinks = asked is not None and self._sizes is not None and cut.size > 1
+        makes_room = asked is not None and not shrinks and _holds_memory(recordings)
+        status = Status.DONE if asked is None else Status.RAN_OUT if shrinks or makes_room else Status.TOO_LARGE
+        statuses = self._vote(status) if cut.held else [status]
+        if not any(statuses):
+            return True
+        engine.roll_back(mark)
+        if before is not None:
+            before.restore()
+        if asked is not None and not makes_room:
+            self._learn(cut, asked)
+        if recordings is not None:
+            recordings.forget()
+            if makes_room:
+                recordings.refuse(NO_ROOM)
+        release(engine.device)
+        if Status.FAILED in statuses:
+            raise BackendError(f"rank {statuses.index(Status.FAILED)} failed in this window: its own error says why.")
+        if Status.TOO_LARGE in statuses:
+            raise too_large(asked or f"what rank {statuses.index(Status.TOO_LARGE)} says")
+        return False
+
+    def note_success(self, cut: Cut) -> None:
+        """Remember that this size fits, or that it barely does."""
+        if self._sizes is None or self._pressure is None or not cut.parts:
+            return
+        barely = cut.size > 1 and self._pressure.rose()
+        (self._sizes.ran_out if barely else self._sizes.fitted)(cut.samples.shape, cut.size)
+
+    def _vote(self, status: Status) -> list[Status]:
+        if status != Status.DONE:
+            self._engine.catch_up()
+        with self._engine.spans.of("communication"):
+            return self._agreement.vote(status)
+
+    def _learn(self, cut: Cut, asked: str) -> None:
+        if self._sizes is None:
+            return
+        shape = cut.samples.shape
+        self._sizes.ran_out(shape, cut.size)
+        if cut.size > 1:
+            message = "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d"
+            logger.warning(message, cut.size, asked, self._sizes.proposed(shape))
+
+    def _give_up(self, cut: Cut, mark: Mark, error: BaseException) -> None:
+        """Leave nothing of the window behind, and no rank waiting for this one."""
+        if cut.held and isinstance(error, Exception):
+            self._vote(Status.FAILED)
+        elif not self._agreement.is_alone and (note := collectives.note_left()) is not None:
+            raise FitError(note) from error
+        self._engine.roll_back(mark)
+
+    def _end_job(self, cut: Cut, asked: str) -> NoReturn:
+        """Other ranks wait for this one where it cannot come any more: the job ends, and the next one knows better."""
+        self._learn(cut, asked)
+        remembers = self._sizes is not None and self._sizes.file is not None
+        why = (
+            f"rank {dist.get_rank()} ran out of memory: {asked} more was asked for in a micro-batch of {cut.size} "
+            "samples. Other ranks were waiting for it in a collective, so this window cannot be done again. Start the "
+            "job anew (torchrun --max-restarts does)"
+            + (
+                ": it will begin with smaller ones."
+                if remembers
+                else ', with a smaller micro=, or with fit_file="...", which remembers sizes that did not fit.'
+            )
+        )
+        collectives.leave(why)
+        raise FitError(why)
+
+
+def _holds_memory(recordings: Recordings | None) -> bool:
+    return recordings is not None and recordings.holds

@@ -1,0 +1,442 @@
+"""The engine: one window after another, each closed with one exact step.
+
+A micro-batch is `begin`, its forward, `backward` (or `replay`), which ends it; `give_up` ends one without a backward. A
+window is closed by `close` or dropped by `discard`. Whoever does a window again takes a `mark` before it and calls
+`roll_back`; a rank that has nothing for a window calls `join_empty`. `Accumulator` drives it by epochs, `MacroStep`
+by cutting a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.select import require_same_wrapping, wrapping
+from macrobatch._step import validation
+from macrobatch._step.backward import Backward, UnsynchronisedError, noting_use
+from macrobatch._step.closing import Closing
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.graph import Confinement
+from macrobatch._step.lifecycle import Lifecycle
+from macrobatch._step.parameters import Parameters
+from macrobatch._step.snapshot import Snapshot
+from macrobatch._step.spans import Spans
+from macrobatch._step.totals import Window
+from macrobatch._step.turns import Turn
+from macrobatch.errors import UsageError
+from macrobatch.types import Items, Reduction, StepResult
+
+logger = logging.getLogger("macrobatch")
+
+
+class Replayable(Protocol):
+    """A micro-step that was recorded: forward and backward at once."""
+
+    reached: set[nn.Parameter]
+
+    def replay(self, micro_batch: object, window: Window) -> None:
+        """Compute a micro-batch, and count it in the window."""
+
+
+class Mark(NamedTuple):
+    """Where `Engine.roll_back` goes back to."""
+
+    windows: int
+    typical_items: float | Tensor | None
+
+
+class Engine:
+    """Accumulates windows of micro-batches, and closes them.
+
+    Args:
+        models: whose parameters are accumulated.
+        optimizers: they hold parameters of these models only.
+        backend: how gradients travel between ranks.
+        closing: what becomes of the gradients of a complete window.
+        steps: micro-batches in a window, or a function of the steps taken so far.
+        reduction: what the losses are.
+        scaler: whose scale multiplies them.
+        accumulate_dtype: in which gradients are added up.
+        drops_short: whether a window that is shorter than it should be, on all ranks, is dropped.
+
+    Attributes:
+        is_last: whether the current micro-batch closes the window.
+        is_repeat: whether it is one that this rank has had before, and counts for nothing.
+        others_go_on: whether another rank has batches left, as of the last window closed.
+        may_repeat: whether ranks may repeat micro-batches, so that they must tell each other what they used.
+        spans: where the time goes, for whoever subscribes.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        backend: Local,
+        closing: Closing,
+        *,
+        steps: int | Callable[[int], int] = 1,
+        reduction: Reduction = "mean",
+        scaler: GradScaler | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        drops_short: bool = False,
+    ) -> None:
+        self.models = models
+        self.backend = backend
+        self.closing = closing
+        self.reduction: Reduction = reduction
+        self.scaler = scaler
+        self.steps = steps
+        self.spans = Spans()
+        self.is_last = False
+        self.is_repeat = False
+        self.others_go_on = False
+        self.may_repeat = False
+        self._accumulate_dtype = accumulate_dtype if backend.abilities.confines else None
+        self._drops_short = drops_short
+        self._wrapping = wrapping(models)
+        self._parameters = Parameters(models, optimizers)
+        is_half = any(p.dtype == torch.float16 for p in self._parameters.named().values())
+        self._shrinks = is_half or backend.uses_float16()
+        self._backward = Backward(backend, self._parameters, accumulate_dtype)
+        self._lifecycle = Lifecycle()
+        self._windows = 0  # how many were closed or discarded
+        self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
+        self._window: Window | None = None
+        self._gradients: Gradients | None = None
+        self._turn = Turn()  # how the current micro-batch was begun
+        self._before_repeat: Snapshot | None = None
+        self._notes_use = False
+        self._used: set[str] = set()  # the parameters that this rank's window has used, where that is noted
+        self._has_warned_of_stale = False
+        closing.guard_steps(self._is_accumulating)
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    @contextlib.contextmanager
+    def micro_batch(self, turn: Turn) -> Iterator[None]:
+        """The forward and the backward of one micro-batch."""
+        self.require_finished()
+        self.begin(turn)
+        try:
+            yield
+            if self._lifecycle.awaits_backward:
+                raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
+        finally:
+            self.give_up()
+
+    def begin(self, turn: Turn) -> None:
+        """Before the forward of a micro-batch."""
+        self._end()
+        window = self.window
+        self._turn = turn
+        window.slots += turn.slots
+        self.is_last = window.slots >= window.length if turn.last is None else turn.last
+        self.is_repeat = turn.repeat
+        self._before_repeat = Snapshot(self.models) if turn.repeat else None
+        self.open_gradients()
+        self.backend.begin(self.is_last)
+        self._lifecycle.begin_micro_batch()
+
+    def backward(self, loss: Tensor, items: Items) -> None:
+        """Add the gradient of a micro-batch, and end it."""
+        self._lifecycle.require_backward(self._window)
+        loss, items = validation.checked_loss(loss), validation.checked_items(items)
+        self.closing.check_loss(loss)
+        self._agree_on_items(loss, items)
+        window, gradients = self.window, self.open_gradients()
+        self._require_untouched(gradients)
+        confinement, awaited = self._backward.plan(loss, gradients, is_first=not window.turns)
+        if self.is_repeat:
+            seed, counts = window.add_nothing(loss), False
+        else:
+            seed, counts = window.add(loss, items), not window.counts_for_nothing(items)
+        if self.is_last:
+            self._send(window)  # it travels during the backward
+        try:
+            self._run_backward(loss, seed, confinement, counts=counts, awaited=awaited)
+        finally:
+            self._end()
+        self._lifecycle.end_backward()
+
+    def replay(self, recording: Replayable, micro_batch: object) -> None:
+        """What `backward` does, for a micro-batch whose forward and backward were recorded."""
+        self._lifecycle.require_backward(self._window)
+        window, gradients = self.window, self.open_gradients()
+        if self.may_repeat:
+            self._used.update(gradients.own[id(parameter)] for parameter in recording.reached)
+        try:
+            with self.spans.of("replay"):
+                recording.replay(micro_batch, window)
+        finally:
+            self._end()
+        self._lifecycle.end_backward()
+
+    def give_up(self) -> None:
+        """The micro-batch under way, if any, is as if it had not been."""
+        self._end()
+        if self._lifecycle.awaits_backward:
+            self._lifecycle.end_step()
+            if self._window is not None:
+                self._window.slots -= self._turn.slots
+            if not self.has_accumulated:
+                self._drop_gradients()
+
+    def _end(self) -> None:
+        """Put back what was set for a micro-batch, and for a repeated one what it changed."""
+        self.backend.end()
+        if self._before_repeat is not None:
+            self._before_repeat.restore()
+            self._before_repeat = None
+
+    def _run_backward(
+        self, loss: Tensor, seed: Tensor, confinement: Confinement | None, *, counts: bool, awaited: Sequence[str]
+    ) -> None:
+        """Where it fails half-way in the window's first micro-batch, the window is as before it."""
+        gradients, is_first = self.open_gradients(), self.window.turns == 1
+        try:
+            with self.spans.of("backward", loss):
+                if not (awaited or self._notes_use):
+                    self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
+                    return
+                with noting_use(gradients, awaited) as used:
+                    self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
+        except BaseException as error:
+            if is_first and not isinstance(error, UnsynchronisedError):
+                self._undo_first_turn()
+            else:
+                self._lifecycle.break_window()
+            raise
+        if not self.is_repeat:
+            self._used |= used
+
+    def _undo_first_turn(self) -> None:
+        self._window = None
+        self._drop_window()
+        self.window.slots += self._turn.slots
+        self.open_gradients()
+
+    # ------------------------------------------------------------------------------------------ one window
+
+    @property
+    def window(self) -> Window:
+        """The open window, or a new one."""
+        if self._window is None:
+            require_same_wrapping(self.models, self._wrapping)
+            length = self.steps(self.closing.taken) if callable(self.steps) else self.steps
+            self._window = Window(
+                number=self._windows + 1,
+                length=validation.checked_steps(length, "steps(optimizer_step)"),
+                reduction=self.reduction,
+                scaler=self.scaler,
+                typical_items=self._typical_items,
+                alone=self.backend.group is None,
+                shrinks=self._shrinks,
+            )
+        return self._window
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether the window holds anything."""
+        return self._window is not None and self._window.turns > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window was begun, with or without a micro-batch in it."""
+        return self._window is not None
+
+    @property
+    def open_slots(self) -> int:
+        """How much of the window's length is past."""
+        return 0 if self._window is None else self._window.slots
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(iter(self._parameters.named().values())).device
+
+    def close(self, now: bool = False) -> StepResult | None:
+        """Close the window if it is complete, or `now`; else return None."""
+        self._lifecycle.require_step(self._window, now)
+        if not self.has_accumulated or not (now or self.is_last):
+            self._lifecycle.end_step()
+            return None
+        window, gradients = self.window, self.open_gradients()
+        self._require_untouched(gradients)
+        if not self.is_last:
+            self._send(window)
+        window.receive()
+        try:
+            if not self._is_due(window):
+                return None
+            unused = gradients.named.keys() - self._used if self.may_repeat else None
+            with self.spans.of("communication"):
+                self.backend.finish(gradients.named, unused)
+            window.average = self.backend.average
+            with self.spans.of("update"):
+                return self.closing.close(window, gradients, shared=self._parameters.shared)
+        finally:
+            if self.scaler is not None or self._shrinks:
+                self._typical_items = window.typical_items()
+            self._drop_window()
+            self._lifecycle.end_step()
+
+    def discard(self) -> None:
+        """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
+        self._end()
+        self._drop_window()
+        self.backend.drop_gradients()
+        self.is_last = False
+        if not self._lifecycle.awaits_backward:
+            self._lifecycle.end_step()
+            return
+        window = self.window  # with the model's flags as they are: this may be after an exception
+        window.slots += self._turn.slots
+        self.open_gradients()
+        turn, is_full = self._turn, window.slots >= window.length
+        self.is_last = bool(turn.last) if turn.is_told else turn.ends or is_full
+
+    def end_epoch(self, *, drops: bool) -> None:
+        """No batch of the epoch is left. A window that is open then is dropped, or carried into the next."""
+        self._lifecycle.end_step()
+        self.is_last = False
+        if self.has_accumulated and drops:
+            self.discard()
+        self._lifecycle.end_epoch(carries=self.has_accumulated)
+        if not self.has_accumulated:
+            self.closing.settle()  # no later window may come to notice it
+
+    # ------------------------------------------------------------------------------------------ windows done again
+
+    def mark(self) -> Mark:
+        """Where `roll_back` goes back to. Between windows."""
+        return Mark(self._windows, self._typical_items)
+
+    def roll_back(self, mark: Mark) -> None:
+        """The open window is as if it had not begun."""
+        self.discard()
+        self._windows, self._typical_items = mark
+
+    def join_empty(self) -> None:
+        """Join the collectives of a window without samples: this rank adds nothing to it, and is there at its close."""
+        self.catch_up()
+        self._turn, self.is_last, self.is_repeat = Turn(), False, False
+        self.window.add_nothing(self._zero())
+        self.open_gradients()
+
+    def skip(self) -> StepResult:
+        """A window in which no rank has anything."""
+        self.window.add_nothing(self._zero())
+        try:
+            return self.closing.close(self.window, self.open_gradients(), shared=False)
+        finally:
+            self._drop_window()
+
+    def catch_up(self) -> None:
+        """What this rank would have done together with the others, had it not failed in the window."""
+        self._agree_on_items(self._zero(), 0)
+
+    def expect_repeats(self, may_come: bool) -> None:
+        """Whether ranks may repeat micro-batches from here on. All of them must be told the same."""
+        self.may_repeat = may_come and self.backend.group is not None
+        self._notes_use = self.may_repeat and self.backend.abilities.confines
+
+    # ------------------------------------------------------------------------------------------ what may be called
+
+    def require_new_epoch(self) -> None:
+        """An error if a window is open that no epoch has carried over."""
+        self._lifecycle.require_new_epoch(self._window)
+
+    def require_finished(self) -> None:
+        """An error if the last micro-batch has had no backward, or a complete window no step."""
+        self._lifecycle.require_finished(self._window, self.is_last)
+
+    def state(self) -> dict[str, int | float]:
+        """Plain numbers to save. Only between windows."""
+        self._lifecycle.require_between_windows(self._window, "state_dict()")
+        self.closing.settle()
+        state: dict[str, int | float] = {"optimizer_step": self.closing.taken, "windows": self._windows}
+        if self._typical_items is not None:
+            state["typical_items"] = float(self._typical_items)
+        return state
+
+    def load_state(self, state: Mapping[str, int | float]) -> None:
+        """Go on from what `state` gave. Only between windows."""
+        self._lifecycle.require_between_windows(self._window, "load_state_dict()")
+        taken, windows, typical = validation.checked_state(state)
+        self.closing.taken, self._windows, self._typical_items = taken, windows, typical
+        self._window = None  # one that was opened, but holds nothing yet, was numbered by the old state
+        self._drop_gradients()
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _send(self, window: Window) -> None:
+        """Start the totals of a closing window on their way to the other ranks."""
+        if (group := self.backend.group) is not None:
+            window.send(lambda numbers: all_reduce_later(numbers, group), self._turn.flags)
+
+    def _is_due(self, window: Window) -> bool:
+        """Whether a window is closed; with flags, that a short one is dropped may only be known now."""
+        if not self._turn.flags or not self.is_last:
+            return True
+        more, complete = self._turn.flags
+        self.others_go_on = bool(more) or window.flag(0) > 0
+        return not self._drops_short or bool(complete) or window.flag(1) > 0
+
+    def _is_accumulating(self) -> bool:
+        return self.has_accumulated
+
+    def _require_untouched(self, gradients: Gradients) -> None:
+        gradients.check_untouched()
+        self.closing.check_untouched()
+
+    def open_gradients(self) -> Gradients:
+        """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
+        if self._gradients is None:
+            backend = self.backend
+            backend.drop_stale_gradients()
+            self._gradients = Gradients(
+                self._parameters.named(),
+                self._accumulate_dtype,
+                backend.shards,
+                held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
+                may_move=backend.abilities.moves_gradients,
+                are_views=backend.abilities.shows_views,
+            )
+            if self._gradients.had_stale and not self._has_warned_of_stale:
+                self._has_warned_of_stale = True
+                logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
+            self.closing.begin_window()
+        return self._gradients
+
+    def _drop_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.clear()
+        self._gradients = None
+
+    def _drop_window(self) -> None:
+        self._windows += self.has_accumulated
+        self._drop_gradients()
+        self._window = None
+        self._used = set()
+        self._backward.begin_window()
+        self._lifecycle.drop_window()
+
+    def _agree_on_items(self, loss: Tensor, items: Items) -> None:
+        """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
+        if not (self.scaler or self._shrinks) or self.backend.group is None or self._typical_items is not None:
+            return
+        self._typical_items = largest(1.0 if items is None else items, self.backend.group, loss.device)
+        if self._window is not None:
+            self._window.typical = self._typical_items
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.device, dtype=torch.float32)

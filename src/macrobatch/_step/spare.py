@@ -1,0 +1,52 @@
+"""A micro-batch for ranks that have none of their own, but must do one: it counts for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from macrobatch._cut.plans import Part
+from macrobatch._cut.samples import Samples
+from macrobatch._cut.trees import transformed, unshared
+from macrobatch._ranks.agreement import Agreement, Row
+from macrobatch._step.engine import Engine
+from macrobatch._torch.modules import BatchNorm
+
+
+class Spare:
+    """One small micro-batch, kept from an earlier window or got from another rank."""
+
+    def __init__(self, engine: Engine, agreement: Agreement) -> None:
+        self._engine = engine
+        self._agreement = agreement
+        self._micro_batch: Any = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this rank has one."""
+        return self._micro_batch is not None
+
+    def copy(self) -> Any:
+        """One that a forward may change."""
+        return transformed(self._micro_batch, Tensor.clone)
+
+    def find(self, rows: list[Row], samples: Samples, parts: list[Part]) -> None:
+        """Have one before a window in which every rank must do a micro-batch. All ranks call this together."""
+        if not self._engine.backend.abilities.needs_every_rank or not any(row.samples for row in rows):
+            return
+        if self._micro_batch is None and parts:
+            part = parts[-1]._replace(samples=parts[-1].samples[: self._smallest])
+            self._micro_batch = unshared(samples.take(part), lambda _: True)  # no view, which would keep the batch
+        if all(row.has_spare for row in rows):
+            return
+        source = next(rank for rank, row in enumerate(rows) if row.samples)
+        sent = self._agreement.broadcast(transformed(self._micro_batch, Tensor.cpu), source)
+        if self._micro_batch is None:
+            self._micro_batch = transformed(sent, lambda tensor: tensor.to(self._engine.device))
+
+    @property
+    def _smallest(self) -> int:
+        """How many samples a forward needs: normalisation over a batch has no variance with one."""
+        modules = (module for model in self._engine.models for module in model.modules())
+        return 2 if any(isinstance(module, BatchNorm) and module.training for module in modules) else 1

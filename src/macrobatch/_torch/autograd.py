@@ -1,0 +1,44 @@
+"""Autograd: running a backward without its checks, and knowing which one is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.graph
+from torch import Tensor
+
+# The end of a graph: what adds to the gradient of a leaf.
+AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+# The last line of `torch.autograd.backward`; None where torch has no such function any more.
+engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Let this run when the backward that is under way ends. Callbacks run in the order in which they were queued."""
+    queue = getattr(torch.autograd.graph, "queue_callback", None)  # public since torch 2.15
+    (queue or torch.autograd.Variable._execution_engine.queue_callback)(callback)
+
+
+def backward_under_way() -> int:
+    """The number of the backward that this code runs in; -1 outside of all."""
+    return torch._C._current_graph_task_id()
+
+
+def python_function_of(node: type) -> Any:
+    """The `torch.autograd.Function` whose backward nodes of this type are; None where they are of another kind."""
+    return getattr(node, "_forward_cls", None)
+
+
+def factor_of(product: Tensor) -> Tensor | None:
+    """What a product was multiplied by, where its graph knows: the second factor."""
+    factor = getattr(product.grad_fn, "_saved_other", None)
+    return factor if isinstance(factor, Tensor) else None
+
+
+def is_mapped() -> bool:
+    """Whether `torch.func.vmap` is at work: no tensor has values then."""
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(transform.key() == vmap for transform in torch._C._functorch.get_interpreter_stack() or ())

@@ -1,0 +1,175 @@
+"""`fully_shard`: its groups of parameters, the gradients that they hold back, and reducing those when asked.
+
+Up to torch 2.14 a held gradient moves from the gathered parameter to a place of its own, and has to be reduced by the
+callback that ends a backward. From 2.15 on it stays where it is, and `FSDPModule.finalize_backward` reduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from macrobatch._torch.modules import is_fully_sharded
+
+_ROOT_FLAGS = ("is_last_backward", "manual_backward_finalization")
+_GROUP_FLAGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
+
+
+# ---------------------------------------------------------------------------------------------- the parts
+
+
+def modules_of(models: Iterable[Any]) -> Iterator[Any]:
+    """All modules that `fully_shard` was applied to."""
+    return (module for model in models for module in model.modules() if is_fully_sharded(module))
+
+
+def states_of(models: Iterable[Any]) -> Iterator[Any]:
+    """What it keeps of those modules."""
+    return (module._get_fsdp_state() for module in modules_of(models))
+
+
+def param_groups(models: Iterable[Any]) -> Iterator[Any]:
+    """Its groups of parameters, which communicate together."""
+    for state in states_of(models):
+        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; before it, one or none
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        yield from groups
+
+
+def _parameters(models: Iterable[Any]) -> Iterator[Any]:
+    for group in param_groups(models):
+        yield from group.fsdp_params
+
+
+def gathered_parameters(models: Iterable[Any]) -> list[Tensor]:
+    """The whole parameters, which the graph of a loss ends in: those that were gathered at least once."""
+    return [leaf for p in _parameters(models) if (leaf := getattr(p, "_unsharded_param", None)) is not None]
+
+
+def parameters_in_care(models: Iterable[Any]) -> set[int]:
+    """The ids of all that it shards, gathered or not."""
+    models = list(models)
+    return {id(p.sharded_param) for p in _parameters(models)} | set(map(id, gathered_parameters(models)))
+
+
+def initialize(models: Iterable[Any]) -> None:
+    """What the first forward does else, which changes the flags of the root."""
+    for model in models:
+        model._get_fsdp_state()._lazy_init()
+
+
+# ---------------------------------------------------------------------------------------------- how it is set
+
+
+class Flags:
+    """The flags that say when models communicate, reshard and end a backward, as they are now."""
+
+    def __init__(self, models: Iterable[Any]) -> None:
+        models = list(models)
+        owners = [(group, flag) for group in param_groups(models) for flag in _GROUP_FLAGS]
+        owners += [(state, "_auto_reshard_after_forward") for state in states_of(models)]
+        owners += [(root._state_ctx, flag) for root in _roots(models) for flag in _ROOT_FLAGS]
+        self._saved = [(owner, flag, getattr(owner, flag)) for owner, flag in owners if hasattr(owner, flag)]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for owner, flag, value in self._saved:
+            setattr(owner, flag, value)
+
+
+def finish_every_backward(models: Iterable[Any]) -> None:
+    """Let each backward wait for what it has reduced, whatever the program has set."""
+    for root in _roots(models):
+        (module,) = root._modules
+        module.set_is_last_backward(True)
+        if hasattr(module, "set_manual_backward_finalization"):
+            module.set_manual_backward_finalization(False)
+
+
+def mesh_of(model: Any) -> Any:
+    """The mesh over which the model averages."""
+    return next(param_groups([model])).mesh_info.mesh
+
+
+def has_replicas(models: Iterable[Any]) -> bool:
+    """Whether shards are replicated over a second dimension of the mesh (HSDP)."""
+    return any(group.mesh_info.mesh.ndim > 1 for group in param_groups(models))
+
+
+def divisors_of(models: Iterable[Any]) -> set[float]:
+    """What its groups divide gradients by."""
+    return {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in param_groups(models)}
+
+
+def precisions_of(models: Iterable[Any]) -> list[Any]:
+    """The `MixedPrecisionPolicy` of each module."""
+    return [state._mp_policy for state in states_of(models)]
+
+
+# ---------------------------------------------------------------------------------------------- held gradients
+
+
+def _holds_apart(parameter: Any) -> bool:
+    """Whether a held gradient has a place of its own. (Later that became a name for the gathered parameter's.)"""
+    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
+    """Every place that may hold gradients that were not, or not wholly, reduced."""
+    held: list[Tensor | None] = []
+    for group in param_groups(models):
+        held.append(group._partial_reduce_output)
+        for parameter in group.fsdp_params:
+            if _holds_apart(parameter):
+                held.append(parameter.unsharded_accumulated_grad)
+            leaf = getattr(parameter, "_unsharded_param", None)
+            held.append(None if leaf is None else leaf.grad)
+    return held
+
+
+def sharded_gradients(models: Iterable[Any]) -> list[Tensor | None]:
+    """Those that were reduced."""
+    return [parameter.sharded_param.grad for parameter in _parameters(models)]
+
+
+def can_recover(models: Iterable[Any]) -> bool:
+    """Whether torch clears away what an aborted forward or backward leaves everywhere."""
+    return all(hasattr(model, "reset_iter_state") for model in models)
+
+
+def drop_held_gradients(models: Iterable[Any]) -> None:
+    """Drop what is held back, and what an aborted forward or backward has left. `zero_grad()` reaches neither."""
+    models = list(models)
+    for model in models:
+        if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
+            model.reset_iter_state()
+    for group in param_groups(models):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            if _holds_apart(parameter):
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def reduce_held_gradients(models: Iterable[Any]) -> None:
+    """Reduce what backwards have held back, by the flags as they are now. All ranks take part."""
+    for root in _roots(models):
+        (module,) = root._modules
+        if not hasattr(module, "finalize_backward"):
+            root._root_post_backward_final_callback()
+            continue
+        module.set_manual_backward_finalization(True)  # backwards that are over leave the choice
+        try:
+            module.finalize_backward()
+        finally:
+            module.set_manual_backward_finalization(False)
+
+
+def _roots(models: Iterable[Any]) -> list[Any]:
+    """The states that end a backward for all inside of them, each once; initialised."""
+    states = [model._get_fsdp_state() for model in models]
+    return list({id(root): root for state in states for root in state._state_ctx.all_states[:1]}.values())

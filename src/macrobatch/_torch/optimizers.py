@@ -1,0 +1,48 @@
+"""Optimizers and `GradScaler`: hooks around steps, and what a scaler remembers of each optimizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+_OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # its name in torch.optim is taken away there
+
+
+def hooks_before_step(optimizer: Optimizer) -> Iterable[Any]:
+    """Those of this optimizer alone."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+
+
+def has_hooks_after_step(optimizer: Optimizer) -> bool:
+    """Whether this optimizer has any of its own."""
+    return bool(getattr(optimizer, "_optimizer_step_post_hooks", {}))
+
+
+def has_hooks_on_all_optimizers() -> bool:
+    """Whether hooks run before or after the steps of every optimizer of the process."""
+    return bool(_OF_ALL["_global_optimizer_pre_hooks"] or _OF_ALL["_global_optimizer_post_hooks"])
+
+
+def scale_of(scaler: GradScaler) -> Tensor | None:
+    """The scale, where it lives; None before the scaler was used."""
+    return scaler._scale
+
+
+def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether the gradients of this optimizer were unscaled since the last update."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+
+
+def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let the scaler take the gradients of this optimizer for scaled."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def note_overflow(scaler: GradScaler, optimizer: Optimizer, overflow: Tensor) -> None:
+    """What `scaler.unscale_()` records, without its pass over the gradients: a flag of 0 or 1."""
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {overflow.device: overflow}
