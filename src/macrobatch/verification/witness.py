@@ -7,7 +7,6 @@ all windows of a step are gradients at the same weights.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback
-from macrobatch._torch.modules import is_compiled
+from macrobatch._torch.modules import can_have_compiled, is_compiled
 from macrobatch.verification.gradient import Named, dense
 from macrobatch.verification.keep import Keep
 from macrobatch.verification.names import Names
@@ -347,7 +346,7 @@ def removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
 
 def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that `torch.compile` does not look into: it would compile it again for every state that it sees."""
-    if "torch._dynamo" not in sys.modules:  # nothing can be compiled yet, and loading it takes seconds
+    if not can_have_compiled():
         return hook
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
@@ -355,7 +354,7 @@ def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def eager() -> contextlib.AbstractContextManager[object]:
     """Nothing runs compiled in here, so that no hook breaks a graph."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if can_have_compiled() else contextlib.nullcontext()
 
 
 def _largest(gradient: Tensor) -> Tensor:
