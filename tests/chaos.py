@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,10 @@ import torch
 from harness import killing
 
 USES = 90  # of files: about half of those in a whole run
+
+
+def is_past(moment: float) -> bool:
+    return time.monotonic() > moment
 
 
 def newest(run: Path) -> int:
@@ -49,7 +54,9 @@ def main() -> int:
     return int(bool(result["failures"]))
 
 
-def tortured(command: killing.Command, folder: Path, kills: int, seconds: float, draw: random.Random) -> dict:
+def tortured(
+    command: killing.Command, folder: Path, kills: int, seconds: float, draw: random.Random
+) -> dict[str, object]:
     settings, begun = killing.settings_in(folder), time.monotonic()
     undisturbed = folder / "undisturbed"
     command.run(*settings, "--out", undisturbed)
@@ -66,7 +73,7 @@ def tortured(command: killing.Command, folder: Path, kills: int, seconds: float,
         started = command.start(*settings, "--out", run, *killing.again(run), crash=crash)
         if not is_crash:
             moment = time.monotonic() + draw.uniform(0, 0.7 * whole)
-            killing.until(started, lambda moment=moment: time.monotonic() > moment)
+            killing.until(started, partial(is_past, moment))
             started.kill()
         status = started.wait()
         if status == [-signal.SIGKILL]:

@@ -188,7 +188,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _trained(chosen: Settings) -> int:
-    from macrobatch._cut.memory import asked_for, is_out_of_memory
+    from macrobatch._cut.memory import is_out_of_memory, requested_memory
     from macrobatch.train.trainer import train
     from macrobatch.train.world import OtherRankError
 
@@ -200,9 +200,9 @@ def _trained(chosen: Settings) -> int:
         if chosen.debug or not is_out_of_memory(error):
             raise
         raise FitError(
-            f"memory ran out: {asked_for(error)} more was asked for, with --micro {chosen.micro}. Say --micro auto or "
-            "a smaller --micro, keep fewer activations (--checkpoint-activations), or take a smaller --seq-len or "
-            "--model. The last checkpoint, if there is one, is as it was."
+            f"memory ran out: {requested_memory(error)} more was asked for, with --micro {chosen.micro}. Say "
+            "--micro auto or a smaller --micro, keep fewer activations (--checkpoint-activations), or take a "
+            "smaller --seq-len or --model. The last checkpoint, if there is one, is as it was."
         ) from error
     except OSError as error:
         if chosen.debug or isinstance(error, BrokenPipeError):

@@ -56,7 +56,7 @@ def arguments(data: Path, out: Path, *more: object) -> list[str]:
     return ["train", *(str(word) for pair in settings.items() for word in pair), *map(str, flags)]
 
 
-def metrics(run: Path) -> list[dict]:
+def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

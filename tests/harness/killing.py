@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import harness
 from harness import commands
@@ -56,7 +57,8 @@ class Command:
     """The process that has imported everything."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.running, self._starts = folder, [], 0
+        self.folder, self._starts = folder, 0
+        self.running: list[Started] = []
         self._server = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
             env=environment(folder),
@@ -77,7 +79,9 @@ class Command:
         assert started.wait() == [0] * ranks, started.output
         return started.output
 
-    def asked(self, question: dict) -> object:
+    def asked(self, question: dict[str, Any]) -> Any:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(question) + "\n")
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
@@ -106,6 +110,7 @@ def serve() -> None:
 
     for line in sys.stdin:
         question = json.loads(line)
+        answer: list[int] | int | None
         if "start" in question:
             port = free_port() if question["ranks"] > 1 else None
             answer = [forked(question, rank, port) for rank in range(question["ranks"])]
@@ -114,7 +119,7 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def forked(question: dict, rank: int, port: int | None) -> int:
+def forked(question: dict[str, Any], rank: int, port: int | None) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -145,7 +150,7 @@ def kill_before(folder: str, uses: int) -> None:
     """Let this process kill itself when it opens, makes, renames or removes something there for the so-many-th time."""
     left = uses
 
-    def see(event: str, arguments: tuple) -> None:
+    def see(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal left
         if event == "open" or event.startswith(("os.", "shutil.")):
             left -= any(isinstance(one, str | os.PathLike) and str(one).startswith(folder) for one in arguments)
@@ -189,7 +194,7 @@ def settings_in(folder: Path) -> list[object]:
     ]
 
 
-def lines(run: Path) -> list[dict]:
+def lines(run: Path) -> list[dict[str, Any]]:
     """The whole lines of its metrics."""
     file = run / "metrics.jsonl"
     content = file.read_text() if file.exists() else ""

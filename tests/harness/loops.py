@@ -239,6 +239,7 @@ def layers() -> nn.Sequential:
 
 def spoil(parameter: nn.Parameter) -> None:
     """Its gradient is wrong from now on."""
+    assert parameter.grad is not None
     parameter.grad *= 3
 
 

@@ -18,7 +18,7 @@ from harness.reference import IGNORED, Batch
 STEPS, SIZE = 4, 5  # micro-batches in a window, samples in a micro-batch
 
 
-def loader_of(batch: Batch) -> DataLoader:
+def loader_of(batch: Batch) -> DataLoader[Any]:
     return DataLoader(TensorDataset(batch.x, batch.y), batch_size=SIZE)
 
 
@@ -103,7 +103,7 @@ def lightning_loop(loss: Callable[[nn.Module, Batch], Tensor]) -> Callable[[nn.M
 
             logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-            class Training(lightning.LightningModule):
+            class Training(lightning.LightningModule):  # type: ignore[misc]
                 def __init__(self) -> None:
                     super().__init__()
                     self.model = model

@@ -104,7 +104,7 @@ def regression(samples: int) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[Any]):
     """The same samples, without a length."""
 
     def __init__(self, samples: int) -> None:
@@ -169,7 +169,7 @@ class Program:
     one_cycle: int | None = None
     counts: bool = False
 
-    def loader(self) -> DataLoader:
+    def loader(self) -> DataLoader[Any]:
         data = Stream(self.samples) if self.unsized else regression(self.samples)
         return DataLoader(data, batch_size=self.batch_size, shuffle=self.shuffle, drop_last=self.drop_last)
 
@@ -228,7 +228,7 @@ def in_step(model: nn.Module) -> bool:
     """Whether all processes hold the same gradients."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return True
-    own = torch.cat([p.grad.flatten() for p in model.parameters()])
+    own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
     return all(torch.equal(own, other) for other in everyone)
@@ -285,7 +285,7 @@ def line_fitted(library: Library) -> tuple[float, float]:
         return model.item(), whole.item()
 
 
-class Sentences(Dataset):
+class Sentences(Dataset[Any]):
     """The n-th has the numbers from 1 to n, each to be called even or odd."""
 
     def __init__(self, count: int) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -116,7 +117,7 @@ def torchrun(
     return Launch(screen.read_text(errors="replace"), time.monotonic() - started, launched.returncode)
 
 
-def end(launched: subprocess.Popen, directory: Path) -> None:
+def end(launched: subprocess.Popen[bytes], directory: Path) -> None:
     """Leave nothing behind: torchrun first, which takes its ranks along, then any rank that is left, by its id."""
     if launched.poll() is None:
         launched.send_signal(signal.SIGTERM)
@@ -311,11 +312,12 @@ def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     linears = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "head"]
     for linear in linears:
         fully_shard(linear, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def hsdp(model: nn.Module, **options: Any) -> nn.Module:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return fsdp2(model, mesh=mesh, **options)
 
 
@@ -393,6 +395,7 @@ class Record:
         self.fed: list[list[tuple[int, bool]]] = [[]]  # by window: number and is_repeat of every batch
         self.weights = [self.weights_now()]
         self.results: list[Any] = []
+        self.kept: object = None  # what a loop of the user's keeps alive
 
     def epoch(self, loader: Iterable[tuple[int, Batch]]) -> None:
         for turn, (number, micro) in enumerate(self.acc.batches(loader)):
@@ -470,11 +473,12 @@ class Plan:
     def start(self, wrap: Callable[..., nn.Module], wrapping: dict[str, Any] | None = None, **options: Any) -> Record:
         model = wrap(made(self.make, self.dtype), **(wrapping or {}))
         flags_before = flags_in_use(wrap, self.make) if isinstance(model, FSDPModule) else flags(model)
+        chosen: dict[str, Any] = {"steps": self.steps, "remainder": self.remainder, "max_norm": self.max_norm}
         acc = Accumulator(
             model,
             optimizer_for(model, self.optimizer),
             reduction=self.counting.reduction,
-            **{"steps": self.steps, "remainder": self.remainder, "max_norm": self.max_norm} | options,
+            **chosen | options,
         )
         return Record(acc, model, self.counting, flags_before)
 
@@ -564,7 +568,7 @@ class Plan:
             assert error <= tolerance, f"the weights after window {index}"
             assert found["items"][index].item() == step.items
             assert found["step"][index] == index + 1
-            close = {"rtol": max(tolerance, 1e-12), "atol": 0.0}
+            close: Any = {"rtol": max(tolerance, 1e-12), "atol": 0.0}
             torch.testing.assert_close(found["loss"][index].double(), step.loss, **close)
             if self.max_norm is not None:
                 torch.testing.assert_close(found["grad_norm"][index].double(), step.grad_norm, **close)
@@ -641,7 +645,7 @@ def difference(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str,
 
 
 if __name__ == "__main__":
-    import ranks  # the module that the tests import, not this copy of it
+    from harness import ranks  # the module that the tests import, not this copy of it
 
     ranks.main()
 
@@ -655,8 +659,9 @@ def other_batches() -> Iterator[Batch]:
 
 def breaks(record: Record) -> None:
     """A progress bar keeps the generator alive."""
-    record.bar = record.acc.batches(other_batches())
-    for turn, micro in enumerate(record.bar):
+    bar = record.acc.batches(other_batches())
+    record.kept = bar
+    for turn, micro in enumerate(bar):
         record.acc.backward(mean_loss(record.model, micro), items=micro.items)
         record.acc.step()
         if turn == 1:

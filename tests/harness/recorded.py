@@ -6,6 +6,7 @@ everywhere: which shapes are recorded and when, gradients, totals, refusals.
 
 import contextlib
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
@@ -13,11 +14,13 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.gpu import difference
-from macrobatch import MacroStep, causal_lm_loss
+from macrobatch import MacroStep, StepResult, causal_lm_loss
 from macrobatch._cudagraph.capture import Capturer, Graph
+from macrobatch._cudagraph.recording import Recording
 
 T = TypeVar("T")
 
@@ -29,7 +32,9 @@ DROPOUT = 0.3 if DEVICE == "cuda" else 0.0  # on a CPU, the host draws for it
 class Decoder(nn.Module):
     """A small model of many small kernels, for which a recording pays; embeddings tied, a layer that nothing uses."""
 
-    def __init__(self, width=32, layers=4, dropout=0.0, batch_norm=False, words=WORDS):
+    def __init__(
+        self, width: int = 32, layers: int = 4, dropout: float = 0.0, batch_norm: bool = False, words: int = WORDS
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(
@@ -42,7 +47,7 @@ class Decoder(nn.Module):
         self.head.weight = self.embedding.weight
         self.unused = nn.Linear(width, width)
 
-    def forward(self, input_ids):
+    def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = hidden + self.dropout(block(hidden))
@@ -50,12 +55,12 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
 
-def make(dtype=torch.float32, **options):
+def make(dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
     torch.manual_seed(0)
     return Decoder(**options).to(DEVICE, dtype)
 
 
-def batch_of(samples=13, length=12, seed=0, device=DEVICE):
+def batch_of(samples: int = 13, length: int = 12, seed: int = 0, device: str = DEVICE) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WORDS, (samples, length), generator=generator)
     lengths = torch.randint(1, length + 1, (samples,), generator=generator)
@@ -64,8 +69,17 @@ def batch_of(samples=13, length=12, seed=0, device=DEVICE):
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def trained(model, *, windows=6, cuda_graph, loss_fn=causal_lm_loss, optimizer=None, samples=13, **options):
-    """The weights after some windows, the results, and the MacroStep; the random numbers are those of a fresh seed."""
+def trained(
+    model: nn.Module,
+    *,
+    windows: int = 6,
+    cuda_graph: bool,
+    loss_fn: Any = causal_lm_loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    samples: int = 13,
+    **options: Any,
+) -> tuple[list[StepResult], MacroStep]:
+    """Train for some windows; returns the results, and the MacroStep. The random numbers are those of a fresh seed."""
     torch.manual_seed(1)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, fused=True)
     options = {"micro": 4, "max_norm": 1.0} | options
@@ -74,11 +88,12 @@ def trained(model, *, windows=6, cuda_graph, loss_fn=causal_lm_loss, optimizer=N
     return results, train
 
 
-def recordings(train):
+def recordings(train: MacroStep) -> list[Recording]:
+    assert train._graphs is not None
     return [one for one in train._graphs._recordings.values() if one is not None]
 
 
-def agree(model, **options):
+def agree(model: nn.Module, **options: Any) -> tuple[float, list[Recording]]:
     """Train a model and its twin, recorded and eagerly; returns how far they are apart, and what was recorded."""
     twin = copy.deepcopy(model)
     results, train = trained(model, cuda_graph=True, **options)
@@ -88,6 +103,7 @@ def agree(model, **options):
         assert ours.micro_batches == theirs.micro_batches
         assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
         if theirs.grad_norm is not None:
+            assert ours.grad_norm is not None
             assert ours.grad_norm.item() == pytest.approx(theirs.grad_norm.item(), rel=1e-5)
     assert all(p.grad is None for p in model.parameters())
     return difference(model, twin), recordings(train)
@@ -158,15 +174,15 @@ class PretendedGraph:
 
     def replay(self) -> None:
         """As a real one does: torch does not notice what it writes to."""
-        with torch.autograd._unsafe_preserve_version_counter(self._writes.lasting()):
+        with _unsafe_preserve_version_counter(self._writes.lasting()):
             self._run()
 
 
-def is_capturing():
+def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing() if DEVICE == "cuda" else "capturing" in PretendedCapturer.under_way
 
 
-def is_recording():
+def is_recording() -> bool:
     """Warming up, or capturing."""
     if DEVICE == "cuda":
         return torch.cuda.current_stream() != torch.cuda.default_stream()
@@ -176,20 +192,20 @@ def is_recording():
 gpu = pytest.mark.gpu  # what only a real capture shows
 
 
-def autocast(dtype):
-    def loss_fn(model, batch):
+def autocast(dtype: torch.dtype) -> Any:
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         with torch.autocast(DEVICE, dtype):
             return causal_lm_loss(model, batch)
 
     return loss_fn
 
 
-def said(caught):
+def said(caught: list[warnings.WarningMessage]) -> list[str]:
     """The warnings about recordings, of all that were caught."""
     return [str(one.message) for one in caught if "cuda_graph" in str(one.message)]
 
 
-def beside_eager(model, run):
+def beside_eager(model: nn.Module, run: Callable[[Any, bool], T]) -> tuple[float, T]:
     """Do the same with a model, recorded, and with its twin; returns how far they are apart, and what came of it."""
     twin = copy.deepcopy(model)
     torch.manual_seed(1)

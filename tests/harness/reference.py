@@ -4,15 +4,16 @@ Every model reads token ids `x` (samples, LENGTH) and gives logits (samples, LEN
 trains on the same batches, and a macro-batch is `torch.cat` of its micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from macrobatch import Accumulator, StepResult
+from macrobatch.types import Reduction
 
 torch.set_num_threads(1)
 
@@ -20,7 +21,8 @@ VOCABULARY, WIDTH, LENGTH = 11, 8, 4
 IGNORED = -100  # a target that is no item
 ROUTED = 0  # the first token of the samples that the expert sees
 
-Named = dict[str, Tensor | None]
+T = TypeVar("T")
+Named = Mapping[str, Tensor | None]
 
 
 # ---------------------------------------------------------------------------------------------------------- batches
@@ -130,7 +132,8 @@ class Convolution(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.convolution, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
-        nn.init.uniform_(self.norm.running_mean), nn.init.uniform_(self.norm.running_var, 0.5, 2)
+        nn.init.uniform_(self.norm.get_buffer("running_mean"))
+        nn.init.uniform_(self.norm.get_buffer("running_var"), 0.5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.convolution(self.embedding(x).transpose(1, 2))
@@ -168,7 +171,7 @@ class Trainee:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], name: str = "SGD", how: str = "plain", lr: float = 0.02) -> Any:
-    flags = {"foreach": how == "foreach", "fused": how == "fused"}
+    flags: Any = {"foreach": how == "foreach", "fused": how == "fused"}
     if name == "AdamW":
         return torch.optim.AdamW(parameters, lr=lr, eps=1e-5, **flags)
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, **flags)
@@ -217,7 +220,7 @@ class Counting:
     """How a loop reports its losses: `items` is "int", "tensor", "mixed" (both by turns) or "none"."""
 
     items: str = "int"
-    reduction: str = "mean"
+    reduction: Reduction = "mean"
 
     def weight(self, batch: Batch) -> int:
         return 1 if self.items == "none" else batch.items
@@ -277,7 +280,7 @@ def gradients_of(model: nn.Module) -> Named:
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
-def weights_of(model: nn.Module) -> Named:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -318,8 +321,10 @@ def whole_step(whole: Trainee, window: Sequence[Batch], max_norm: float | None, 
     if max_norm is not None:
         grad_norm = nn.utils.clip_grad_norm_(whole.model.parameters(), max_norm)
     gradients = gradients_of(whole.model)
-    for stepped in (*whole.optimizers, *whole.schedulers):
-        stepped.step()
+    for optimizer in whole.optimizers:
+        optimizer.step()
+    for scheduler in whole.schedulers:
+        scheduler.step()
     return Step(loss.detach(), items, grad_norm, gradients)
 
 
@@ -362,7 +367,7 @@ def accumulate(own: Trainee, *loaders: Iterable[Batch], counting: Counting = BY_
     return run
 
 
-def unsized(micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+def unsized(micro_batches: Iterable[T]) -> Iterator[T]:
     yield from micro_batches
 
 
@@ -372,7 +377,7 @@ def unsized(micro_batches: Iterable[Batch]) -> Iterator[Batch]:
 def relative_error(found: Named, expected: Named) -> float:
     """The largest |difference| over all parameters / the largest |expected| of the whole model. None must meet None."""
     assert [k for k, v in found.items() if v is None] == [k for k, v in expected.items() if v is None]
-    pairs = [(found[k].double(), expected[k].double()) for k in expected if expected[k] is not None]
+    pairs = [(f.double(), e.double()) for k, e in expected.items() if e is not None and (f := found[k]) is not None]
     assert len(found) == len(expected)
     assert all(f.isfinite().all() and e.isfinite().all() for f, e in pairs)
     difference = max(((f - e).abs().max().item() for f, e in pairs), default=0.0)
@@ -424,7 +429,8 @@ class Hoard:
     """What recordings are to `MacroStep` when none is replayed: memory, held until it is given up."""
 
     def __init__(self) -> None:
-        self.holds, self.refused = True, []
+        self.holds = True
+        self.refused: list[str] = []
 
     def open(self, *_: object, few_shapes: bool) -> None:
         pass

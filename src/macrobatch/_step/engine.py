@@ -19,10 +19,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from macrobatch._ranks.backend import Local
-from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.collectives import all_reduce_max, start_all_reduce
 from macrobatch._ranks.select import require_same_wrapping, wrapping
 from macrobatch._step import validation
-from macrobatch._step.backward import Backward, UnsynchronisedError, noting_use
+from macrobatch._step.backward import Backward, UnsynchronisedError, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
@@ -30,7 +30,7 @@ from macrobatch._step.lifecycle import Lifecycle
 from macrobatch._step.parameters import Parameters
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.spans import Spans
-from macrobatch._step.totals import Window
+from macrobatch._step.totals import Seeds, Window
 from macrobatch._step.turns import Turn
 from macrobatch.errors import UsageError
 from macrobatch.types import Items, Reduction, StepResult
@@ -112,6 +112,8 @@ class Engine:
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
+        self._gradients_before: Gradients | None = None  # of an earlier window
+        self._seeds = Seeds()
         self._turn = Turn()  # how the current micro-batch was begun
         self._before_repeat: Snapshot | None = None
         self._notes_use = False
@@ -207,7 +209,7 @@ class Engine:
                 if not (awaited or self._notes_use):
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
                     return
-                with noting_use(gradients, awaited) as used:
+                with record_use(gradients, awaited) as used:
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
         except BaseException as error:
             if is_first and not isinstance(error, UnsynchronisedError):
@@ -240,6 +242,7 @@ class Engine:
                 typical_items=self._typical_items,
                 alone=self.backend.group is None,
                 shrinks=self._shrinks,
+                seeds=self._seeds,
             )
         return self._window
 
@@ -381,7 +384,7 @@ class Engine:
     def _send(self, window: Window) -> None:
         """Start the totals of a closing window on their way to the other ranks."""
         if (group := self.backend.group) is not None:
-            window.send(lambda numbers: all_reduce_later(numbers, group), self._turn.flags)
+            window.send(lambda numbers: start_all_reduce(numbers, group), self._turn.flags)
 
     def _is_due(self, window: Window) -> bool:
         """Whether a window is closed; with flags, that a short one is dropped may only be known now."""
@@ -401,21 +404,29 @@ class Engine:
     def open_gradients(self) -> Gradients:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
         if self._gradients is None:
-            backend = self.backend
-            backend.drop_stale_gradients()
-            self._gradients = Gradients(
-                self._parameters.named(),
-                self._accumulate_dtype,
-                backend.shards,
-                held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
-                may_move=backend.abilities.moves_gradients,
-                are_views=backend.abilities.shows_views,
-            )
+            self.backend.drop_stale_gradients()
+            self._gradients = self._make_gradients()
             if self._gradients.had_stale and not self._has_warned_of_stale:
                 self._has_warned_of_stale = True
                 logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
             self.closing.begin_window()
         return self._gradients
+
+    def _make_gradients(self) -> Gradients:
+        """Those of the window before serve again, unless the parameters are others."""
+        backend, named, before = self.backend, self._parameters.named(), self._gradients_before
+        if before is not None and before.are_of(named):
+            before.begin()
+            return before
+        self._gradients_before = Gradients(
+            named,
+            self._accumulate_dtype,
+            backend.shards,
+            held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
+            may_move=backend.abilities.moves_gradients,
+            are_views=backend.abilities.shows_views,
+        )
+        return self._gradients_before
 
     def _drop_gradients(self) -> None:
         if self._gradients is not None:
@@ -434,7 +445,7 @@ class Engine:
         """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
         if not (self.scaler or self._shrinks) or self.backend.group is None or self._typical_items is not None:
             return
-        self._typical_items = largest(1.0 if items is None else items, self.backend.group, loss.device)
+        self._typical_items = all_reduce_max(1.0 if items is None else items, self.backend.group, loss.device)
         if self._window is not None:
             self._window.typical = self._typical_items
 

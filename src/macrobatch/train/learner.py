@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cut.memory import Sizes
+from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import plan_by_tokens
 from macrobatch._cut.policies import by_tokens
 from macrobatch.errors import CheckpointError, NonFiniteError, UsageError
@@ -286,7 +286,7 @@ def drop_damaged_sizes(settings: Settings, world: World) -> None:
         return
     try:
         if file.is_file():
-            Sizes(file)
+            FittingSizes(file)
             return
     except (UsageError, RecursionError):
         pass

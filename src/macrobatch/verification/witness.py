@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._cut.trees import leaves, transformed
-from macrobatch._ranks.collectives import local
+from macrobatch._cut.trees import leaves, map_tensors
+from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback
 from macrobatch._torch.modules import can_have_compiled, is_compiled
 from macrobatch.verification.gradient import Named, dense
@@ -51,7 +51,7 @@ def watch(
             witness.recording_steps(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a step may leave it switched off
         ):
-            step(model, transformed(batch, lambda tensor: tensor))  # and may take its batch apart
+            step(model, map_tensors(batch, lambda tensor: tensor))  # and may take its batch apart
         return witness.finish()
     finally:
         keep.restore_all_but_gradients()
@@ -192,14 +192,14 @@ class Witness:
 
     def _came_back(self, call: Call, path: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            gradient = dense(local(gradient).detach())
+            gradient = dense(local_tensor(gradient).detach())
             call.arrived.append(Arrival(self._enter_backward(), _largest(gradient), path, _aim(gradient)))
 
         return hook
 
     def _reached_parameter(self, gradient: Tensor) -> Tensor | None:
         backward = self._enter_backward()
-        largest = _largest(dense(local(gradient).detach()))
+        largest = _largest(dense(local_tensor(gradient).detach()))
         for call in self.calls:
             if call.after == backward:
                 call.nearby.append(Arrival(backward, largest))
@@ -225,7 +225,7 @@ class Witness:
     def _measure(self) -> dict[str, Tensor]:
         """The norms of the gradients, left where they are: the host does not look at them here."""
         gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
-        return {name: dense(local(gradient).detach()).double().norm() for name, gradient in gradients.items()}
+        return {name: dense(local_tensor(gradient).detach()).double().norm() for name, gradient in gradients.items()}
 
     # ------------------------------------------------------------------------------------------ optimizer steps
 
@@ -373,7 +373,7 @@ def gradients_of(named: dict[str, nn.Parameter], scale: Tensor | None = None) ->
 
 
 def _copied(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    gradient = dense(local(gradient).detach())
+    gradient = dense(local_tensor(gradient).detach())
     return gradient.clone() if scale is None else gradient.double() / scale.to(gradient.device, torch.float64)
 
 

@@ -1,0 +1,105 @@
+"""A backend and a cut of one's own, as CONTRIBUTING.md says how to write them: small ones, and exact all the same."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import pytest
+from torch import nn
+
+from harness import reference
+from harness.reference import BY_COUNT, Trainee, mean_loss, relative_error, trainee, weights_of
+from macrobatch import MacroStep
+from macrobatch._cut.plans import Part, plan_by_count
+from macrobatch._cut.policies import ByCount
+from macrobatch._cut.samples import Samples
+from macrobatch._ranks.backend import Abilities, Local
+from macrobatch._step.closing import TakeStep
+from macrobatch._step.engine import Engine
+from macrobatch._step.turns import Turn
+
+BATCHES = [reference.batch(size, seed=size) for size in (3, 1, 4, 2, 5, 2)]
+
+
+# --------------------------------------------------------------------------------------------------------- a backend
+
+
+class Averaging(Local):
+    """As a reducer that averages over some ranks, whose other ranks have nothing to add."""
+
+    abilities = Abilities(can_record=False)
+    ranks = 4
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._was_training = model, model.training
+        self.calls: list[str] = []
+
+    @property
+    def average(self) -> float:  # type: ignore[override]
+        return self.ranks
+
+    def begin(self, last: bool) -> None:
+        self.calls.append("begin last" if last else "begin")
+        self._was_training = self._model.training
+        self._model.train()  # a flag that a backend needs during the micro-batch
+
+    def end(self) -> None:
+        self._model.train(self._was_training)
+
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
+        self.calls.append("finish")
+        for parameter in named.values():
+            if parameter.grad is not None:
+                parameter.grad /= self.ranks
+
+
+def engine_on(own: Trainee, backend: Local, max_norm: float | None) -> Engine:
+    closing = TakeStep(
+        own.optimizers, own.schedulers, scaler=None, max_norm=max_norm, nonfinite="raise", counts_on_host=False
+    )
+    return Engine([own.model], own.optimizers, backend, closing, steps=3)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_a_backend_of_ones_own(max_norm):
+    own, whole = trainee(), trainee()
+    backend = Averaging(own.model)
+    engine = engine_on(own, backend, max_norm)
+    for micro in BATCHES:
+        with engine.micro_batch(Turn()):
+            assert own.model.training
+            engine.backward(mean_loss(own.model, micro), micro.items)
+        assert not own.model.training  # as it was
+        engine.close()
+    for window in (BATCHES[:3], BATCHES[3:]):
+        reference.whole_step(whole, window, max_norm, BY_COUNT)
+    assert relative_error(weights_of(own.model), weights_of(whole.model)) <= 1e-12
+    assert backend.calls == ["begin", "begin", "begin last", "finish"] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- a cut
+
+
+@dataclass(frozen=True)
+class EvenThenOdd(ByCount):
+    """The samples at even places first, then the others."""
+
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
+        places = [*range(0, samples.count, 2), *range(1, samples.count, 2)]
+        return [Part([places[i] for i in indices]) for indices in plan_by_count(samples.count, self.size)]
+
+
+def test_a_cut_of_ones_own():
+    own, whole, batch = trainee(), trainee(), reference.batch(7, seed=0)
+    seen = []
+
+    def loss_fn(model, micro):
+        seen.append(micro["x"])
+        part = reference.Batch(micro["x"], micro["y"])
+        return mean_loss(model, part), part.items
+
+    step = MacroStep(own.model, own.optimizers, loss_fn, micro=EvenThenOdd(3), scheduler=own.schedulers)
+    result = step({"x": batch.x, "y": batch.y})
+    reference.whole_step(whole, [batch], None, BY_COUNT)
+    assert relative_error(weights_of(own.model), weights_of(whole.model)) <= 1e-12
+    assert result.micro_batches == 3
+    assert [x.tolist() for x in seen] == [batch.x[places].tolist() for places in ([0, 2, 4], [6, 1, 3], [5])]
