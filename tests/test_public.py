@@ -46,7 +46,10 @@ LAYERS = [
         f"train.{name}"
         for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record", "best", "charts")
     },
-    {f"train.{name}" for name in ("documents", "pretrained", "manifest", "schedule", "folder", "world", "report")},
+    {
+        f"train.{name}"
+        for name in ("flags", "documents", "pretrained", "manifest", "schedule", "folder", "world", "report")
+    },
     {"train.checkpoint"},
     {"train.vocabulary"},
     {"train.corpus", "train.models"},
@@ -54,7 +57,8 @@ LAYERS = [
     {"train.learner"},
     {"train.trainer"},
     {"train"},
-    {"__init__", "cli"},
+    {"__init__", "subcommands"},
+    {"cli"},
     {"__main__"},
 ]
 

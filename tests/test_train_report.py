@@ -188,6 +188,16 @@ def test_several_runs_in_one_report(tmp_path):
     assert written(one, other, out=tmp_path / "x.html") == tmp_path / "x.html"
 
 
+def test_settings_without_effect_are_no_difference(tmp_path):
+    """A vocabulary that was not trained has no size that anybody chose."""
+    sizes = {"one": 300, "other": 4096, "third": 4096}
+    runs = [with_facts(a_run(tmp_path / name), settings={"vocabulary_size": size}) for name, size in sizes.items()]
+    for run in runs[1:]:
+        with_facts(run, unused=["vocabulary_size"])
+        assert "vocabulary_size" not in text_of(run).partition("All settings")[0]
+    assert "vocabulary_size" not in " ".join(Text(written(*runs).read_text()).text)
+
+
 def test_a_folder_without_steps_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no steps of a run"):
         written(tmp_path)

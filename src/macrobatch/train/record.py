@@ -53,6 +53,9 @@ class Silent:
     def say(self, text: str) -> None:
         """Print a line, without disturbing the bar."""
 
+    def warn(self, text: str) -> None:
+        """Print a line beside the screen, on stderr: one that should be read where nobody reads the other."""
+
     def step(self, row: Mapping[str, Any]) -> None:
         """Record an optimizer step, as plain numbers.
 
@@ -138,6 +141,10 @@ class Recorder(Silent):
 
     def say(self, text: str) -> None:
         self._print(printable(text), markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"macrobatch: {printable(text)}", file=sys.stderr, flush=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._metrics.append(row)

@@ -315,11 +315,13 @@ def _charts_of_several(runs: Sequence[Run]) -> list[Chart]:
 def _comparison(runs: Sequence[Run]) -> str:
     """The last numbers of each, and in which settings they differ."""
     columns = [_last_numbers(run) for run in runs]
-    settings = [dict(flat(run.facts.get("settings") or {})) for run in runs]
+    settings = [dict(flat(_used_settings(run.facts))) for run in runs]
     names = dict.fromkeys(name for one in settings for name in one)
     table = {name: [column.get(name, "-") for column in columns] for name in columns[0]}
     table |= {
-        name: [one.get(name, "-") for one in settings] for name in names if len({one.get(name) for one in settings}) > 1
+        name: [one.get(name, "-") for one in settings]
+        for name in names
+        if len({one[name] for one in settings if name in one}) > 1
     }
     head = "".join(f'<th class="run{number}">{html.escape(run.name)}</th>' for number, run in enumerate(runs))
     lines = "".join(
@@ -380,11 +382,17 @@ def _sample(facts: Mapping[str, Any]) -> str:
     return f'<section class="sample">\n<h2>A text by the model</h2>\n<pre>{html.escape(text)}</pre>\n</section>'
 
 
+def _used_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that have an effect on a run."""
+    settings, unused = facts.get("settings"), facts.get("unused")
+    without = unused if isinstance(unused, list) else []
+    return {name: v for name, v in settings.items() if name not in without} if isinstance(settings, Mapping) else {}
+
+
 def _tables(run: Mapping[str, Any]) -> str:
-    settings, defaults = run.get("settings"), json.loads(json.dumps(Settings().lasting))
-    if isinstance(settings, Mapping):
-        changed = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
-        run = {**run, "changed": changed}
+    defaults = json.loads(json.dumps(Settings().lasting))
+    changed = {n: v for n, v in _used_settings(run).items() if n not in defaults or v != defaults[n]}
+    run = {**run, "changed": changed}
     names = {
         "changed": "Settings that differ from the default",
         "derived": "Derived",

@@ -1,26 +1,16 @@
-"""`Settings`: one frozen dataclass is the command line, and the TOML file.
-
-What is said last counts: defaults, then the run that is resumed or a configuration file, then flags. tyro, which makes
-the command line of the dataclass, is imported when there is one to parse.
-"""
+"""`Settings`: one frozen dataclass is the command line, and the TOML file. How they are read: `flags.py`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import json
 import math
-import re
-import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, counted
 
 Schedule = Literal["cosine", "linear", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -30,6 +20,7 @@ Parallel = Literal["ddp", "fsdp", "hsdp"]
 DEFAULT_BATCH = 16  # samples
 DEFAULT_STEPS = 320
 DEFAULT_VALIDATION = 0.01  # of the documents
+ALTERNATIVES = (("batch_size", "batch_tokens"), ("steps", "epochs"))
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
 
 
@@ -132,7 +123,7 @@ class Settings:
     save_every: int = 100
     """Steps between checkpoints; there is one in the end too. 0: only that."""
     keep: int = 2
-    """How many checkpoints are kept."""
+    """How many of the last checkpoints are kept; the one with the best validation stays besides."""
     prompt: str | None = None
     """What the text that is printed in the end begins with."""
     sample_tokens: int = 96
@@ -172,6 +163,14 @@ class Settings:
         fields = dataclasses.asdict(self)
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items() if name not in ONCE}
 
+    def check_warmup(self, steps: int) -> None:
+        """Refuse a warm-up that is longer than the run."""
+        if self.warmup is not None and self.warmup > steps:
+            raise UsageError(
+                f"--warmup {self.warmup} is longer than the run of {counted(steps, 'step')}: the learning rate would "
+                "never be reached. Shorten it, or take more --steps."
+            )
+
     def toml(self) -> str:
         """As a file for `config`. What has no value is a comment."""
         lines = []
@@ -188,10 +187,10 @@ def _check_types(settings: Settings) -> None:
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), hints[field.name]
         if not _is_of(value, wanted):
-            raise UsageError(f"{_flag(field.name)} must be {_words(wanted)}: got {value!r}.")
+            raise UsageError(f"{flag_of(field.name)} must be {_words(wanted)}: got {value!r}.")
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and "\0" in text for text in texts):
-            raise UsageError(f"{_flag(field.name)} must not hold a NUL character: got {value!r}.")
+            raise UsageError(f"{flag_of(field.name)} must not hold a NUL character: got {value!r}.")
 
 
 def _is_of(value: object, wanted: Any) -> bool:
@@ -254,7 +253,7 @@ def _check_ranges(settings: Settings) -> None:
         if value is None or low <= value <= high:
             continue
         between = f"at least {_number(low)}" if high == math.inf else f"between {_number(low)} and {_number(high)}"
-        raise UsageError(f"{_flag(name)} must be {between}: got {value!r}.")
+        raise UsageError(f"{flag_of(name)} must be {between}: got {value!r}.")
 
 
 def _number(value: float) -> str:
@@ -267,9 +266,9 @@ def _check_together(settings: Settings) -> None:
         raise UsageError("--validation and --validation-data say the same thing in two ways: give one of them.")
     if settings.early_stop is not None and settings.validation == 0:
         raise UsageError("--early-stop needs something to validate on, and --validation is 0.")
-    for one, other in (("batch_size", "batch_tokens"), ("steps", "epochs")):
+    for one, other in ALTERNATIVES:
         if getattr(settings, one) is not None and getattr(settings, other) is not None:
-            raise UsageError(f"{_flag(one)} and {_flag(other)} say the same thing in two ways: give one of them.")
+            raise UsageError(f"{flag_of(one)} and {flag_of(other)} say the same thing in two ways: give one of them.")
     if (settings.lr_scale != "none") != (settings.reference_batch is not None):
         raise UsageError("--lr-scale linear or sqrt and --reference-batch belong together: give both, or none.")
     if settings.shard_ranks is not None and settings.parallel != "hsdp":
@@ -278,132 +277,9 @@ def _check_together(settings: Settings) -> None:
         raise UsageError("--model must not be empty.")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """A setting as the command line has it."""
     return "--" + name.replace("_", "-")
-
-
-# ------------------------------------------------------------------------------------------ the command line and files
-
-
-def parsed(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line."""
-    import tyro
-
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
-    first.add_argument("--out")
-    first.add_argument("--resume", action="store_true")
-    first.add_argument("--steps")
-    first.add_argument("--epochs")
-    known, _ = first.parse_known_args(arguments)
-    _check_flags(arguments)
-    return tyro.cli(Settings, args=list(arguments), default=_basis(known), prog="macrobatch train")
-
-
-# What other trainers call it.
-SYNONYMS = {
-    "learning_rate": "lr",
-    "output_dir": "out",
-    "output": "out",
-    "dataset": "data",
-    "train_file": "data",
-    "train_data": "data",
-    "validation_file": "validation_data",
-    "val_data": "validation_data",
-    "model_name_or_path": "model",
-    "max_steps": "steps",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_seq_length": "seq_len",
-    "max_length": "seq_len",
-    "block_size": "seq_len",
-    "context": "seq_len",
-    "lr_scheduler_type": "schedule",
-    "lr_scheduler": "schedule",
-    "warmup_steps": "warmup",
-    "max_grad_norm": "max_norm",
-    "grad_clip": "max_norm",
-    "per_device_train_batch_size": "micro",
-    "gradient_accumulation_steps": "batch_size",
-    "dtype": "precision",
-    "gradient_checkpointing": "checkpoint_activations",
-    "save_steps": "save_every",
-    "eval_steps": "validate_every",
-    "patience": "early_stop",
-    "resume_from_checkpoint": "resume",
-}
-
-
-_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-
-
-def _check_flags(arguments: Sequence[str]) -> None:
-    """Refuse a flag that does not exist, and name the one that was probably meant."""
-    hints = typing.get_type_hints(Settings)
-    names = {field.name for field in dataclasses.fields(Settings)}
-    known = names | {f"no_{name}" for name in names if hints[name] is bool} | {"help", "tyro_print_completion"}
-    for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if not _FLAG.fullmatch(word) or name in known or name.startswith("tyro"):
-            continue
-        close = SYNONYMS.get(name) or next(iter(difflib.get_close_matches(name, sorted(names), 1)), None)
-        hint = f"did you mean {_flag(close)}?" if close else "macrobatch train --help lists them."
-        raise UsageError(f"there is no {word.partition('=')[0]}: {hint}")
-
-
-def _basis(known: argparse.Namespace) -> Settings:
-    """What flags are said on top of."""
-    if known.config is not None:
-        return loaded(Path(known.config))
-    if known.resume and known.out is None:
-        raise UsageError("--resume goes on with a run: say which, with --out RUN.")
-    if known.resume and (saved := Path(known.out, "run.json")).is_file():
-        run = of_run(saved)
-        if known.steps is not None or known.epochs is not None:  # one is said instead of the other
-            run = dataclasses.replace(run, steps=None, epochs=None)
-        return run
-    return Settings()
-
-
-def loaded(file: Path) -> Settings:
-    """The settings in a TOML file, over the defaults."""
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {file} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} is not TOML: {error}.") from None
-    return _from(values, str(file))
-
-
-def of_run(file: Path) -> Settings:
-    """The settings that a run was begun with."""
-    try:
-        return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise UsageError(
-            f"{file} does not tell the settings of a run. Give them all, or choose another --out."
-        ) from None
-
-
-def _from(values: Mapping[str, Any], where: str) -> Settings:
-    values = {name.replace("-", "_"): value for name, value in values.items()}
-    names = [field.name for field in dataclasses.fields(Settings)]
-    if unknown := [name for name in values if name not in names or name in ONCE]:
-        possible = ", ".join(name for name in names if name not in ONCE)
-        raise UsageError(f"{where} has no setting {unknown[0]!r}. There are {possible}.")
-    given: dict[str, Any] = {name: _listed(name, value) for name, value in values.items()}
-    try:
-        return Settings(**given)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
-
-
-def _listed(name: str, value: Any) -> Any:
-    """A list as a tuple; and one text where several may stand: data = "texts"."""
-    if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _toml(value: Any) -> str:
