@@ -145,15 +145,15 @@ def is_recording():
 @pytest.fixture
 def captures(monkeypatch):
     """All recordings are kept, whatever they gain: these models are small, and machines are noisy."""
-    monkeypatch.setattr("macrobatch.cuda_graph.FASTER", 1e9)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 1e9)
     if DEVICE == "cuda":
         return
     monkeypatch.setattr("macrobatch.macrostep.MacroStep._why_eager", lambda _: None)
-    monkeypatch.setattr("macrobatch.recordable._require_plain", lambda *_: None)
-    monkeypatch.setattr("macrobatch.cuda_graph.captured", pretended_capture)
-    monkeypatch.setattr("macrobatch.cuda_graph.milliseconds", pretended_milliseconds)
-    monkeypatch.setattr("macrobatch.cuda_graph.Claim", Pretence)
-    monkeypatch.setattr("macrobatch.cuda_graph.joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("macrobatch._cudagraph.recordable._require_plain", lambda *_: None)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.captured", pretended_capture)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.milliseconds", pretended_milliseconds)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.Claim", Pretence)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.joined", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)

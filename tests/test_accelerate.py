@@ -943,7 +943,7 @@ def test_device_placement_for_each_object():
 
 
 def test_fully_sharded_models_of_the_old_kind_are_refused():
-    from macrobatch.sync import FSDP1
+    from macrobatch._ranks.fsdp1 import FSDP1
 
     with pytest.raises(BackendError, match="fully_shard"):
         FSDP1.accumulated(None, [])

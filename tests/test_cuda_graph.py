@@ -25,7 +25,7 @@ from recorded import (
 from test_gpu import difference, no_host_reads
 from torch import nn
 
-import macrobatch.cuda_graph as cuda_graph_module
+import macrobatch._cudagraph.cache as cuda_graph_module
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
 
 pytestmark = pytest.mark.usefixtures(captures.__name__)
@@ -398,7 +398,7 @@ def test_what_is_not_kept_costs_no_memory(monkeypatch):
             assert not recordings(train)
         return torch.cuda.memory_reserved()
 
-    monkeypatch.setattr("macrobatch.cuda_graph.FASTER", 0.0)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 0.0)
     reserved(False)
     assert reserved(True) <= 1.15 * reserved(False)
 

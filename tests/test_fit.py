@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch import MacroStep, StepResult
+from macrobatch._cut.memory import Pressure, is_out_of_memory
 from macrobatch.errors import FitError, UsageError
-from macrobatch.fit import Pressure, is_out_of_memory
 
 FEATURES = 6
 WHERES = ("forward", "loss", "backward", "half-way")

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch import MacroStep, by_tokens, verify
+from macrobatch._cut.samples import samples_of
 from macrobatch.errors import BatchError, FitError
-from macrobatch.split import samples_of
 
 pytestmark = pytest.mark.gpu
 

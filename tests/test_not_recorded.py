@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
-from macrobatch.cuda_graph import LIMIT
+from macrobatch._cudagraph.cache import LIMIT
 
 pytestmark = pytest.mark.usefixtures(captures.__name__)
 
@@ -128,7 +128,7 @@ def test_a_buffer_that_is_replaced_is_seen():
 
 
 def test_a_shape_that_does_not_gain_stays_eager(monkeypatch):
-    monkeypatch.setattr("macrobatch.cuda_graph.FASTER", 0.0)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 0.0)
     _, train = trained(make(), cuda_graph=True)
     assert train._graphs._recordings
     assert not recordings(train)
@@ -181,7 +181,7 @@ def test_a_nan_is_raised_and_named():
 
 
 def test_a_plan_of_many_shapes_is_limited_too(monkeypatch):
-    monkeypatch.setattr("macrobatch.cuda_graph.LIMIT", 3)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.LIMIT", 3)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train = MacroStep(model, optimizer, causal_lm_loss, micro=by_tokens(256), cuda_graph=True)
@@ -195,7 +195,7 @@ def test_a_plan_of_many_shapes_is_limited_too(monkeypatch):
 
 
 def test_a_number_that_changes_in_every_batch_is_told(monkeypatch):
-    monkeypatch.setattr("macrobatch.cuda_graph.MOST_WAITING", 8)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MOST_WAITING", 8)
 
     def loss_fn(model, batch):
         loss, items = causal_lm_loss(model, {name: batch[name] for name in ("input_ids", "labels")})
@@ -412,7 +412,7 @@ def test_no_memory_for_a_recording_leaves_the_others_as_they_are():
 @pytest.mark.parametrize("micro", [4, "auto"])
 def test_memory_that_recordings_hold_is_given_back_before_anything_fails(micro, monkeypatch):
     """An eager micro-batch of one sample does not fit beside them: the window is done again without."""
-    monkeypatch.setattr("macrobatch.cuda_graph.AT_ONCE", 0)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.AT_ONCE", 0)
 
     def run(model, cuda_graph):
         def does_not_fit(batch):

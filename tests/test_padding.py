@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from macrobatch import by_count, by_tokens
+from macrobatch._cut.padding import IGNORED, Named, token_groups
+from macrobatch._cut.samples import samples_of
 from macrobatch.errors import BatchError
-from macrobatch.padding import IGNORED, Named, token_groups
-from macrobatch.split import samples_of
 
 at_length = settings(max_examples=400, deadline=None, derandomize=True, database=None)
 

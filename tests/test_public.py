@@ -10,57 +10,34 @@ import pytest
 import macrobatch
 
 SOURCE = Path(macrobatch.__file__).parent
-PACKAGES = ("macrobatch", "macrobatch.accelerate", "macrobatch.train")
-
-# Each module may import those in the rows above its own, and torch; nothing else but the standard library. The trainer
-# may import what its extra installs.
+# Which room may import which others, and torch; within a room any file may import any other, but in no circle. Nothing
+# else but the standard library, except for what the extras install.
+ROOMS = {
+    "errors": set(),
+    "types": set(),
+    "_torch": {"errors"},
+    "_io": {"errors"},
+    "_ranks": {"errors", "types", "_torch"},
+    "_cut": {"errors", "_torch", "_io"},
+    "_step": {"errors", "types", "_torch", "_cut", "_ranks"},
+    "_cudagraph": {"errors", "types", "_torch", "_cut", "_step"},
+    "losses": {"errors", "types", "_torch", "_cut"},
+}
+CORE = set(ROOMS)
+ROOMS["accumulator"] = CORE
+ROOMS["macrostep"] = CORE | {"accumulator"}
+FACES = {"accumulator", "macrostep", "losses"}
+ROOMS["verification"] = CORE | FACES
+ROOMS["verify"] = {"verification"}
+ROOMS["accelerate"] = CORE | FACES | {"verification"}
+ROOMS["train"] = CORE | FACES
+ROOMS["bench"] = {"errors"}
+ROOMS["subcommands"] = CORE | {"bench", "train", "verify", "__init__"}
+ROOMS["cli"] = {"errors", "subcommands"}
+ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
+ROOMS["__main__"] = {"cli"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
-LAYERS = [
-    {"errors", "snapshot", "collectives", "capture", "plan", "graph"},
-    {"padding", "trees", "hooks"},
-    {"window", "placements", "split", "bench"},
-    {"sync"},
-    {"gradients", "arguments", "loader", "order", "fit", "losses", "feed", "recordable", "uneven"},
-    {"update", "recording"},
-    {"cuda_graph"},
-    {"accumulator"},
-    {"macrostep"},
-    {f"accelerate.{name}" for name in ("missing", "settings", "sharding", "checkpoints")},
-    {"accelerate.state"},
-    {f"accelerate.{name}" for name in ("logging", "seeding", "gathering", "loaders", "models", "wrappers")},
-    {"accelerate.accumulation", "accelerate.resuming"},
-    {"accelerate.accelerator"},
-    {"accelerate", "accelerate.utils"},
-    {"verification.report", "verification.gradient", "verification.names"},
-    {"verification.keep", "verification.seen"},
-    {"verification.witness", "verification.rows"},
-    {"verification.bigbatch"},
-    {"verification.comparison"},
-    {"verification.coupling", "verification.aims", "verification.clipping"},
-    {"verification.weights"},
-    {"verification.causes"},
-    {"verification.main"},
-    {"verification"},
-    {"verify"},
-    {
-        f"train.{name}"
-        for name in ("settings", "cache", "storage", "stream", "signals", "clock", "record", "best", "charts")
-    },
-    {
-        f"train.{name}"
-        for name in ("flags", "documents", "pretrained", "manifest", "schedule", "folder", "world", "report")
-    },
-    {"train.checkpoint"},
-    {"train.vocabulary"},
-    {"train.corpus", "train.models"},
-    {"train.data", "train.generate"},
-    {"train.learner"},
-    {"train.trainer"},
-    {"train"},
-    {"__init__", "subcommands"},
-    {"cli"},
-    {"__main__"},
-]
+EXTRAS = {"train": TRAIN}
 
 
 def test_public_names():
@@ -77,22 +54,40 @@ def test_public_names():
     assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
 
 
-def test_every_module_has_its_layer():
-    assert {module_of(path) for path in SOURCE.glob("**/*.py")} == set().union(*LAYERS)
+FILES = sorted(SOURCE.glob("**/*.py"))
 
 
-@pytest.mark.parametrize("module", sorted(set().union(*LAYERS)))
-def test_imports_point_down(module):
-    path = next(path for path in SOURCE.glob("**/*.py") if module_of(path) == module)
-    assert wrong_imports(path.read_text(), allowed_in(module), TRAIN if module.startswith("train.") else set()) == []
+def test_every_file_has_its_room():
+    assert {room_of(module_of(path)) for path in FILES} == set(ROOMS)
 
 
-def test_the_guard_sees_an_import_that_points_up():
-    assert wrong_imports("from macrobatch.accumulator import Accumulator", allowed_in("window")) == ["accumulator"]
-    assert wrong_imports("import numpy", allowed_in("window")) == ["numpy"]
-    assert wrong_imports("from macrobatch import update", allowed_in("gradients")) == ["update"]
-    assert wrong_imports("from macrobatch.accelerate import loaders", allowed_in("macrostep")) == ["accelerate.loaders"]
-    assert wrong_imports("from macrobatch.train import trainer", allowed_in("train.models")) == ["train.trainer"]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path))
+def test_rooms_import_those_they_may(path):
+    assert wrong_imports(path.read_text(), room_of(module_of(path))) == []
+
+
+def test_no_file_imports_itself_in_a_circle():
+    imported = {module_of(path): imports_at_the_top(path.read_text()) for path in FILES}
+    done = set()
+
+    def walk(module, way):
+        assert module not in way, " -> ".join([*way, module])
+        if module not in done:
+            for other in imported.get(module, ()):
+                if other != "__init__":
+                    walk(other, [*way, module])
+            done.add(module)
+
+    for module in imported:
+        walk(module, [])
+
+
+def test_the_guard_sees_a_wrong_import():
+    assert wrong_imports("from macrobatch.accumulator import Accumulator", "_step") == ["accumulator"]
+    assert wrong_imports("import numpy", "_step") == ["numpy"]
+    assert wrong_imports("from macrobatch._step import closing", "_ranks") == ["_step.closing"]
+    assert wrong_imports("from macrobatch import accelerate", "macrostep") == ["accelerate"]
+    assert wrong_imports("import rich", "train") == []
 
 
 def test_the_core_starts_without_what_the_trainer_needs():
@@ -107,25 +102,42 @@ def module_of(path):
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def allowed_in(module):
-    layer = next(index for index, names in enumerate(LAYERS) if module in names)
-    return set().union(*LAYERS[:layer])
+def room_of(module):
+    return module.split(".")[0]
 
 
-def wrong_imports(source, allowed, others_allowed=frozenset()):
+def wrong_imports(source, room):
+    own, others = imports_of(ast.walk(ast.parse(source)))
+    allowed = ROOMS[room] | {room}
+    foreign = others - {"torch"} - EXTRAS.get(room, set()) - sys.stdlib_module_names
+    return [name for name in own if room_of(name) not in allowed] + sorted(foreign)
+
+
+def imports_at_the_top(source):
+    return imports_of(ast.parse(source).body)[0]
+
+
+def imports_of(nodes):
+    """The modules of this package, and the packages of others, that some statements import."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module in PACKAGES:
+        elif isinstance(node, ast.ImportFrom) and is_package(node.module):
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found.append(node.module)
-    own = [name.removeprefix("macrobatch.") for name in found if name.startswith("macrobatch.")]
-    others = {name.split(".")[0] for name in found if not name.startswith("macrobatch")}
-    return [name for name in own if name not in allowed] + sorted(
-        others - {"torch"} - others_allowed - sys.stdlib_module_names
-    )
+    own = [name.removeprefix("macrobatch.") if "." in name else "__init__" for name in found if is_own(name)]
+    return own, {name.split(".")[0] for name in found if not is_own(name)}
+
+
+def is_own(name):
+    return name.split(".")[0] == "macrobatch"
+
+
+def is_package(module):
+    """Whether what is imported from it may be modules."""
+    return is_own(module) and (SOURCE / Path(*module.split(".")[1:])).is_dir()
 
 
 LAZY = """

@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch import Accumulator, MacroStep
-from macrobatch.placements import layout_of, spread_over
+from macrobatch._ranks.placements import layout_of, spread_over
 
 Wrap = Callable[..., nn.Module]
 TENSOR = 2  # ranks that share a model

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch.recordable import (
+from macrobatch._cudagraph.recordable import (
     NotRecordableError,
     hooked,
     is_compiled_around_ddp,
@@ -20,7 +20,7 @@ from macrobatch.recordable import (
     situation,
     unwrapped,
 )
-from macrobatch.snapshot import modules_of
+from macrobatch._step.snapshot import modules_of
 
 
 def make() -> nn.Sequential:

@@ -18,9 +18,10 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 from macrobatch import by_count, by_tokens
+from macrobatch._cut.plans import rounded_up
+from macrobatch._cut.samples import samples_of
+from macrobatch._cut.trees import leaves
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.plan import rounded_up
-from macrobatch.split import leaves, samples_of
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 

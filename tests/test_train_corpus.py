@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from macrobatch import MacroStep, by_tokens
+from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.losses import causal_lm_loss
-from macrobatch.split import IGNORED
 from macrobatch.train import documents as reading
 from macrobatch.train.cache import cache_folder, kept
 from macrobatch.train.corpus import Corpus, Document, collated, documents

@@ -6,12 +6,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from macrobatch._cut.policies import by_count, by_tokens
     from macrobatch.accumulator import Accumulator
     from macrobatch.errors import MacrobatchError
     from macrobatch.losses import causal_lm_loss
     from macrobatch.macrostep import MacroStep
-    from macrobatch.split import by_count, by_tokens
-    from macrobatch.update import StepResult
+    from macrobatch.types import StepResult
     from macrobatch.verification import verify
 
 __all__ = [
@@ -30,9 +30,9 @@ _MODULES = {
     "Accumulator": "accumulator",
     "MacroStep": "macrostep",
     "MacrobatchError": "errors",
-    "StepResult": "update",
-    "by_count": "split",
-    "by_tokens": "split",
+    "StepResult": "types",
+    "by_count": "_cut.policies",
+    "by_tokens": "_cut.policies",
     "causal_lm_loss": "losses",
     "verify": "verify",
 }

@@ -16,11 +16,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch import arguments
-from macrobatch.collectives import all_reduce_later, gathered, largest
-from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.gradients import Gradients, Parameters
-from macrobatch.graph import (
+from macrobatch._cudagraph.recording import Recording
+from macrobatch._ranks.collectives import all_reduce_later, gathered, largest
+from macrobatch._ranks.select import select_backend, wrapping
+from macrobatch._step import validation as arguments
+from macrobatch._step.closing import Update
+from macrobatch._step.epochs import Turn, agreed_turns, exchanged_lengths, planned_turns
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.graph import (
     UNCONFINED,
     Confinement,
     Reach,
@@ -30,23 +33,14 @@ from macrobatch.graph import (
     reach_of,
     run_backward,
 )
-from macrobatch.hooks import guarding
-from macrobatch.loader import (
-    Epoch,
-    ReadAhead,
-    Remainder,
-    Turn,
-    agreed_turns,
-    exchanged_lengths,
-    length_of,
-    planned_turns,
-)
-from macrobatch.order import Order
-from macrobatch.recording import Recording
-from macrobatch.snapshot import Snapshot
-from macrobatch.sync import When, sync_for, wrapping
-from macrobatch.update import NonFinite, StepResult, Update
-from macrobatch.window import Items, Reduction, Window
+from macrobatch._step.hooks import guarding
+from macrobatch._step.lifecycle import Order
+from macrobatch._step.lookahead import Epoch, ReadAhead, length_of
+from macrobatch._step.parameters import Parameters
+from macrobatch._step.snapshot import Snapshot
+from macrobatch._step.totals import Window
+from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.types import Items, NonFinite, Reduction, Remainder, StepResult, When
 
 Batch = TypeVar("Batch")
 NO_PARAMETER = (
@@ -134,7 +128,7 @@ class Accumulator:
         self._reduction: Reduction = arguments.checked_choice("reduction", reduction, Reduction)
         self._remainder: Remainder = arguments.checked_choice("remainder", remainder, Remainder)
         self._accumulate_dtype = arguments.checked_dtype(accumulate_dtype)
-        self._sync = sync_for(
+        self._sync = select_backend(
             self._models, sync=sync, gather=gather, process_group=process_group, accumulate_dtype=accumulate_dtype
         )
         self._wrapping = wrapping(self._models)
@@ -148,7 +142,9 @@ class Accumulator:
             window_is_open=self._is_accumulating,
         )
         self._parameters = Parameters(self._models, self._optimizers)
-        self._shrinks = self._sync.narrows() or any(p.dtype == torch.float16 for p in self._parameters.named().values())
+        self._shrinks = self._sync.uses_float16() or any(
+            p.dtype == torch.float16 for p in self._parameters.named().values()
+        )
         self._windows = 0  # how many were closed or discarded
         self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
@@ -246,7 +242,7 @@ class Accumulator:
         """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
         self._end_turn()
         self._drop_window()
-        self._sync.clear()
+        self._sync.drop_gradients()
         self._is_last = False
         if self._order.expects == "backward":  # with the model's flags as they are: this may be after an exception
             self._open_window().slots += self._turn.slots
@@ -343,18 +339,18 @@ class Accumulator:
         return self._stream
 
     def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
-        group, longest = self._sync.group, None
+        group, longest, lockstep = self._sync.group, None, self._sync.abilities.lockstep
         self._may_repeat = False
         if group is not None:
             lengths = self._exchange_lengths(loader)
             self._may_repeat = lengths.count(lengths[0]) < len(lengths) or None in lengths
             if None in lengths:
                 self._others_go_on = True
-                return agreed_turns(loader, self._open_window, lambda: self._others_go_on, lockstep=self._sync.lockstep)
+                return agreed_turns(
+                    loader, self._open_window, lambda: self._others_go_on, lockstep=self._sync.abilities.lockstep
+                )
             longest = max(length for length in lengths if length is not None)
-        return planned_turns(
-            loader, longest, self._open_window, remainder=self._remainder, lockstep=self._sync.lockstep
-        )
+        return planned_turns(loader, longest, self._open_window, remainder=self._remainder, lockstep=lockstep)
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:
         group, device = self._sync.group, self._device
@@ -433,7 +429,7 @@ class Accumulator:
         """
         if self._may_overlap(loss):
             return None, ()
-        if not self._sync.confines:
+        if not self._sync.abilities.confines:
             return UNCONFINED, ()
         reach, confinement = reach_of(loss), UNCONFINED
         self._is_ordinary = gradients.are_all_watched(reach.leaves)
@@ -442,7 +438,7 @@ class Accumulator:
             confinement = confinement_of(reach, gradients.own)
         if not (reach.may_nest or self._accumulated or any(id(leaf) in gradients.own for leaf in reach.leaves)):
             raise BatchError(NO_PARAMETER)
-        return confinement, self._sync.check(reach, gradients.named)
+        return confinement, self._sync.check(set(map(id, reach.leaves)), gradients.named, may_nest=reach.may_nest)
 
     def _may_overlap(self, loss: Tensor) -> bool:
         """Whether the graph can be walked while its backward runs: those of the window so far were ordinary.
@@ -452,7 +448,7 @@ class Accumulator:
         if not loss.is_cuda:
             return False
         is_ordinary = self._is_ordinary and self._accumulated and self._accumulate_dtype is None
-        return is_ordinary and self._sync.confines and not self._sync.checks
+        return is_ordinary and self._sync.abilities.confines and not self._sync.will_check
 
     def _include(self, reach: Reach, gradients: Gradients) -> None:
         """Accumulate parameters of the models that were frozen, or not there yet, when the window began."""
@@ -482,7 +478,7 @@ class Accumulator:
         """Add the gradients of `loss`. Without a confinement its graph is looked at meanwhile, and judged after it."""
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
-        hooks = [] if counts else self._sync.zeroed(gradients.parameters)
+        hooks = [] if counts else self._sync.zeroing_hooks(gradients.parameters)
         try:
             if gradients.hooked:
                 with guarding(gradients.hooked):
@@ -498,7 +494,7 @@ class Accumulator:
         gradients.mark()
         if reach is not None:
             self._require_no_others(reach, gradients)
-        if self._sync.confines and self._open_window().turns == 1 and not gradients.any():
+        if self._sync.abilities.confines and self._open_window().turns == 1 and not gradients.any():
             self._undo_turn()
             raise BatchError(NO_PARAMETER)
 
@@ -518,7 +514,7 @@ class Accumulator:
     @property
     def _notes_used(self) -> bool:
         """Whether ranks must tell each other which parameters they have used."""
-        return self._may_repeat and self._sync.confines
+        return self._may_repeat and self._sync.abilities.confines
 
     @contextlib.contextmanager
     def _noting_used(self, gradients: Gradients, awaited: Sequence[str]) -> Iterator[None]:
@@ -613,14 +609,14 @@ class Accumulator:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
         if self._gradients is None:
             sync = self._sync
-            sync.clear_stale()
+            sync.drop_stale_gradients()
             self._gradients = Gradients(
                 self._parameters.named(),
-                self._accumulate_dtype if sync.confines else None,
+                self._accumulate_dtype if sync.abilities.confines else None,
                 sync.shards,
-                held=None if sync.held() is None else sync.held,  # type: ignore[arg-type]
-                may_move=sync.may_move,
-                are_views=sync.shows_views,
+                held=None if sync.held_gradients() is None else sync.held_gradients,  # type: ignore[arg-type]
+                may_move=sync.abilities.moves_gradients,
+                are_views=sync.abilities.shows_views,
             )
             if self._gradients.had_stale and not self._told_of_stale:
                 self._told_of_stale = True

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.split import IGNORED
-from macrobatch.window import Reduction
+from macrobatch.types import Reduction
 
 CHUNK = 2048  # tokens: enough rows for fast products and few additions of a weight's gradient; 1 GB for 128,000 words
 

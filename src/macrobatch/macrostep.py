@@ -22,21 +22,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch import arguments, collectives
+from macrobatch._cudagraph.cache import Graphs, eagerly
+from macrobatch._cudagraph.recordable import is_compiled_around_ddp, unwrapped
+from macrobatch._cut.label_watch import LabelWatch
+from macrobatch._cut.memory import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
+from macrobatch._cut.plans import Part
+from macrobatch._cut.policies import ByCount, ByTokens
+from macrobatch._cut.prefetch import Feed
+from macrobatch._cut.samples import Collate, Samples, samples_of
+from macrobatch._cut.trees import transformed, unshared
+from macrobatch._ranks import collectives
+from macrobatch._ranks.placements import sharing_ranks
+from macrobatch._step import validation as arguments
+from macrobatch._step.epochs import Turn
+from macrobatch._step.snapshot import Snapshot
 from macrobatch.accumulator import Accumulator, Options
-from macrobatch.cuda_graph import Graphs, eagerly
 from macrobatch.errors import BackendError, BatchError, FitError, UsageError
-from macrobatch.feed import Feed
-from macrobatch.fit import UNLIMITED, Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
-from macrobatch.loader import Turn
-from macrobatch.placements import sharing_ranks
-from macrobatch.recordable import is_compiled_around_ddp, unwrapped
-from macrobatch.snapshot import Snapshot
-from macrobatch.split import ByCount, ByTokens, Collate, Part, Samples, samples_of
-from macrobatch.trees import transformed, unshared
-from macrobatch.uneven import LabelWatch
-from macrobatch.update import StepResult
-from macrobatch.window import Items
+from macrobatch.types import Items, StepResult
 
 Model = nn.Module | Sequence[nn.Module]
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items]]
@@ -215,15 +217,15 @@ class MacroStep:
             parts = ByCount(size).parts(samples)
             counts = [-(-row.samples // size) for row in rows]
             held = any(min(size, row.samples) > row.proven for row in rows)
-        sync = self._acc._sync
-        held = held or self._graphs is not None or (0 in counts and not sync.needs_turns)
-        held = held and sync.group is not None and sync.holds
+        sync, abilities = self._acc._sync, self._acc._sync.abilities
+        held = held or self._graphs is not None or (0 in counts and not abilities.needs_every_rank)
+        held = held and sync.group is not None and abilities.can_hold
         if held or counts.count(counts[0]) < len(counts):
             self._acc._require_own_statistics(
                 f"{counts} micro-batches on the ranks: all would have to take turns together, and succeed together. "
                 "Give every rank equally many samples, and micro= a number."
             )
-        turns = max(counts) if sync.lockstep and not held else max(len(parts), sync.needs_turns)
+        turns = max(counts) if abilities.lockstep and not held else max(len(parts), abilities.needs_every_rank)
         self._find_spare(rows, samples, parts)
         self._acc.expect_repeats(counts.count(counts[0]) < len(counts))
         return Cut(samples, parts, turns, held, is_empty=not any(counts))
@@ -239,12 +241,12 @@ class MacroStep:
         """That row of every rank."""
         if self._is_alone:
             return [row]
-        self._ranks = self._acc._sync.hosts()
+        self._ranks = self._acc._sync.host_group()
         return [Row(*numbers) for numbers in collectives.gathered(row, self._ranks, HOST)]
 
     def _find_spare(self, rows: list[Row], samples: Samples, parts: list[Part]) -> None:
         """Where every rank must take a turn: have a micro-batch for it, if need be from another rank."""
-        if not self._acc._sync.needs_turns or not any(row.samples for row in rows):
+        if not self._acc._sync.abilities.needs_every_rank or not any(row.samples for row in rows):
             return
         if self._spare is None and parts:
             part = parts[-1]._replace(samples=parts[-1].samples[: self._smallest])
@@ -267,7 +269,7 @@ class MacroStep:
     def _accumulate(self, cut: Cut) -> bool:
         """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun."""
         if cut.held:
-            self._acc._sync.hold()
+            self._acc._sync.hold_window()
         mark = self._acc._mark()
         if self._is_auto:
             self._pressure = Pressure(self._acc._device)
@@ -399,7 +401,7 @@ class MacroStep:
             return f"the model is on {self._acc._device}"
         if self._sharing:
             return "ranks that share a model communicate inside micro-steps"
-        if not self._acc._sync.recordable:
+        if not self._acc._sync.abilities.can_record:
             return "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
         if any(map(is_compiled_around_ddp, self._acc._models)):
             return (

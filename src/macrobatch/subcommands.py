@@ -124,7 +124,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _trained(chosen: Settings) -> int:
-    from macrobatch.fit import asked_for, is_out_of_memory
+    from macrobatch._cut.memory import asked_for, is_out_of_memory
     from macrobatch.train import trainer
     from macrobatch.train.world import OtherRankError
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from macrobatch._ranks.select import select_backend
 from macrobatch.accelerate import gathering, loaders, models, resuming
 from macrobatch.accelerate.accumulation import Accumulation, Windows
 from macrobatch.accelerate.missing import missing_argument, missing_attribute
@@ -35,8 +36,7 @@ from macrobatch.accelerate.sharding import Share
 from macrobatch.accelerate.state import AcceleratorState, DistributedType, GradientState
 from macrobatch.accelerate.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Scaling
 from macrobatch.errors import UsageError
-from macrobatch.sync import sync_for
-from macrobatch.window import Items
+from macrobatch.types import Items
 
 
 class Accelerator:
@@ -177,7 +177,7 @@ class Accelerator:
         if not any(p.requires_grad for p in model.parameters()) or not self.use_distributed:
             yield
             return
-        sync = sync_for([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
+        sync = select_backend([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
         sync.begin(last=False)
         try:
             yield

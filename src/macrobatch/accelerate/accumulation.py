@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.select import select_backend
+from macrobatch._step.foreach import multiply
+from macrobatch._step.graph import reach_of, run_backward
+from macrobatch._step.totals import Window
+from macrobatch._step.validation import checked_items, checked_loss
 from macrobatch.accelerate.state import AcceleratorState, GradientState
 from macrobatch.accelerate.wrappers import AcceleratedOptimizer, Scaling
-from macrobatch.arguments import checked_items, checked_loss
-from macrobatch.collectives import all_reduce_later, largest
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.gradients import multiply
-from macrobatch.graph import reach_of, run_backward
-from macrobatch.sync import Local, sync_for
-from macrobatch.window import Items, Window
+from macrobatch.types import Items
 
 
 class Windows:
@@ -180,7 +182,7 @@ class Accumulation:
     def drop(self) -> None:
         """Forget the window, and gradients that are held anywhere but in ``.grad``."""
         self._begin_window()
-        self._sync.clear()
+        self._sync.drop_gradients()
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -218,7 +220,8 @@ class Accumulation:
             )
         if self.closes and self.micro_batches > 1 and len(self._modules) == 1:
             trainable = {name: p for name, p in self._modules[0].named_parameters() if p.requires_grad}
-            self._sync.check(reach_of(loss), trainable)
+            reach = reach_of(loss)
+            self._sync.check(set(map(id, reach.leaves)), trainable, may_nest=reach.may_nest)
         if items is None:
             seed = self._windows.scaled(torch.full_like(loss, 1 / self._length), loss)
         elif self._has_backward:
@@ -290,7 +293,7 @@ class Accumulation:
 
     def zeroed(self) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros."""
-        return self._sync.zeroed(self._parameters())  # type: ignore[arg-type]
+        return self._sync.zeroing_hooks(self._parameters())  # type: ignore[arg-type]
 
     def is_empty(self) -> bool:
         """Whether the window that closes has no items at all. Waits for the device where only that knows."""
@@ -340,7 +343,7 @@ class Accumulation:
         return list({id(p): p for p in (*self._own(), *together) if p.requires_grad}.values())
 
     def _held(self) -> list[Tensor]:
-        return self._sync.accumulated(self._parameters())
+        return self._sync.accumulated_gradients(self._parameters())
 
     def _choose_sync(self) -> Local:
         if AcceleratorState().num_processes > 1 and len(self._modules) < len(self._models):
@@ -351,7 +354,7 @@ class Accumulation:
         if not any(p.requires_grad for module in self._modules for p in module.parameters()):
             return Local()
         each = self._windows.state.plugin_kwargs["sync_each_batch"]
-        return sync_for(
+        return select_backend(
             self._modules, sync="micro" if each else "window", gather="micro", process_group=None, accumulate_dtype=None
         )
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from macrobatch._cut.trees import leaves, transformed
 from macrobatch.accelerate.state import AcceleratorState, GradientState
 from macrobatch.errors import UsageError
-from macrobatch.split import leaves, transformed
 
 
 def gather(values: Any) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from macrobatch._cut.trees import leaves, transformed
 from macrobatch.accelerate.settings import DataLoaderConfiguration
 from macrobatch.accelerate.sharding import (
     BatchSamplerShard,
@@ -22,7 +23,6 @@ from macrobatch.accelerate.sharding import (
 )
 from macrobatch.accelerate.state import GradientState
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.split import leaves, transformed
 
 CARRIED = (  # arguments of a DataLoader that say nothing about which samples are in a batch
     "num_workers",

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from macrobatch._cut.trees import transformed
 from macrobatch.accelerate.settings import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from macrobatch.accelerate.state import AcceleratorState
 from macrobatch.errors import UsageError
-from macrobatch.split import transformed
 
 Places = dict[int, tuple[nn.Module, str]]  # for the id of a parameter, the model that has it and its name there
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from macrobatch.arguments import checked_steps
+from macrobatch._step.validation import checked_steps
 from macrobatch.errors import UsageError
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

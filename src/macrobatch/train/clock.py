@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from macrobatch._ranks.fsdp2 import param_groups
 from macrobatch.macrostep import MacroStep
-from macrobatch.sync import _groups
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, OTHER = PARTS = (
     "data",
@@ -135,7 +135,7 @@ class Clock:
         ):
             self._time(owner, method, part)
         self._time(accumulator, "_run_backward", BACKWARD, inside=self._watch_waiting if sync.group else None)
-        for group in _groups(accumulator._models):  # of fully_shard
+        for group in param_groups(accumulator._models):  # of fully_shard
             for method in ("unshard", "wait_for_unshard", "post_backward"):
                 self._time(group, method, COMMUNICATION)
 

@@ -21,9 +21,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from macrobatch._cut.padding import IGNORED
+from macrobatch._cut.plans import rounded_up
 from macrobatch.errors import BatchError, UsageError, counted
-from macrobatch.plan import rounded_up
-from macrobatch.split import IGNORED
 from macrobatch.train.cache import digest, kept
 from macrobatch.train.documents import Document, documents
 from macrobatch.train.vocabulary import Vocabulary

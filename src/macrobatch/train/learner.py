@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from macrobatch._cut.memory import Sizes
+from macrobatch._cut.plans import plan_by_tokens
+from macrobatch._cut.policies import by_tokens
 from macrobatch.errors import CheckpointError, NonFiniteError, UsageError
-from macrobatch.fit import Sizes
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
-from macrobatch.plan import plan_by_tokens
-from macrobatch.split import by_tokens
 from macrobatch.train import checkpoint, models
 from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints

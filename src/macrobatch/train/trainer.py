@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from macrobatch.plan import plan_by_count, plan_by_tokens
+from macrobatch._cut.plans import plan_by_count, plan_by_tokens
 from macrobatch.train import folder, generate, models, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from macrobatch import collectives
+from macrobatch._ranks import collectives
 from macrobatch.errors import BackendError, MacrobatchError
 from macrobatch.train.settings import Settings
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from macrobatch.split import IGNORED, leaves
+from macrobatch._cut.padding import IGNORED
+from macrobatch._cut.trees import leaves
 from macrobatch.verification.comparison import Case, Compared
 from macrobatch.verification.gradient import reduced
 from macrobatch.verification.report import Cause

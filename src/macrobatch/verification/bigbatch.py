@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from macrobatch.arguments import checked_items, checked_loss
-from macrobatch.collectives import Group, local
+from macrobatch._cut.plans import Part
+from macrobatch._cut.samples import Collate, Samples, samples_of
+from macrobatch._cut.trees import transformed
+from macrobatch._ranks.collectives import Group, local
+from macrobatch._step.graph import reach_of
+from macrobatch._step.snapshot import Snapshot
+from macrobatch._step.validation import checked_items, checked_loss
 from macrobatch.errors import BatchError, FitError, UsageError
-from macrobatch.graph import reach_of
-from macrobatch.snapshot import Snapshot
-from macrobatch.split import Collate, Part, Samples, samples_of, transformed
 from macrobatch.verification.gradient import Gradient, Named, Ranks, dense, reduced
 from macrobatch.verification.keep import Attributes
 from macrobatch.verification.names import Names, unwrapped

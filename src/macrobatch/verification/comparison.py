@@ -9,11 +9,11 @@ from functools import cached_property
 
 import torch
 
+from macrobatch.types import Reduction
 from macrobatch.verification.bigbatch import BigBatch, Term
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.rows import Rows
 from macrobatch.verification.seen import Call, Seen, Window
-from macrobatch.window import Reduction
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LIKE_ONE_BIG_BATCH = 3.0  # times the error that one big batch has itself in that precision

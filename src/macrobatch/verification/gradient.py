@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from macrobatch.collectives import Group
-from macrobatch.sync import backend_of, sync_for
+from macrobatch._ranks.collectives import Group
+from macrobatch._ranks.select import common_wrapper, select_backend
 
 Named = dict[str, Tensor | None]  # by the names of parameters; None: no gradient
 
@@ -168,10 +168,10 @@ class Ranks:
     def of(model: nn.Module) -> Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks()
-        kind = backend_of([model])
+        kind = common_wrapper([model])
         if kind is None:  # synchronised by hand, if at all
             return Ranks(dist.group.WORLD if dist.get_world_size() > 1 else None)
-        sync = sync_for([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
+        sync = select_backend([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
         if kind == "DistributedDataParallel":
             return Ranks(sync.group if dist.get_world_size(sync.group) > 1 else None)
         return Ranks(sync.group, True, sync.average)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch.collectives import local
-from macrobatch.snapshot import Snapshot
-from macrobatch.split import leaves
+from macrobatch._cut.trees import leaves
+from macrobatch._ranks.collectives import local
+from macrobatch._step.snapshot import Snapshot
 from macrobatch.verification.names import wrapper_of
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from macrobatch import arguments
+from macrobatch._cut.policies import ByCount, ByTokens
+from macrobatch._cut.samples import Collate, samples_of
+from macrobatch._ranks.select import common_wrapper, select_backend
+from macrobatch._step import validation as arguments
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.macrostep import MacroStep
-from macrobatch.split import ByCount, ByTokens, Collate, samples_of
-from macrobatch.sync import backend_of, sync_for
+from macrobatch.types import Reduction
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
 from macrobatch.verification.causes import explain
 from macrobatch.verification.comparison import Case, Compared, Precision
@@ -31,7 +33,6 @@ from macrobatch.verification.report import ParameterError, Report, WindowReport
 from macrobatch.verification.rows import Rows, rows_of
 from macrobatch.verification.seen import Seen, Window
 from macrobatch.verification.witness import Step, watch
-from macrobatch.window import Reduction
 
 WORST = 5  # parameters that a report names
 
@@ -212,8 +213,10 @@ def _enter_setting(names: Names, seen: Seen) -> None:
 
 def _let_go(model: nn.Module) -> None:
     """Drop what a wrapper holds back of a window that was never closed."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and backend_of([model]) is not None:
-        sync_for([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None).clear()
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and common_wrapper([model]) is not None:
+        select_backend(
+            [model], sync="window", gather="micro", process_group=None, accumulate_dtype=None
+        ).drop_gradients()
 
 
 # ---------------------------------------------------------------------------------------------- comparing

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch.split import leaves
+from macrobatch._cut.trees import leaves
 from macrobatch.verification.seen import Call
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from macrobatch.split import IGNORED
+from macrobatch._cut.padding import IGNORED
 from macrobatch.verification.aims import PADDED, sequences
 from macrobatch.verification.clipping import shares_left, touched_between
 from macrobatch.verification.comparison import Case, Compared

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch.collectives import local
-from macrobatch.split import leaves, transformed
+from macrobatch._cut.trees import leaves, transformed
+from macrobatch._ranks.collectives import local
 from macrobatch.verification.gradient import Named, dense
 from macrobatch.verification.keep import Keep
 from macrobatch.verification.names import Names, is_compiled

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from macrobatch.recordable import tensors_of
-from macrobatch.window import Totals, Window, wide
+from macrobatch._cudagraph.recordable import tensors_of
+from macrobatch._step.totals import Totals, Window, wide
 
 
 class Ledger:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch.padding import IGNORED
-from macrobatch.trees import children
+from macrobatch._cut.padding import IGNORED
+from macrobatch._cut.trees import children
 
 
 class Count(NamedTuple):

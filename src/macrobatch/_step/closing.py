@@ -10,123 +10,21 @@ are fused not before their step is queued. On a CPU nothing is ever waited for, 
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import inspect
 import math
-import sys
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
-from macrobatch.gradients import UNDIVIDED, Gradients
-from macrobatch.window import Window, wide
-
-NonFinite = Literal["raise", "skip", "keep"]
-
-_HOOKS_OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # its name in torch.optim is taken away there
-
-# Why a step must not be taken, as bits of one number.
-NONFINITE, NO_ITEMS, BAD_ITEMS, MEDDLED = 1, 2, 4, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What became of one window. Tensors stay on the device until you ask for their values.
-
-    Attributes:
-        step: how many optimizer steps were taken so far, this one included; a tensor where the host does not know.
-        micro_batches: how many of them the window held.
-        loss: the mean loss over the items of the window; NaN where there were none.
-        items: how many items that was (the number of micro-batches where no items were given).
-        grad_norm: of the window's mean gradient, before clipping; None without ``max_norm``.
-        lr: the learning rate of each parameter group in this step.
-        skipped: whether no step was taken; a tensor where the host does not know.
-    """
-
-    step: int | Tensor
-    micro_batches: int
-    loss: Tensor
-    items: Tensor
-    grad_norm: Tensor | None
-    lr: tuple[float | Tensor, ...]
-    skipped: bool | Tensor
-
-
-class Verdict:
-    """Whether a window's step may be taken: one small number, which the device knows first. 0 means yes.
-
-    It is the sum of the reasons that hold, kept as what fused optimizers and scalers want: float32.
-    """
-
-    def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
-        self.window = window.number
-        self._simple = list(reasons) == [NONFINITE]
-        numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
-        self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
-        self._arrival: torch.cuda.Event | None = None
-        self.asks = MEDDLED in reasons  # whether a skipped step would not tell by itself that it is an error
-
-    @property
-    def found_inf(self) -> Tensor:
-        """What fused optimizers want: exactly 0.0 or 1.0."""
-        return self._number if self._simple else (self._number != 0).float()
-
-    @property
-    def overflow(self) -> Tensor:
-        """What scalers want. A window without items is no overflow, whatever it computed."""
-        return self._number if self._simple else (self._number == NONFINITE).float()
-
-    @property
-    def on_host(self) -> bool:
-        """Whether reading it waits for nothing."""
-        return self._number.device.type == "cpu"
-
-    def send(self) -> Verdict:
-        """Start it on its way to the host, without waiting."""
-        if self._number.device.type == "cuda":
-            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-            self._host.copy_(self._number, non_blocking=True)
-            self._arrival = torch.cuda.current_stream(self._number.device).record_event()
-        return self
-
-    def read(self) -> int:
-        """The reasons, after waiting for them where they are not on the host yet."""
-        if self._arrival is None:
-            self.send()
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        # It lies in host memory by now. `item()` would be counted as a read of the device by whoever watches for those.
-        host = self._host.cpu()
-        return int(ctypes.c_float.from_address(host.data_ptr()).value)
-
-    def error(self, reasons: int) -> MacrobatchError | None:
-        """What to raise for them."""
-        if reasons & MEDDLED:
-            return UsageError(
-                f"somebody else changed the gradients of the open window {self.window}, so its step was not taken. "
-                f"{UNDIVIDED}"
-            )
-        if reasons & BAD_ITEMS:
-            return BatchError(
-                f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
-                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
-            )
-        if reasons == NONFINITE:
-            return NonFiniteError(
-                f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
-                'no items is 0 / 0: hand over sums with reduction="sum", or items as ints), lower the learning rate, '
-                'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
-            )
-        return None
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.optimizers import StepGuard, fused_step, has_hooks, takes_found_inf
+from macrobatch._step.totals import Window, wide
+from macrobatch._step.verdict import BAD_ITEMS, MEDDLED, NO_ITEMS, NONFINITE, Verdict
+from macrobatch.errors import NonFiniteError, UsageError
+from macrobatch.types import NonFinite, StepResult
 
 
 class Update:
@@ -354,84 +252,6 @@ class Update:
             lr=lr,
             skipped=skipped,
         )
-
-
-# ---------------------------------------------------------------------------------------------- fused optimizers
-
-
-def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
-
-    Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
-    dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
-    """
-    is_fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
-    return is_fused and _is_torchs_own(optimizer.step)
-
-
-def _is_torchs_own(step: Any) -> bool:
-    """Whether a step, with all that is wrapped around it, is code of torch's: not overridden, and not replaced."""
-    while True:
-        step = getattr(step, "__func__", step)  # of a bound method
-        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
-            return False
-        if not hasattr(step, "__wrapped__"):
-            return step in _own_steps()
-        step = step.__wrapped__
-
-
-@functools.cache
-def _own_steps() -> set[Callable[..., Any]]:
-    return {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
-
-
-def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody's code runs before or after each step: what it sees in ``.grad`` must be the mean."""
-    before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
-    everywhere = _HOOKS_OF_ALL["_global_optimizer_pre_hooks"] or _HOOKS_OF_ALL["_global_optimizer_post_hooks"]
-    return bool(after or everywhere) or not all(isinstance(hook, StepGuard) for hook in before.values())
-
-
-class StepGuard:
-    """Refuses steps that somebody else takes with the sums of an open window; a step pre-hook of the optimizer.
-
-    It goes with the one that made it: the optimizer does not keep that alive.
-    """
-
-    def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool]) -> None:
-        self._window_is_open = weakref.WeakMethod(window_is_open)
-        self.is_open = False  # lets steps pass
-        handle = optimizer.register_step_pre_hook(self)
-        weakref.finalize(window_is_open.__self__, handle.remove)  # type: ignore[attr-defined]
-
-    def __call__(self, optimizer: Optimizer, *_: object) -> None:
-        window_is_open = self._window_is_open()
-        if self.is_open or window_is_open is None or not window_is_open():
-            return
-        raise UsageError(
-            f"{type(optimizer).__name__}.step() was called inside the open window. Its gradients are undivided sums "
-            "until acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, "
-            "and out of hooks. discard() drops what was accumulated."
-        )
-
-
-def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """A step that divides the gradients by `grad_scale`, or does nothing where `found_inf` is 1."""
-    fresh = [
-        parameter
-        for group in optimizer.param_groups
-        if group.get("momentum") and found_inf is not None
-        for parameter in group["params"]
-        if parameter.grad is not None and (optimizer.state.get(parameter) or {}).get("momentum_buffer") is None
-    ]
-    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    for parameter in fresh:  # fused SGD left out its first step: the momentum it made is memory nobody wrote
-        buffer = optimizer.state[parameter]["momentum_buffer"]
-        buffer.masked_fill_(found_inf.to(buffer.device, torch.bool), 0)  # type: ignore[union-attr]
 
 
 def _frozen(lr: float | Tensor) -> float | Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
+from macrobatch._cut.samples import Shape
+from macrobatch._io.files import replacing
 from macrobatch.errors import FitError, UsageError
-from macrobatch.split import Shape
 
 # What the allocators and libraries of torch's devices say when they have no memory left.
 MESSAGES = re.compile(
@@ -196,11 +196,8 @@ class Sizes:
             {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
             for shape, known in kept.items()
         ]
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)
-        with os.fdopen(handle, "w") as file:
+        with replacing(self.file) as file:
             json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)
-        os.replace(name, self.file)
 
 
 def _within(shape: Shape, other: Shape) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from macrobatch.split import transformed
+from macrobatch._cut.trees import transformed
 
 T = TypeVar("T")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 Plan = Sequence[Sequence[int]]  # for each micro-batch, which samples
+Row = tuple[int, ...]  # how long a sample is in each group of tokens
 
 
 def plan_by_count(samples: int, size: int) -> Plan:
@@ -153,3 +155,15 @@ def rounded_up(length: int) -> int:
         return 16
     step = 1 << (length - 1).bit_length() - 3
     return -(-length // step) * step
+
+
+class Part(NamedTuple):
+    """A micro-batch to be."""
+
+    samples: Sequence[int]
+    widths: Row = ()  # of each group of tokens: padding beyond it is trimmed off; (): nothing is
+
+    @property
+    def key(self) -> tuple[int, Row]:
+        """What is known of its shape beforehand."""
+        return len(self.samples), self.widths

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch.graph import reach_of
-from macrobatch.snapshot import HostRandom, modules_of
-from macrobatch.split import leaves, transformed
+from macrobatch._cut.trees import leaves, transformed
+from macrobatch._step.graph import reach_of
+from macrobatch._step.snapshot import HostRandom, modules_of
 
 
 class NotRecordableError(Exception):

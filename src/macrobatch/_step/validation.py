@@ -16,9 +16,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from macrobatch.collectives import whole
+from macrobatch._ranks.collectives import whole
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.window import Items
+from macrobatch.types import Items
 
 T = TypeVar("T")
 

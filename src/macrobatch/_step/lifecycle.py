@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from macrobatch._step.totals import Window
 from macrobatch.errors import UsageError
-from macrobatch.window import Window
 
 
 class Order:

@@ -8,161 +8,21 @@ trimmed off, says `padding`.
 from __future__ import annotations
 
 import functools
-import logging
-import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from macrobatch import padding
-from macrobatch.errors import BatchError, UsageError
-from macrobatch.padding import IGNORED as IGNORED
-from macrobatch.padding import TokenGroup
-from macrobatch.plan import plan_by_count, plan_few_shapes, plan_sequences, rounded_up
-from macrobatch.trees import Leaf, Taken, address, children, count_samples, flat, has_fields, has_samples, rebuilt
-from macrobatch.trees import leaves as leaves
-from macrobatch.trees import transformed as transformed
+from macrobatch._cut import padding
+from macrobatch._cut.padding import TokenGroup
+from macrobatch._cut.plans import Part, Row, rounded_up
+from macrobatch._cut.trees import Leaf, Taken, address, children, count_samples, flat, has_fields, has_samples, rebuilt
+from macrobatch.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]
-Row = tuple[int, ...]  # how long a sample is in each group of tokens
-
-logger = logging.getLogger("macrobatch")
-
-
-# ---------------------------------------------------------------------------------------------- how to cut
-
-
-class Part(NamedTuple):
-    """A micro-batch to be."""
-
-    samples: Sequence[int]
-    widths: Row = ()  # of each group of tokens: padding beyond it is trimmed off; (): nothing is
-
-    @property
-    def key(self) -> tuple[int, Row]:
-        """What is known of its shape beforehand."""
-        return len(self.samples), self.widths
-
-
-@dataclass(frozen=True)
-class ByCount:
-    """What `by_count` returns."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _check_whole(self.size, "a micro-batch must have a whole number of samples, 1 or more")
-
-    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:  # noqa: ARG002 (they are few)
-        """The plan for these samples."""
-        return [Part(indices) for indices in plan_by_count(samples.count, self.size)]
-
-
-@dataclass(frozen=True)
-class ByTokens:
-    """What `by_tokens` returns."""
-
-    budget: int
-    length: Callable[[Any], Any] | None = None
-    oversize: Literal["warn", "raise"] = "warn"
-    _told: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # what was said already
-
-    def __post_init__(self) -> None:
-        _check_whole(self.budget, "a token budget must be a whole number, 1 or more")
-        if self.length is not None and not callable(self.length):
-            raise UsageError(f"length must be a function that tells the lengths of samples: got {self.length!r}.")
-        if self.oversize not in ("warn", "raise"):
-            raise UsageError(f'oversize must be "warn" or "raise": got {self.oversize!r}.')
-
-    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
-        """The plan for these samples, with widths that are rounded up where few different shapes are wanted."""
-        rows = samples.rows(self.length)
-        self._judge_oversize([sum(row) for row in rows])
-        if "untrimmed" not in self._told and (why := samples.why_untrimmed()) is not None:
-            self._told["untrimmed"] = 1
-            logger.warning("by_tokens: %s", why)
-        if few_shapes:
-            return _parts_of_few_shapes(samples, rows, self.budget)
-        plan = plan_sequences(rows, self.budget)
-        # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
-        if isinstance(samples, Listed) and self.length is not None:
-            return [Part(indices) for indices in plan]
-        return [Part(indices, _widest(rows, indices)) for indices in plan]
-
-    def _judge_oversize(self, lengths: Sequence[int]) -> None:
-        """Say so where a sample is above the budget: once, and again where a larger one comes."""
-        longest = max(lengths, default=0)
-        if longest <= self._told.get("oversize", self.budget):
-            return
-        found = f"sample {lengths.index(longest)} has {longest} tokens, which is above the budget of {self.budget}"
-        if self.oversize == "raise":
-            raise BatchError(f"{found}. Truncate it, raise the budget, or let it be a micro-batch of its own.")
-        self._told["oversize"] = longest
-        warnings.warn(
-            f"{found}: it is a micro-batch of its own. (Said again only for a larger one.)",
-            stacklevel=5,
-        )
-
-
-def _widest(rows: Sequence[Row], indices: Sequence[int]) -> Row:
-    return tuple(map(max, zip(*[rows[sample] for sample in indices], strict=True)))
-
-
-def _parts_of_few_shapes(samples: Samples, rows: Sequence[Row], budget: int) -> list[Part]:
-    """Every group of tokens gets the width of the longest, so that shapes do not multiply."""
-    groups = max(map(len, rows), default=1)
-    plan, widths = plan_few_shapes([max(row) for row in rows], max(budget // groups, 1))
-    samples.widen(max(widths, default=0))
-    return [Part(indices, samples.widths(width)) for indices, width in zip(plan, widths, strict=True)]
-
-
-def by_count(n: int) -> ByCount:
-    """Micro-batches of `n` samples, in the order they come in. An int says the same.
-
-    >>> batch = samples_of(torch.zeros(5, 3))
-    >>> [len(batch.take(part)) for part in by_count(2).parts(batch)]
-    [2, 2, 1]
-    """
-    return ByCount(n)
-
-
-def by_tokens(
-    budget: int, length: Callable[[Any], Any] | None = None, *, oversize: Literal["warn", "raise"] = "warn"
-) -> ByTokens:
-    """Micro-batches of samples of about the same length, none with more than `budget` tokens, padding included.
-
-    >>> batch = {"input_ids": torch.ones(4, 9), "attention_mask": torch.arange(9) < torch.tensor([[2], [9], [3], [8]])}
-    >>> samples = samples_of(batch)
-    >>> [tuple(samples.take(part)["input_ids"].shape) for part in by_tokens(18).parts(samples)]
-    [(2, 9), (2, 3)]
-
-    Only what is known to be padding is trimmed off: columns at the end that an attention mask hides in all samples of
-    the micro-batch, and only from tensors that belong to that mask by their names (`attention_mask`, `input_ids`,
-    `labels`, ... of one dict; `chosen_attention_mask`, `chosen_input_ids`, ...). Labels are never cut where they are
-    not -100. Where it is not known, nothing is trimmed, and samples are as long as their tensors are wide.
-
-    Args:
-        budget: the largest number of samples x longest of a micro-batch; where samples have several sequences (chosen
-            and rejected, encoder and decoder), summed over them. A longer sample is alone in its own.
-        length: the length of a sample of a list, or, of a batch of tensors, those of all its samples: you say that all
-            beyond is padding, and it is trimmed off every tensor of that width. A mask that is not 0 there, or labels
-            that are not -100, are an error.
-        oversize: what a sample above the budget does: "warn" (once, and again for a larger one) or "raise".
-    """
-    return ByTokens(budget, length, oversize)
-
-
-def _check_whole(number: object, what: str) -> None:
-    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
-        raise UsageError(f"{what}: got {number!r}.")
-
-
-# ---------------------------------------------------------------------------------------------- batches
 
 
 class Shape(NamedTuple):
@@ -386,9 +246,6 @@ def samples_of(batch: Any, collate: Collate | None = None) -> Samples:
     if batch is None:
         return Listed((), list)
     return Tree(batch) if collate is None else Listed(batch, collate)
-
-
-# ---------------------------------------------------------------------------------------------- lengths
 
 
 def _is_numbers(found: Any) -> bool:

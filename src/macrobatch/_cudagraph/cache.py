@@ -20,11 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch.capture import Claim, captured, joined, milliseconds, uncached_autocast, without_collecting
-from macrobatch.fit import is_out_of_memory, release
-from macrobatch.gradients import Gradients
-from macrobatch.graph import confinement_of, gradients_aside, reach_of, run_backward
-from macrobatch.recordable import (
+from macrobatch._cudagraph.capture import Claim, captured, joined, milliseconds, uncached_autocast, without_collecting
+from macrobatch._cudagraph.recordable import (
     NotRecordableError,
     Traces,
     buffers_of,
@@ -38,9 +35,13 @@ from macrobatch.recordable import (
     situation,
     tensors_of,
 )
-from macrobatch.recording import Ledger, Recording
-from macrobatch.snapshot import Snapshot, modules_of
-from macrobatch.window import UNSCALED, Items, Reduction, Window
+from macrobatch._cudagraph.recording import Ledger, Recording
+from macrobatch._cut.memory import is_out_of_memory, release
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.graph import confinement_of, gradients_aside, reach_of, run_backward
+from macrobatch._step.snapshot import Snapshot, modules_of
+from macrobatch._step.totals import UNSCALED, Window
+from macrobatch.types import Items, Reduction
 
 LIMIT = 64  # shapes that are tried: a recording holds the launch parameters of thousands of kernels
 AT_ONCE = 8  # of them are recorded when they are first seen

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from macrobatch.collectives import Group
+from macrobatch._ranks.collectives import Group
 from macrobatch.errors import BackendError
 
 

@@ -6,7 +6,6 @@ a group. Nothing is read by the host.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from macrobatch.collectives import local
+from macrobatch._ranks.collectives import local
+from macrobatch._ranks.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
+from macrobatch._step.foreach import HALF, multiply_alike, norm_dtype, norm_of, norms_of, takes_float32
+from macrobatch._step.hooks import hooked_among
+from macrobatch._step.totals import wide
 from macrobatch.errors import BackendError, UsageError
-from macrobatch.hooks import hooked_among
-from macrobatch.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
-from macrobatch.window import wide
 
-HALF = (torch.float16, torch.bfloat16)
 UNDIVIDED = (
     "Until step() they are undivided sums: leave zero_grad() and clip_grad_norm_() out of the loop (step() clears, and "
     "clips with max_norm=, once a window), and call discard() to drop what was accumulated."
@@ -40,47 +38,6 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     widened: bool
     spread: Spread  # over ranks
-
-
-class Parameters:
-    """The parameters of some models and optimizers, by name; looked through anew only where something changed."""
-
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        self._models = models
-        self._optimizers = optimizers
-        self._seen: object = None
-        self.shared = False  # whether optimizers hold one of them twice
-        if not any(parameter.requires_grad for parameter in self.named().values()):
-            raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
-
-    def named(self, *, anew: bool = False) -> dict[str, nn.Parameter]:
-        """All of them, frozen ones too, each once: they may be frozen, thawed or replaced at any time.
-
-        `anew`: also where the optimizers hold the same ones as before.
-        """
-        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        seen = [(id(p), p.requires_grad) for p in held]
-        if anew or seen != self._seen:
-            self._all = self._look_through(held)
-            self._seen = seen
-            self.shared = len(set(map(id, held))) < len(held)
-        return self._all
-
-    def _look_through(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
-        known: set[int] = set()
-        named: dict[str, nn.Parameter] = {}
-        for index, model in enumerate(self._models):
-            prefix = f"{index}." if len(self._models) > 1 else ""
-            for name, parameter in model.named_parameters():
-                if id(parameter) not in known:
-                    known.add(id(parameter))
-                    named[prefix + name] = parameter
-        for stray in (p for p in held if id(p) not in known):
-            raise BackendError(
-                f"an optimizer holds a parameter of shape {tuple(stray.shape)} that belongs to no given model. Hand "
-                "over all its models as a list, and make the optimizer after anything that replaces parameters."
-            )
-        return named
 
 
 class Gradients:
@@ -235,7 +192,7 @@ class Gradients:
             nothing = torch.zeros((), device=self.parameters[0].device)
             parts = [nothing if parameter.grad is None else parameter.grad for parameter in self.parameters]
         with torch.no_grad():
-            return [torch.linalg.vector_norm(part, dtype=_norm_dtype(part)) for part in parts]
+            return [torch.linalg.vector_norm(part, dtype=norm_dtype(part)) for part in parts]
 
     def _notice_writes(self) -> None:
         """Compare those norms, on the device."""
@@ -307,11 +264,11 @@ class Gradients:
         """The norm of all gradients together; infinite or NaN where one of them is."""
         norms: dict[Spread, list[Tensor]] = {spread: [] for spread in self._spreads.values()}
         for kind, group in self._groups.items():
-            norm = _norm_of(_norms([part for part in group if part.numel()], order), order, device)
+            norm = norm_of(norms_of([part for part in group if part.numel()], order), order, device)
             norms[kind.spread].append(norm.to(device, wide(device), non_blocking=True))
-        whole = {spread: _norm_of(parts, order, device) for spread, parts in norms.items()}
+        whole = {spread: norm_of(parts, order, device) for spread, parts in norms.items()}
         if not self._is_spread:
-            return _norm_of(list(whole.values()), order, device)
+            return norm_of(list(whole.values()), order, device)
         flag = torch.zeros((), device=device, dtype=wide(device))
         norm, flag = norm_over_ranks(whole, order, flag if self._writes is None else flag + self._writes.to(device))
         self._writes_of_all = None if self._writes is None else flag > 0
@@ -329,7 +286,7 @@ class Gradients:
             if widened:
                 self._narrow(device, factor)
             else:
-                _multiply_alike(group, factor, device, dtype)
+                multiply_alike(group, factor, device, dtype)
         self._groups = {}
 
     def divide_and_check(self, divisor: float | Tensor, device: torch.device) -> Tensor | None:
@@ -342,7 +299,7 @@ class Gradients:
         ((where, dtype, widened, _), group), *_ = self._groups.items()
         if widened or where != device or dtype not in (torch.float32, *HALF):
             return None
-        if not _takes_float32(where, dtype):
+        if not takes_float32(where, dtype):
             return None
         found = torch.zeros((), device=device, dtype=torch.float32)
         inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
@@ -363,29 +320,6 @@ class Gradients:
             parameter.grad = narrowed
 
 
-def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply all of them in place, whatever their devices and dtypes."""
-    groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        groups[gradient.device, gradient.dtype].append(gradient)
-    for (device, dtype), group in groups.items():
-        _multiply_alike(group, factor, device, dtype)
-
-
-def _multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    if not isinstance(factor, Tensor):
-        torch._foreach_mul_(group, factor)
-    elif dtype not in HALF:
-        torch._foreach_mul_(group, factor.to(device, dtype.to_real(), non_blocking=True))
-    else:  # a factor in the gradients' own dtype would lose digits
-        factor = factor.to(device, torch.float32, non_blocking=True)
-        if _takes_float32(device, dtype):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros_like(factor), factor)
-            return
-        for gradient in group:
-            gradient.copy_(gradient.float().mul_(factor))
-
-
 def _versions(gradients: Sequence[Any]) -> list[int]:
     """How often each was written to; -1 for none."""
     try:
@@ -403,30 +337,3 @@ def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bo
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _takes_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel that a GradScaler divides with takes such gradients: on CUDA it has no bfloat16."""
-    return dtype != torch.bfloat16 or device.type == "cpu"
-
-
-def _norm_dtype(gradient: Tensor) -> torch.dtype | None:
-    """At least float32."""
-    return torch.float32 if gradient.dtype in HALF else None
-
-
-def _norms(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
-    """The norm of each, at least in float32."""
-    if not gradients:
-        return ()
-    real = not gradients[0].is_complex()
-    if order == math.inf and real and gradients[0].device.type == "cpu":  # the kernel below takes ten times as long
-        return [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients]
-    return torch._foreach_norm(gradients, order, dtype=_norm_dtype(gradients[0]))
-
-
-def _norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The norm of what has these norms in its parts."""
-    if not norms:
-        return torch.zeros((), device=device, dtype=wide(device))
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)

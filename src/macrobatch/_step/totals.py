@@ -11,16 +11,15 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from macrobatch.errors import BatchError
+from macrobatch.types import Items, Reduction
 
-Reduction = Literal["mean", "sum"]
-Items = int | float | Tensor | None
 UNSCALED = 1.0
 
 

@@ -1,0 +1,168 @@
+"""DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+from macrobatch._ranks.backend import Abilities, Local
+from macrobatch._ranks.collectives import Group, all_reduce_flat, unused_by_all
+from macrobatch.errors import BackendError
+from macrobatch.types import When
+
+
+class DDP(Local):
+    """DistributedDataParallel: the reducer averages, overlapped with the last backward; or one flat sum at the close.
+
+    Flat where the reducer cannot: gradients wider than their parameters, a window closed before its last micro-batch,
+    one in which a rank has nothing, or that is held.
+    """
+
+    def __init__(
+        self, models: Sequence[Any], *, sync: When, group: Group, flat: bool, sees_forwards: bool = True
+    ) -> None:
+        self._models = models
+        self._sees_forwards = sees_forwards  # a compiled one may not run DDP's own code
+        self._reduced = _reduced_by(models)
+        if flat and sync == "micro":
+            raise BackendError(
+                'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
+                "that are wider than their parameters, so they travel in one flat sum when the window closes."
+            )
+        self._micro = sync == "micro"
+        self._flat = flat
+        self._flags = contextlib.ExitStack()
+        self._synced = False  # whether the last backward went through the reducer
+        self._held = False
+        self._world = dist.get_world_size(group)
+        self.group = group
+        self.abilities = Abilities(
+            lockstep=self._micro,
+            can_record=not (self._micro or any(model.static_graph for model in models)),
+            moves_gradients=any(model.gradient_as_bucket_view for model in models),  # once, when buckets are laid out
+        )
+
+    @property
+    def average(self) -> float:  # type: ignore[override]
+        return self._world if self._synced else 1
+
+    def hold_window(self) -> None:
+        self._held, self._synced = True, False
+        for model in self._models:  # what else the first forward would do, together with the other ranks
+            model.reducer._rebuild_buckets()
+            if model.will_sync_module_buffers():
+                model._sync_buffers()
+            model.require_forward_param_sync = False
+
+    def begin(self, last: bool) -> None:
+        for model in self._models:
+            if model._join_config.enable:
+                raise BackendError(
+                    "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
+                    "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
+                    "ranks of different lengths together by themselves."
+                )
+        may_sync = not (self._flat or self._held) and (last or self._micro)
+        self._synced = may_sync and not self._has_others()
+        if self._synced:
+            for model in self._models:  # a number that says the same, until a forward of DDP's sets it to True
+                model.require_forward_param_sync = int(model.require_forward_param_sync)
+            return
+        if may_sync and self._micro:
+            raise BackendError(
+                "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know "
+                'it: with sync="micro" its gradient would not travel. Wrap the model anew, or use sync="window".'
+            )
+        for model in self._models:
+            if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+                raise BackendError(
+                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
+                    "synchronised. Let the first window have one micro-batch "
+                    "(steps=lambda step: 1 if step == 0 else 8), or leave static_graph out."
+                )
+            self._flags.enter_context(model.no_sync())
+
+    def end(self) -> None:
+        self._flags.close()
+        for model in self._models:
+            model.require_forward_param_sync = bool(model.require_forward_param_sync)
+
+    def _has_others(self) -> bool:
+        """Whether other parameters are trained than the reducer knows: those that were trained when DDP was made."""
+        if self._reduced is None:
+            return False
+        return any(p.requires_grad != (id(p) in self._reduced) for p in _reducible(self._models))
+
+    def check(self, used: Collection[int], named: dict[str, nn.Parameter], *, may_nest: bool) -> Sequence[str]:
+        if not self._synced:
+            return ()
+        for model in self._models if self._sees_forwards else ():
+            if model.require_forward_param_sync is not True and any(id(p) in used for p in model.parameters()):
+                raise BackendError(
+                    "the forward of this rank's last micro-batch did not go through DistributedDataParallel, or inside "
+                    "its no_sync(): nothing would synchronise the gradients. Call model(...) instead of "
+                    "model.module(...), and leave no_sync() out of the loop: it is entered here where it belongs."
+                )
+        if all(m.find_unused_parameters or m.static_graph for m in self._models):
+            return ()
+        missing = [name for name, p in named.items() if id(p) not in used and self._reduces(p)]
+        if missing and not may_nest:
+            raise BackendError(
+                f"{len(missing)} parameters have no part in this rank's last micro-batch of the window, the first of "
+                f"them {missing[0]!r}: DistributedDataParallel would not synchronise what they have accumulated. Wrap "
+                "the model with find_unused_parameters=True."
+            )
+        return missing
+
+    @property
+    def will_check(self) -> bool:
+        return self._synced
+
+    def _reduces(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad if self._reduced is None else id(parameter) in self._reduced
+
+    def uses_float16(self) -> bool:
+        return any(_compresses_to_half(model) for model in self._models)
+
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
+        self._held = False
+        if not self._synced:
+            all_reduce_flat(named, self.group, self.host_group(), unused or ())
+            for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
+                model.require_forward_param_sync = True
+        elif unused is not None:  # the reducer takes what a repeated micro-batch used for used
+            for name in unused_by_all(named, unused, self.host_group()):
+                named[name].grad = None
+
+    def drop_gradients(self) -> None:
+        self._held = False
+
+
+def _reducible(models: Sequence[Any]) -> Iterator[nn.Parameter]:
+    """The parameters that DistributedDataParallel looks after."""
+    for model in models:
+        yield from model._module_parameters
+
+
+def _reduced_by(models: Sequence[Any]) -> set[int] | None:
+    """The ids of the parameters that the reducers know: those that were trained when they were made.
+
+    The buckets tell, which are laid out once for the question: as much memory as the gradients will take.
+    """
+    try:
+        buckets = [bucket for model in models for bucket in model.reducer._get_zeros_like_grad_buckets()]
+    except (AttributeError, RuntimeError):  # no public way: without it, that nothing was thawed is believed
+        return None
+    return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+
+
+def _compresses_to_half(model: Any) -> bool:
+    """Whether a communication hook of DDP's may make gradients float16: any but that of bfloat16 may."""
+    hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
+    built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
+    return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()

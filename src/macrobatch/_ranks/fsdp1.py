@@ -1,0 +1,104 @@
+"""FullyShardedDataParallel, the first generation of FSDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from macrobatch._ranks.backend import Abilities, Local, closed_early
+from macrobatch._ranks.collectives import Group
+from macrobatch.errors import BackendError
+from macrobatch.types import When
+
+
+class FSDP1(Local):
+    """FullyShardedDataParallel: its no_sync holds unsharded gradients until the last micro-batch."""
+
+    abilities = Abilities(
+        lockstep=True,  # parameters are gathered for every micro-batch
+        confines=False,  # torch forbids it here
+        shows_views=True,
+        can_hold=False,
+        needs_every_rank=True,
+        can_record=False,
+    )
+
+    def __init__(self, models: Sequence[Any], *, sync: When, group: Group) -> None:
+        self._models = models
+        self._micro = sync == "micro"
+        self._flags = contextlib.ExitStack()
+        self._synced = False
+        self.group = group
+        if models[0].sharding_strategy.name != "NO_SHARD":
+            self.shards = (models[0].process_group,)
+        if any(_flattens_dtensors(module) for model in models for module in model.modules()):
+            raise BackendError(
+                "FullyShardedDataParallel around parameters that are DTensors, as under tensor parallelism, hides "
+                "which ranks hold which parts: no norm of all gradients can be known. Shard with fully_shard instead."
+            )
+
+    @property
+    def average(self) -> float:  # type: ignore[override]
+        model = self._models[0]
+        return float(model._gradient_predivide_factor * model._gradient_postdivide_factor)
+
+    def uses_float16(self) -> bool:
+        dtypes = {dtype for handle in self._handles() for dtype in (handle._fwd_bwd_param_dtype, handle._reduce_dtype)}
+        return torch.float16 in dtypes or any(getattr(model, "_comm_hook", None) is not None for model in self._models)
+
+    def held_gradients(self) -> list[Tensor | None]:
+        flat = [handle.flat_param for handle in self._handles()]
+        return [p.grad for p in flat] + [getattr(p, "_saved_grad_shard", None) for p in flat]
+
+    def _modules(self) -> list[Any]:
+        return [module for model in self._models for module in type(model).fsdp_modules(model)]
+
+    def _handles(self) -> list[Any]:
+        return [module._handle for module in self._modules() if module._handle is not None]
+
+    def begin(self, last: bool) -> None:
+        if any(module.training_state.name != "IDLE" for module in self._modules()):
+            raise BackendError(
+                "a forward or backward of FullyShardedDataParallel was left by an exception, and torch has no way to "
+                "put its state back. Start again from a checkpoint; fully_shard goes on after discard()."
+            )
+        self._synced = last or self._micro
+        if not self._synced:
+            for model in self._models:
+                self._flags.enter_context(model.no_sync())
+
+    def end(self) -> None:
+        self._flags.close()
+
+    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+        flat = [handle.flat_param for handle in self._handles()]
+        return [p.register_hook(torch.zeros_like) for p in flat if p.requires_grad]
+
+    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        raise BackendError(
+            "what FullyShardedDataParallel holds back cannot be reached: shard with fully_shard instead."
+        )
+
+    def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
+        if not self._synced:
+            raise closed_early("FullyShardedDataParallel")
+
+    def drop_gradients(self) -> None:
+        for handle in self._handles():
+            handle.flat_param.grad = None
+            if hasattr(handle.flat_param, "_saved_grad_shard"):
+                del handle.flat_param._saved_grad_shard
+
+    def drop_stale_gradients(self) -> None:
+        self.drop_gradients()
+
+
+def _flattens_dtensors(module: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has made a flat parameter of DTensors here."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return any(layout is not None for layout in getattr(flat, "_param_extensions", ()))

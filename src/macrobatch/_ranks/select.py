@@ -1,0 +1,134 @@
+"""Which backend fits the given models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.collectives import Group
+from macrobatch._ranks.ddp import DDP
+from macrobatch._ranks.fsdp1 import FSDP1
+from macrobatch._ranks.fsdp2 import FSDP2, param_groups
+from macrobatch._ranks.placements import ranks_of
+from macrobatch._torch.modules import Wrapper, without_compile, wrapper_of
+from macrobatch.errors import BackendError, UsageError
+from macrobatch.types import When
+
+
+def select_backend(
+    models: Sequence[nn.Module],
+    *,
+    sync: When,
+    gather: When,
+    process_group: object,
+    accumulate_dtype: torch.dtype | None,
+) -> Local:
+    """The class that fits these models, or an error that says which option does not."""
+    for name, value in (("sync", sync), ("gather", gather)):
+        if value not in ("window", "micro"):
+            raise UsageError(f'{name} must be "window" or "micro": got {value!r}.')
+    kind = common_wrapper(models)
+    if gather == "window" and kind != "FSDPModule":
+        raise BackendError('gather="window" keeps the parameters of FSDP2 gathered; no given model is sharded by it.')
+    if process_group is not None and not _initialized():
+        raise BackendError("process_group was given, but torch.distributed is not initialized.")
+    is_compiled = any(without_compile(model) is not model for model in models)
+    models = [
+        without_compile(model) for model in models if kind is None or wrapper_of(model) == kind
+    ]  # no frozen teacher
+    if kind is None:
+        group = _given(process_group)
+        if _initialized() and dist.get_world_size(group) > 1:
+            raise _not_wrapped(models, group)
+        return Local()
+    own = _own_group(models[0], kind)
+    group = own if process_group is None else _given(process_group)
+    if _ranks(group) != _ranks(own):
+        raise BackendError(
+            f"process_group has the ranks {_ranks(group)}, but the model averages its gradients over {_ranks(own)}: "
+            "items must be counted over the same ranks. Leave process_group out, or hand over those."
+        )
+    if kind == "DistributedDataParallel":
+        flat = _widens(models, accumulate_dtype)
+        return DDP(models, sync=sync, group=group, flat=flat, sees_forwards=not is_compiled)
+    if kind == "FSDPModule":
+        backend = FSDP2(models, sync=sync, gather=gather, group=group)
+        if _widens(models, accumulate_dtype):
+            backend.check_dtype(accumulate_dtype)
+        return backend
+    if _widens(models, accumulate_dtype):
+        raise BackendError(
+            "accumulate_dtype is for DistributedDataParallel and fully_shard. FullyShardedDataParallel sums in a dtype "
+            "of its own: set MixedPrecision(reduce_dtype=torch.float32) there."
+        )
+    return FSDP1(models, sync=sync, group=group)
+
+
+def wrapping(models: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Changes where a model is wrapped, or ranks appear."""
+    return (*map(type, models), dist.get_world_size() if _initialized() else 1)
+
+
+def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
+    """Whether gradients summed in `dtype` are wider than their parameters."""
+    return dtype is not None and any(p.dtype.itemsize < dtype.itemsize for m in models for p in m.parameters())
+
+
+def common_wrapper(models: Sequence[nn.Module]) -> Wrapper | None:
+    """The wrapper that all models share."""
+    kinds = {wrapper_of(model) for model in models if any(p.requires_grad for p in model.parameters())}
+    if len(kinds) > 1:
+        found = sorted(kind or "no wrapper" for kind in kinds)
+        raise BackendError(f"all models must have the same data-parallel wrapper: found {', '.join(found)}.")
+    return kinds.pop() if kinds else None
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _given(process_group: Any) -> Group:
+    """A group, as it is or as a dimension of a mesh."""
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    if not hasattr(process_group, "mesh_dim_names"):
+        raise UsageError(f"process_group must be a ProcessGroup or a DeviceMesh: got {type(process_group).__name__}.")
+    return (process_group if process_group.ndim == 1 else process_group._flatten()).get_group()
+
+
+def _own_group(model: Any, kind: Wrapper) -> Group:
+    """The ranks over which the model itself averages."""
+    if kind == "DistributedDataParallel":
+        return model.process_group
+    if kind == "FSDPModule":
+        mesh = next(param_groups([model])).mesh_info.mesh
+        return dist.group.WORLD if mesh.size() == dist.get_world_size() else _given(mesh)
+    return dist.group.WORLD if "HYBRID" in model.sharding_strategy.name else model.process_group
+
+
+def _ranks(group: Group) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
+    """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
+    world = dist.get_world_size(group)
+    found = f"there are {world} ranks, but the model is not wrapped: nothing synchronises its gradients"
+    sharing = ranks_of(p for model in models for p in model.parameters())
+    if len(sharing) < 2:
+        return BackendError(
+            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
+            "ranks that train on their own, hand over a process_group of one."
+        )
+    return BackendError(
+        f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "
+        "share a model, as under tensor parallelism, get the same data and are one to the Accumulator: hand over the "
+        'ranks whose data differs, process_group=mesh["dp"]; a dimension of size 1, as in init_device_mesh(device, (1, '
+        'ranks), mesh_dim_names=("dp", "tp")), where all share one model. Where it is larger, wrap the model too: '
+        'fully_shard(model, mesh=mesh["dp"]).'
+    )

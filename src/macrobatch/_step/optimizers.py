@@ -1,0 +1,93 @@
+"""Optimizers: which of them divide and skip on the device, and who may step them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from macrobatch.errors import UsageError
+
+_HOOKS_OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # its name in torch.optim is taken away there
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
+
+    Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
+    dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
+    """
+    is_fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+    return is_fused and _is_torchs_own(optimizer.step)
+
+
+def _is_torchs_own(step: Any) -> bool:
+    """Whether a step, with all that is wrapped around it, is code of torch's: not overridden, and not replaced."""
+    while True:
+        step = getattr(step, "__func__", step)  # of a bound method
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
+            return False
+        if not hasattr(step, "__wrapped__"):
+            return step in _own_steps()
+        step = step.__wrapped__
+
+
+@functools.cache
+def _own_steps() -> set[Callable[..., Any]]:
+    return {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody's code runs before or after each step: what it sees in ``.grad`` must be the mean."""
+    before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    everywhere = _HOOKS_OF_ALL["_global_optimizer_pre_hooks"] or _HOOKS_OF_ALL["_global_optimizer_post_hooks"]
+    return bool(after or everywhere) or not all(isinstance(hook, StepGuard) for hook in before.values())
+
+
+class StepGuard:
+    """Refuses steps that somebody else takes with the sums of an open window; a step pre-hook of the optimizer.
+
+    It goes with the one that made it: the optimizer does not keep that alive.
+    """
+
+    def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool]) -> None:
+        self._window_is_open = weakref.WeakMethod(window_is_open)
+        self.is_open = False  # lets steps pass
+        handle = optimizer.register_step_pre_hook(self)
+        weakref.finalize(window_is_open.__self__, handle.remove)  # type: ignore[attr-defined]
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        window_is_open = self._window_is_open()
+        if self.is_open or window_is_open is None or not window_is_open():
+            return
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() was called inside the open window. Its gradients are undivided sums "
+            "until acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, "
+            "and out of hooks. discard() drops what was accumulated."
+        )
+
+
+def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """A step that divides the gradients by `grad_scale`, or does nothing where `found_inf` is 1."""
+    fresh = [
+        parameter
+        for group in optimizer.param_groups
+        if group.get("momentum") and found_inf is not None
+        for parameter in group["params"]
+        if parameter.grad is not None and (optimizer.state.get(parameter) or {}).get("momentum_buffer") is None
+    ]
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    for parameter in fresh:  # fused SGD left out its first step: the momentum it made is memory nobody wrote
+        buffer = optimizer.state[parameter]["momentum_buffer"]
+        buffer.masked_fill_(found_inf.to(buffer.device, torch.bool), 0)  # type: ignore[union-attr]

@@ -1,0 +1,83 @@
+"""Whether a closing window may take its step: what the device knows first, and the host only where it must."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from macrobatch._step.gradients import UNDIVIDED
+from macrobatch._step.totals import Window
+from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
+
+# Why a step must not be taken, as bits of one number.
+NONFINITE, NO_ITEMS, BAD_ITEMS, MEDDLED = 1, 2, 4, 8
+
+
+class Verdict:
+    """Whether a window's step may be taken: one small number, which the device knows first. 0 means yes.
+
+    It is the sum of the reasons that hold, kept as what fused optimizers and scalers want: float32.
+    """
+
+    def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
+        self.window = window.number
+        self._simple = list(reasons) == [NONFINITE]
+        numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
+        self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
+        self._arrival: torch.cuda.Event | None = None
+        self.asks = MEDDLED in reasons  # whether a skipped step would not tell by itself that it is an error
+
+    @property
+    def found_inf(self) -> Tensor:
+        """What fused optimizers want: exactly 0.0 or 1.0."""
+        return self._number if self._simple else (self._number != 0).float()
+
+    @property
+    def overflow(self) -> Tensor:
+        """What scalers want. A window without items is no overflow, whatever it computed."""
+        return self._number if self._simple else (self._number == NONFINITE).float()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._number.device.type == "cpu"
+
+    def send(self) -> Verdict:
+        """Start it on its way to the host, without waiting."""
+        if self._number.device.type == "cuda":
+            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+            self._host.copy_(self._number, non_blocking=True)
+            self._arrival = torch.cuda.current_stream(self._number.device).record_event()
+        return self
+
+    def read(self) -> int:
+        """The reasons, after waiting for them where they are not on the host yet."""
+        if self._arrival is None:
+            self.send()
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        # It lies in host memory by now. `item()` would be counted as a read of the device by whoever watches for those.
+        host = self._host.cpu()
+        return int(ctypes.c_float.from_address(host.data_ptr()).value)
+
+    def error(self, reasons: int) -> MacrobatchError | None:
+        """What to raise for them."""
+        if reasons & MEDDLED:
+            return UsageError(
+                f"somebody else changed the gradients of the open window {self.window}, so its step was not taken. "
+                f"{UNDIVIDED}"
+            )
+        if reasons & BAD_ITEMS:
+            return BatchError(
+                f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
+                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
+            )
+        if reasons == NONFINITE:
+            return NonFiniteError(
+                f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
+                'no items is 0 / 0: hand over sums with reduction="sum", or items as ints), lower the learning rate, '
+                'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
+            )
+        return None
