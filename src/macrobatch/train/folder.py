@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from macrobatch.errors import UsageError, counted
+from macrobatch.train.files import replace_whole
 from macrobatch.train.settings import Settings
 
 Json = dict[str, Any]
@@ -161,7 +162,7 @@ def described(
     }
     if past is not None:
         content |= {"saved": past.is_saved, "earlier": list(past.owners)}
-    _write(folder, content)
+    replace_whole(folder / DESCRIPTION, json.dumps(content, indent=2))
 
 
 def note_saved(folder: Path) -> None:
@@ -174,17 +175,7 @@ def note(folder: Path, **facts: object) -> None:
     """Add what became of the run: its exit status, a text."""
     content = description(folder)
     if any(content.get(name) != value for name, value in facts.items()):
-        _write(folder, content | facts)
-
-
-def _write(folder: Path, content: Json) -> None:
-    """Aside, then renamed."""
-    aside = folder / PARTIAL
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / DESCRIPTION)
+        replace_whole(folder / DESCRIPTION, json.dumps(content | facts, indent=2))
 
 
 def description(folder: Path) -> Json:

@@ -11,7 +11,6 @@ import html
 import json
 import logging
 import math
-import os
 import signal
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,8 @@ from macrobatch.train import curves
 from macrobatch.train.charts import Chart, in_bytes, short
 from macrobatch.train.clock import PARTS
 from macrobatch.train.curves import Row, is_number, total, values
-from macrobatch.train.record import METRICS, VALIDATION, clock_time, rows
+from macrobatch.train.files import replace_whole, rows
+from macrobatch.train.record import METRICS, VALIDATION, clock_time
 from macrobatch.train.settings import Settings, flag_of
 
 REPORT = "report.html"
@@ -80,12 +80,7 @@ def written(*folders: Path, out: Path | None = None) -> Path:
     runs = [Run.read(folder) for folder in folders]
     home = folders[0] if len(folders) == 1 else folders[0].resolve().parent
     path = home / REPORT if out is None else _checked_out(out)
-    aside = path.with_name(f"{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(_page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    replace_whole(path, _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
     return path
 
 
