@@ -141,6 +141,7 @@ def test_generate_speaks_of_the_folder_that_was_named(run, tmp_path, capsys):
         (folder / name).write_bytes(content)
         assert "--model" not in refused(["generate", str(folder)], capsys, str(folder))
         (folder / name).write_bytes(kept)
+    refused(["generate", str(tmp_path / "nowhere")], capsys, "there is no folder", "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "--model" not in refused(["generate", str(folder)], capsys, "pytorch_model.bin")
     (folder / "adapter_config.json").write_text("{}")

@@ -60,6 +60,10 @@ def test_weights_of_another_name_or_format(model, begins, capsys, name):
     refused(begins(model), capsys, name)
 
 
+def test_a_file_of_weights_is_in_a_folder(model, begins, capsys):
+    refused(begins(model / "model.safetensors"), capsys, f"name its folder: --model {model}")
+
+
 def test_an_adapter_is_not_a_model(model, begins, capsys):
     (model / "adapter_config.json").write_text("{}")
     refused(begins(model), capsys, "adapter", "Merge it")
@@ -84,6 +88,9 @@ def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
         BertLMHeadModel(BertConfig(**BERT)).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(BERT))
     refused(begins(folder), capsys, "BertLMHeadModel is no causal model", "is_decoder")
+    if has_weights:
+        said = refused(["generate", str(folder)], capsys, "BertLMHeadModel is no causal model")
+        assert "--model" not in said
     (folder / "config.json").write_text(json.dumps(BERT | {"is_decoder": True}))
     assert main(begins(folder)) == 0
 

@@ -170,6 +170,8 @@ def test_where_a_report_cannot_go(tmp_path, out, said):
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match=said):
         written(folder, out=tmp_path / out)
+    with pytest.raises(UsageError, match="there is no folder"):
+        written(tmp_path / "nowhere")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -118,7 +118,7 @@ def train(arguments: Sequence[str]) -> int:
             print(chosen.toml(), end="")
             return RIGHT
         if _is_first():
-            print("starting: torch and transformers are loaded, then the data", flush=True)
+            print("starting: loading torch and transformers, then the data", flush=True)
         with _short_messages():
             return _trained(chosen)
 

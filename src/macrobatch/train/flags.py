@@ -57,6 +57,7 @@ SYNONYMS = {
     "warmup_steps": "warmup",
     "max_grad_norm": "max_norm",
     "grad_clip": "max_norm",
+    "gradient_clip_val": "max_norm",
     "per_device_train_batch_size": "micro",
     "gradient_accumulation_steps": "batch_size",
     "dtype": "precision",
@@ -87,7 +88,8 @@ def _check_flags(arguments: Sequence[str]) -> None:
 
 def _meant(name: str) -> str | None:
     """The setting that somebody who writes this one probably means."""
-    return SYNONYMS.get(name) or next(iter(difflib.get_close_matches(name, sorted(NAMES), 1)), None)
+    close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS}), 1)), None)
+    return SYNONYMS.get(close, close) if close else None
 
 
 def _basis(arguments: Sequence[str]) -> Settings:

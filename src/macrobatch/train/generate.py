@@ -22,6 +22,7 @@ def text_from(
     if not origin.has_weights:
         raise UsageError(f"{run} holds the configuration of a model, and no weights.")
     model, vocabulary = models.loaded(origin), Vocabulary.load(origin.path)
+    models.require_causal(model, origin)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)

@@ -113,12 +113,12 @@ def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
         size = SIZES[settings.model]
         return made(_llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len), settings.seed)
     model = loaded(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
-    _require_causal(model, settings.model)
+    require_causal(model, origin)
     return model
 
 
 @torch.no_grad()
-def _require_causal(model: nn.Module, name: str) -> None:
+def require_causal(model: nn.Module, origin: Origin) -> None:
     """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
     ids = torch.arange(8) % min(vocabulary_size_of(model), 8)
     others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
@@ -126,7 +126,7 @@ def _require_causal(model: nn.Module, name: str) -> None:
     one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
     if (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UsageError(
-            f"--model {name}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
+            f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
             "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
             '"is_decoder": true makes one.'
         )

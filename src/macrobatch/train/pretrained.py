@@ -136,6 +136,8 @@ def find(name: str) -> Origin:
         return in_folder(path, name=name)
     if path.is_file() and path.suffix == ".json":
         return Origin(name, "config", path)
+    if path.is_file() and path.suffix == ".safetensors":
+        raise UsageError(f"--model {name} is a file of weights only; name its folder: --model {path.parent}.")
     if path.exists() or name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise UsageError(
             f"--model {name}: there is no configuration of a model there. It must be the name of a size, a config.json "
@@ -169,6 +171,8 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
 
 def model_folder(folder: Path) -> Path:
     """The folder of the model: that of a run, once it has written one, lies inside it."""
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}. Name the folder of a model, or of a run.")
     if (folder / CONFIG).is_file():
         return folder
     if (folder / "model" / CONFIG).is_file():

@@ -49,6 +49,8 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """The run there; refuses a folder without any step."""
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}. Name the folder of a run.")
         steps = rows(folder / METRICS)
         if not steps:
             raise UsageError(

@@ -26,7 +26,7 @@ ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Train a causal language model: from scratch, or from weights that are there.
+    """Train a causal language model: from scratch, or from existing weights.
 
     Without any argument: a small decoder on the functions of the Python standard library. Under torchrun the same flags
     use all ranks. The losses depend on the data, the seed and the batch, not on how many ranks and micro-batches it is
@@ -34,22 +34,19 @@ class Settings:
     """
 
     model: str = "small"
-    """What to train: tiny, small, medium or large; a configuration of transformers (config.json, or its folder); a
-    folder with weights; or a name on the hub."""
+    """tiny, small, medium or large; a config.json of transformers; a folder with weights; a run; a name on the hub."""
     data: tuple[str, ...] = ()
-    """Text files, folders of them, JSONL files (a text, or prompt and completion), folders saved by `datasets`. Without
-    any: the functions of the Python standard library."""
+    """Text files, JSONL files, folders of them, or saved by `datasets`. If not set: the Python standard library."""
     text_field: str = "text"
     """The field of a JSONL line, or of a dataset, that holds the text."""
     tokenizer: str | None = None
-    """A tokenizer.json, its folder, or a name on the hub. By default that of the model's folder, else one is trained on
-    the data."""
+    """A tokenizer.json, its folder, or a name on the hub. If not set: the model's own, else one trained on the data."""
     vocabulary_size: int = 4096
-    """Words of a tokenizer that is trained."""
+    """Words of a tokenizer that is trained on the data."""
     seq_len: int = 256
     """The longest sample, in tokens. Longer texts are cut into pieces."""
     validation: float | None = None
-    """The part of the documents that is kept for validation, 0.01 by default; 0: none."""
+    """The part of the documents that is kept for validation; 0: none. If not set: 0.01."""
     validation_data: tuple[str, ...] = ()
     """Files and folders to validate on, instead of a part of the data."""
     early_stop: int | None = None
@@ -58,7 +55,7 @@ class Settings:
     """Steps between validations; there is one in the end too. 0: only that."""
 
     batch_size: int | None = None
-    """Samples in a batch: of one optimizer step, over all ranks. 16 where nothing is said."""
+    """Samples in the batch of one optimizer step, over all ranks. If not set: 16."""
     batch_tokens: int | None = None
     """Tokens in a batch, instead of samples."""
     batch_ramp: int = 0
@@ -66,68 +63,64 @@ class Settings:
     batch_ramp_start: float = 0.25
     """What part of the batch a ramp begins with."""
     micro: str = "tokens"
-    """How a batch is cut to fit: a number of samples; "tokens:4096", sorted by length, at most so many with padding;
-    "tokens", with a number that suits the machine; "auto", the largest number of samples that fits."""
+    """How a batch is cut: N samples; tokens:N, at most N tokens with padding; tokens, N is chosen; auto, what fits."""
     steps: int | None = None
-    """Optimizer steps. 320 where nothing is said."""
+    """Optimizer steps. If not set: 320."""
     epochs: int | None = None
     """How often to go through the data, instead of steps."""
 
     lr: float | None = None
-    """The highest learning rate. Where nothing is said, what suits the size of the model, or 5e-5 from weights that are
-    there."""
+    """The highest learning rate. If not set: chosen by model size, or 5e-5 from existing weights."""
     lr_scale: Scaling = "none"
-    """Multiply it by batch / reference_batch, or the square root of that."""
+    """Multiply lr by batch / reference_batch, or by the square root of that."""
     reference_batch: int | None = None
     """The batch that lr was found with, in samples, or in tokens where the batch is in tokens."""
     schedule: Schedule = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup: int | None = None
-    """Steps in which it rises. A tenth of all where nothing is said."""
+    """Steps in which the learning rate rises. If not set: a tenth of all steps."""
     final_lr: float = 0.1
     """What part of the learning rate is left in the end."""
     weight_decay: float = 0.1
-    """Of AdamW, on matrices only."""
+    """Weight decay of AdamW, on matrices only."""
     beta1: float = 0.9
-    """Of AdamW."""
+    """beta1 of AdamW."""
     beta2: float = 0.95
-    """Of AdamW."""
+    """beta2 of AdamW."""
     eps: float = 1e-8
-    """Of AdamW."""
+    """epsilon of AdamW."""
     max_norm: float = 1.0
     """Gradients are clipped to this norm; "inf" for not at all."""
 
     precision: Precision = "float32"
-    """bf16 and fp16: weights in float32, products in the lower precision. pure-bf16: weights in it too, gradients
-    summed in float32."""
+    """bf16, fp16: weights in float32, products in less. pure-bf16: weights in less too, gradients summed in float32."""
     compile: bool = False
-    """Compile the model."""
+    """Compile each layer with torch.compile."""
     cuda_graph: bool = False
-    """Capture forward and backward, and replay them."""
+    """Record forward and backward as CUDA graphs, and replay them."""
     checkpoint_activations: bool = False
     """Compute each layer again in the backward, instead of keeping what it computed."""
     parallel: Parallel = "ddp"
-    """Between ranks: replicas, shards, or replicas of shards."""
+    """Between ranks: replicas (ddp), shards (fsdp), or replicas of shards (hsdp)."""
     shard_ranks: int | None = None
-    """hsdp: how many ranks share one copy of the model. Those of a host where nothing is said."""
+    """hsdp: how many ranks share one copy of the model. If not set: those of a host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Where to train. auto: on GPUs if there are any."""
     seed: int = 0
-    """Of the weights, of the order of samples, of the validation split."""
+    """Seed of the weights, of the order of samples and of the validation split."""
 
     out: str | None = None
-    """The run folder. Where nothing is said: runs/MODEL-1, or the next number that is free."""
+    """The run folder. If not set: runs/MODEL-1, or the next number that is free."""
     resume: bool = False
-    """Resume the run in --out from its last checkpoint, with its settings. More --steps or --epochs extend a run that
-    is finished."""
+    """Resume the run in --out from its last checkpoint. More --steps or --epochs extend a run that is finished."""
     save_every: int = 100
     """Steps between checkpoints; there is one in the end too. 0: only that."""
     keep: int = 2
     """How many of the last checkpoints are kept; the one with the best validation stays besides."""
     prompt: str | None = None
-    """What the text that is printed in the end begins with."""
+    """What the text that is printed in the end begins with. If not set: the beginning of a sample."""
     sample_tokens: int = 96
-    """How long it is; 0: none."""
+    """The length of that text, in tokens; 0: none."""
 
     config: str | None = None
     """A TOML file with any of these settings."""
