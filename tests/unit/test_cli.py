@@ -139,6 +139,27 @@ def test_under_torchrun(here):
     assert launch.output.count("EXACT: error ") == 1  # the first rank speaks for all
 
 
+LATE = """
+import atexit, os
+
+class Late:
+    def __del__(self, abort=os.abort):
+        abort()
+
+late = Late()
+atexit.register(print, "at exit", flush=True)
+"""
+
+
+def test_a_rank_ends_before_the_interpreter_is_torn_down(here):
+    """Threads of DDP's process group outlive it, and can abort a process that takes its interpreter apart."""
+    with (here / "my_training.py").open("a") as file:
+        file.write(LATE)
+    launch = torchrun(2, "-m", "macrobatch", "verify", "my_training:on_ranks", directory=here)
+    assert launch.exit_code == 0, launch.output
+    assert launch.output.count("at exit") == 2
+
+
 UNREAD = [["train", "--help"], ["bench", "--list"], ["--help"], ["train"], ["train", "--print-config"]]
 
 

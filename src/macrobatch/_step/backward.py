@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,22 @@ from macrobatch._step.graph import (
 )
 from macrobatch._step.hooks import guard_hooks
 from macrobatch._step.parameters import Parameters
+from macrobatch._step.totals import Window
 from macrobatch.errors import BackendError, BatchError, UsageError
 
 NO_PARAMETER = (
     "the loss reached no parameter of the given models: its graph belongs to others, or the parameters that it uses "
     "are frozen. Hand over the loss of the model that this Accumulator was made for."
 )
+
+
+class Replayable(Protocol):
+    """A micro-step that was recorded: forward and backward at once."""
+
+    reached: set[nn.Parameter]
+
+    def replay(self, micro_batch: object, window: Window) -> None:
+        """Compute a micro-batch, and count it in the window."""
 
 
 class Backward:

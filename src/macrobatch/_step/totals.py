@@ -8,7 +8,6 @@ tensors on their device; nothing that lives on a device is read here.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._torch.tensors import unobserved
+from macrobatch._step.scaling import Seeds, inverse_power_of_two, number_on_host
 from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
@@ -344,34 +343,6 @@ class Window:
         return (self._lowest < 0) | ~torch.isfinite(self._device_items)
 
 
-class Seeds:
-    """What backwards start with: copies of the last number, which take a third of the time of making it anew."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float, Tensor] | None = None
-
-    def of(self, weight: float, loss: Tensor) -> Tensor:
-        """That number, as a tensor like `loss`, in memory of its own."""
-        if self._last is not None and self._last[0] == weight:
-            seed = self._last[1]
-            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
-                return seed.clone()
-        seed = torch.full_like(loss, weight)
-        self._last = weight, seed
-        return seed.clone()
-
-
-_ON_HOST = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
-
-
-def number_on_host(loss: Tensor) -> float | None:
-    """The value of a loss that lies in the host's memory: nobody is waited for. None for any other."""
-    if type(loss) is not Tensor or loss.device.type != "cpu" or (kind := _ON_HOST.get(loss.dtype)) is None:
-        return None
-    with unobserved():  # this is no read of a device
-        return kind.from_address(loss.data_ptr()).value
-
-
 def is_zero(items: Items) -> bool:
     """Whether the host knows that there are no items."""
     return items is not None and not isinstance(items, Tensor) and items == 0
@@ -380,15 +351,3 @@ def is_zero(items: Items) -> bool:
 def wide_count(items: Tensor) -> torch.dtype:
     """The dtype in which counts like `items` add up without loss."""
     return wide(items.device) if items.is_floating_point() else torch.int64
-
-
-def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:
-    """The power of two between 1 / (2 * count) and 1 / count: multiplying with it changes no digit.
-
-    >>> inverse_power_of_two(1000), inverse_power_of_two(torch.tensor(1000))
-    (0.0009765625, tensor(0.0010))
-    """
-    if isinstance(count, Tensor):
-        number = count.detach().reshape(()).to(torch.float32).clamp(min=1)
-        return torch.frexp(number).mantissa / number  # mantissa * 2**exponent = number, so this is exact
-    return 2.0 ** -math.frexp(ctypes.c_float(max(count, 1)).value)[1]  # rounded as above

@@ -99,6 +99,7 @@ class Learner:
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = adamw(self.model, settings)
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)

@@ -192,7 +192,6 @@ def _recorder(run: Path, steps: int, resume_step: int | None, world: World, sign
 def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:
     """What is printed first."""
     world, corpus = learner.world, data.train
-    parameters = sum(p.numel() for p in learner.model.parameters())
     batch = plan.stream().next(plan.steps)
     mine = [plan.lengths[index] for index in share(batch, plan.lengths, 0, world.size)]
     kind, size = settings.cut[0], learner.micro_size
@@ -209,7 +208,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": f"about {len(parts)} on each rank, {how[kind]}",
-        "memory": f"{_bytes(4 * width * parameters / shards)} a rank for weights, gradients and AdamW",
+        "memory": f"{_bytes(4 * width * learner.num_parameters / shards)} a rank for weights, gradients and AdamW",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
@@ -217,8 +216,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
 
 
 def _named(settings: Settings, learner: Learner) -> str:
-    parameters = sum(p.numel() for p in learner.model.parameters())
-    return f"{settings.model}: {parameters:,} parameters in {settings.precision}"
+    return f"{settings.model}: {learner.num_parameters:,} parameters in {settings.precision}"
 
 
 def _bytes(number: float) -> str:
