@@ -73,6 +73,7 @@ class Gradients:
         self._own_of_all = dict(zip(map(id, named.values()), named, strict=True))
         self._plain = Spread(shards)
         self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
+        self._spread_by_id: dict[int, Spread] = {}  # of those that were asked for
         self._held = held
         self._may_move = may_move
         self._are_views = are_views
@@ -256,17 +257,19 @@ class Gradients:
         """Group what is there, for the methods below: no backward comes any more."""
         groups: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
-            spread = self._spread_of(name, parameter)
+            spread = self._spread_by_id.get(id(parameter)) or self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
-            if gradient.layout != torch.strided:
+            if gradient.layout is not torch.strided:
                 raise BackendError(
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            if (placed := redistribute_like(gradient, parameter)) is not gradient:
-                parameter.grad = gradient = placed
-            part = local_tensor(gradient)
+            part = gradient
+            if type(gradient) is not Tensor:
+                if (placed := redistribute_like(gradient, parameter)) is not gradient:
+                    parameter.grad = gradient = placed
+                part = local_tensor(gradient)
             groups[part.device, part.dtype, id(parameter) in self._widened, spread].append(part)
         self._groups = {Kind(*kind): group for kind, group in groups.items()}
 
@@ -274,6 +277,7 @@ class Gradients:
         layout = layout_of(parameter)
         if (spread := self._spreads.get(layout)) is None:
             spread = self._spreads[layout] = self._plain if layout is None else spread_over(*layout, name)
+        self._spread_by_id[id(parameter)] = spread
         return spread
 
     @property
