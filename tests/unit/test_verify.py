@@ -16,8 +16,8 @@ from harness.reference import WIDTH, Attention, Batch, mean_loss
 from macrobatch import MacrobatchError, verify
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification import Report
-from macrobatch.verification.rows import rows_of
-from macrobatch.verification.seen import Arrival, Call
+from macrobatch.verification.observation import Arrival, Call
+from macrobatch.verification.sample_matching import match_samples
 
 BATCH = batch_of(items=UNEQUAL)
 
@@ -187,7 +187,7 @@ def test_a_batch_that_cannot_be_cut():
         Loop(weight=by_items)(model, batch.batch)
 
     assert verify(Attention(), loss_of, Opaque(), step=once).ok
-    with raises(BatchError, "3 optimizer steps", "Hand over a batch for one optimizer step"):
+    with raises(BatchError, "3 optimizer steps", "Pass a batch for one optimizer step"):
         verify(Attention(), loss_of, Opaque(), step=twice)
 
 
@@ -201,7 +201,7 @@ def test_steps_whose_backwards_nobody_saw():
                 parameter.grad = torch.full_like(parameter, number)
             optimizer.step()
 
-    with raises(BatchError, "2 optimizer steps", "cannot be told"):
+    with raises(BatchError, "2 optimizer steps", "cannot tell which samples"):
         verify(Attention(), loss_fn, BATCH, step=step)
 
 
@@ -339,7 +339,7 @@ def calls(*rows: list[list[int]], micro: list[int] | None = None) -> list[Call]:
 
 
 def parts(found: list[Call], whole: list[Call], used: set[int] | None = None) -> list[list[int]] | None:
-    rows = rows_of(found, whole, 4, set() if used is None else used)
+    rows = match_samples(found, whole, 4, set() if used is None else used)
     return None if rows is None else rows.parts
 
 
