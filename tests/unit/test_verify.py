@@ -211,7 +211,7 @@ def test_a_whole_batch_that_does_not_fit():
             raise torch.OutOfMemoryError("tried to allocate 7 GiB")
         return mean_loss(model, batch)
 
-    with raises(FitError, "whole batch does not fit", "Hand over fewer samples"):
+    with raises(FitError, "whole batch does not fit", "Pass fewer samples"):
         verify(Attention(), loss_of, BATCH)
 
 
@@ -333,7 +333,7 @@ def calls(*rows: list[list[int]], micro: list[int] | None = None) -> list[Call]:
     """One in each backward, or in the backwards `micro`."""
     backwards = micro or range(len(rows))
     return [
-        Call({"x": torch.tensor(each)}, arrived=[Arrival(backward, torch.ones(()))])
+        Call({"x": torch.tensor(each)}, output_gradients=[Arrival(backward, torch.ones(()))])
         for each, backward in zip(rows, backwards, strict=True)
     ]
 
