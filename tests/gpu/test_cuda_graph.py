@@ -125,7 +125,7 @@ def test_shapes_come_and_go_and_mix_with_eager_ones(monkeypatch):
             return super().capture(*what)
 
     monkeypatch.setitem(CAPTURERS, DEVICE, Counting)
-    monkeypatch.setattr(cuda_graph_module, "AT_ONCE", 1)
+    monkeypatch.setattr(cuda_graph_module, "MAX_AT_ONCE", 1)
 
     def run(model, cuda_graph):
         train = MacroStep(

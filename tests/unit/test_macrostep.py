@@ -349,7 +349,7 @@ UNEVEN = FULL.where(torch.arange(4) < torch.tensor([4, 4, 2, 3, 1])[:, None], IG
 def test_a_mean_of_means_is_warned_of_once(collate):
     found = watched(UNEVEN, **({} if collate is None else {"collate": collate}))
     assert len(found) == 1
-    assert "8 labels other than -100 in 2 samples, and 5 in 2" in found[0]
+    assert "8 labels other than -100 in one micro-batch of 2 samples, and 5 in another of 2" in found[0]
     assert "return loss, (labels[:, 1:] != -100).sum()" in found[0]
 
 
@@ -687,7 +687,7 @@ def test_what_a_loss_function_must_not_return(micro, spoil, message):
         ({"x": torch.ones(3), "y": torch.ones(4)}, {}, r"batch\['x'\] has 3.*batch\['y'\] has 4"),
         ([], {}, "no tensor that could be cut"),
         ({"x": torch.ones(3)}, {"collate": list}, "list of samples: got dict"),
-        ({"x": torch.ones(3)}, {"micro": by_tokens(4)}, "cannot tell the lengths"),
+        ({"x": torch.ones(3)}, {"micro": by_tokens(4)}, "cannot find the lengths"),
     ],
 )
 def test_batches_that_cannot_be_cut(given, options, message):
