@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
 
-.PHONY: train test check format venv bench chaos fuzz clean
+.PHONY: train test quick check format venv bench chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -16,6 +16,9 @@ train: venv  ## a small language model, in two minutes, on the Python standard l
 
 test: venv  ## every test, doctests and the README's own code included
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+quick: venv  ## the tests to run while editing: under a minute
+	$(BIN)/python -m pytest tests --quick --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: venv  ## lint, format and strict types
 	$(BIN)/ruff check .
