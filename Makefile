@@ -1,12 +1,15 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
 
 # Which build of torch: the one for CUDA where there is a GPU (and on macOS, where there is only one),
 # else the one for CPUs, so that no gigabytes of CUDA packages arrive on a machine that cannot use them.
 PINNED := $(shell grep '^torch==' constraints.txt)
-TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
+BUILD ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname))),$(PINNED),$(PINNED)+cpu)
+
+# TORCH=2.15.0: another version of torch, in an environment of its own. (Most have no build for CPUs: 5 GB each.)
+VENV := $(if $(TORCH),.venvs/torch-$(TORCH),.venv)
+BIN := $(VENV)/bin
 
 .PHONY: train test quick check format venv bench chaos fuzz clean
 
@@ -14,8 +17,12 @@ TORCH ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 train: venv  ## a small language model, in two minutes, on the Python standard library
 	GOMP_SPINCOUNT=10000 $(BIN)/macrobatch train
 
-test: venv  ## every test, doctests and the README's own code included
+test: venv  ## every test, doctests and the README's own code included; TORCH=2.15.0 keeps the counts in results/torch.json
+ifdef TORCH
+	$(BIN)/python tests/versions.py $(FOLDERS)
+else
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+endif
 
 quick: venv  ## the tests to run while editing: under a minute
 	$(BIN)/python -m pytest tests --quick --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -43,15 +50,21 @@ fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PR
 	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) \
 	  --out ../results/fuzz.json
 
-venv: .venv/.complete  ## a .venv with all extras
+venv: $(VENV)/.complete  ## a .venv with all extras
 
 .venv/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	@$(PIP) '$(TORCH)' || { echo; \
-	  echo "No build '$(TORCH)' was found. Point pip at PyTorch's index for CPU builds (PIP_EXTRA_INDEX_URL, see"; \
-	  echo "'Start locally' on PyTorch's site), or take the large build for CUDA: make venv TORCH='$(PINNED)'"; exit 1; }
-	$(PIP) --editable '.[train,bench,dev]'
+	@$(PIP) constraints.txt '$(BUILD)' || { echo; \
+	  echo "No build '$(BUILD)' was found. Point pip at PyTorch's index for CPU builds (PIP_EXTRA_INDEX_URL, see"; \
+	  echo "'Start locally' on PyTorch's site), or take the large build for CUDA: make venv BUILD='$(PINNED)'"; exit 1; }
+	$(PIP) constraints.txt --editable '.[train,bench,dev]'
+	@touch $@
+
+.venvs/torch-%/.complete: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	@sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
+	$(PIP) $(@D)/constraints.txt --editable '.[train,bench,dev]'
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis

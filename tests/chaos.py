@@ -1,19 +1,24 @@
 """`make chaos`: runs of `macrobatch train` killed many times over, each compared in the end with one that was not.
 
 Half of the kills come at a random moment; the others just before a file of the run is opened, made, renamed or removed.
-After every kill the last checkpoint must be at least as new as before; a run that has come to its end must be bitwise
-the undisturbed one: the model, all tensors of the last checkpoint, and one line of metrics for each step.
+A run is in float32 or in fp16 with its GradScaler. After every kill the last checkpoint must be at least as new as
+before; a run that has come to its end must be bitwise the undisturbed one of its precision: the model, all tensors of
+the last checkpoint, and one line of metrics for each step.
 """
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
 import platform
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,6 +27,11 @@ import torch
 
 from harness import killing
 
+# By precision, with its batch. What fp16 multiplies sums with depends on the window before, so windows must differ.
+BATCHES = {
+    "float32": ("--batch-size", 8),
+    "fp16": ("--precision", "fp16", "--batch-tokens", 300, "--batch-ramp", 20),
+}
 USES = 90  # of files: about half of those in a whole run
 
 
@@ -54,54 +64,75 @@ def main() -> int:
     return int(bool(result["failures"]))
 
 
+@dataclass
+class Tally:
+    """What came of the runs in one precision."""
+
+    kills_at_a_moment: int = 0
+    kills_at_a_use_of_a_file: int = 0
+    runs_that_ended: int = 0
+
+    @property
+    def kills(self) -> int:
+        return self.kills_at_a_moment + self.kills_at_a_use_of_a_file
+
+
 def tortured(
     command: killing.Command, folder: Path, kills: int, seconds: float, draw: random.Random
 ) -> dict[str, object]:
-    settings, begun = killing.settings_in(folder), time.monotonic()
-    undisturbed = folder / "undisturbed"
-    command.run(*settings, "--out", undisturbed)
+    settings, begun = {kind: killing.settings_in(folder, batch) for kind, batch in BATCHES.items()}, time.monotonic()
+    undisturbed = {precision: folder / f"undisturbed-{precision}" for precision in BATCHES}
+    for precision, run in undisturbed.items():
+        command.run(*settings[precision], "--out", run)
     warm = time.monotonic()
-    command.run(*settings, "--out", folder / "timed")
+    command.run(*settings["float32"], "--out", folder / "timed")
     whole = time.monotonic() - warm
-    counts = {"at a moment": 0, "at a use of a file": 0}
+    tallies = {precision: Tally() for precision in BATCHES}
     failures: list[str] = []
-    ended, step_sum, run = 0, 0, folder / "run-0"
-    while sum(counts.values()) < kills and time.monotonic() - begun < seconds and len(failures) < 10:
-        before = newest(run)
+    runs = (folder / f"run-{number}" for number in itertools.count())
+    run, precision = next(runs), draw.choice([*BATCHES])
+    while (
+        sum(tally.kills for tally in tallies.values()) < kills
+        and time.monotonic() - begun < seconds
+        and len(failures) < 10
+    ):
+        before, tally = newest(run), tallies[precision]
         is_crash = draw.random() < 0.5
         crash = (str(run), draw.randrange(1, USES)) if is_crash else None
-        started = command.start(*settings, "--out", run, *killing.again(run), crash=crash)
+        started = command.start(*settings[precision], "--out", run, *killing.again(run), crash=crash)
         if not is_crash:
             moment = time.monotonic() + draw.uniform(0, 0.7 * whole)
             killing.until(started, partial(is_past, moment))
             started.kill()
         status = started.wait()
-        if status == [-signal.SIGKILL]:
-            counts["at a use of a file" if is_crash else "at a moment"] += 1
-        elif status != [0]:
-            failures.append(f"ended with {status}: {started.output[-2000:]}")
         if newest(run) < before:
-            failures.append(f"the checkpoint of step {before} is lost; there is one of step {newest(run)}")
-        if status not in ([0], [-signal.SIGKILL]):
-            run = folder / f"run-{ended}-after-{len(failures)}-failures"
+            failures.append(f"{precision}: the checkpoint of step {before} is lost; the last is of step {newest(run)}")
+        if status == [-signal.SIGKILL]:
+            tally.kills_at_a_use_of_a_file += is_crash
+            tally.kills_at_a_moment += not is_crash
         elif status == [0]:
+            tally.runs_that_ended += 1
             try:
-                killing.same(run, undisturbed)
+                killing.same(run, undisturbed[precision])
             except AssertionError as error:
-                failures.append(f"not the same: {error}")
-            ended, step_sum = ended + 1, step_sum + killing.STEPS
-            run = folder / f"run-{ended}"
+                failures.append(f"{precision}: not the same: {error}")
+        else:
+            failures.append(f"{precision}: ended with {status}: {started.output[-2000:]}")
+        if status != [-signal.SIGKILL]:
+            shutil.rmtree(run)
+            run, precision = next(runs), draw.choice([*BATCHES])
         for screen in folder.glob("screen-*"):
             screen.unlink()
+    ended = sum(tally.runs_that_ended for tally in tallies.values())
     return {
         "what": "runs of macrobatch train, killed and resumed; each that ended is bitwise the undisturbed one",
         "date": datetime.now(UTC).date().isoformat(),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "kills": sum(counts.values()),
-        "kills_by_kind": counts,
+        "kills": sum(tally.kills for tally in tallies.values()),
+        "by_precision": {precision: dataclasses.asdict(tally) for precision, tally in tallies.items()},
         "runs_that_ended": ended,
-        "steps_compared": step_sum,
+        "steps_compared": ended * killing.STEPS,
         "seconds": round(time.monotonic() - begun),
         "failures": failures,
         "bitwise": not failures,

@@ -1,8 +1,6 @@
 """``python -m macrobatch``: the command, e.g. under torchrun."""
 
-import sys
-
-from macrobatch.cli import main
+from macrobatch.cli import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

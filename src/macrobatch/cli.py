@@ -1,33 +1,21 @@
-"""The command `macrobatch`. Every subcommand is a function of its parsed arguments that returns the exit status."""
+"""The command `macrobatch`: how it ends, whatever happens in a subcommand.
+
+Little is imported before `main` can answer a Ctrl-C.
+"""
 
 from __future__ import annotations
 
-import argparse
+import atexit
 import contextlib
-import importlib
-import json
-import logging
-import math
 import os
-import shlex
 import signal
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import NoReturn
 
-import macrobatch
-from macrobatch import bench
-from macrobatch.errors import FitError, MacrobatchError, UsageError, printable
+from macrobatch.errors import MacrobatchError, printable
 
-if TYPE_CHECKING:
-    from macrobatch.train.settings import Settings
-
-# torch and all that needs it are imported where they are used: that takes seconds, and the command speaks before.
-
-RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
+UNUSABLE = 2  # exit status
 UNREAD = 128 + signal.SIGPIPE  # nobody reads what is printed, as with `| head`
 EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
 
@@ -61,11 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
+    from macrobatch import subcommands
+
     if given[:1] == ["train"]:
-        return _train(given[1:])
-    parsed = _parser().parse_args(given)
-    run: Callable[[argparse.Namespace], int] = parsed.run
-    return run(parsed)
+        return subcommands.train(given[1:])
+    parsed = subcommands.parser().parse_args(given)
+    status: int = parsed.run(parsed)
+    return status
 
 
 def _can_print() -> bool:
@@ -84,216 +74,27 @@ def _leave_ranks() -> None:
             dist.destroy_process_group()
 
 
+def leave(status: int) -> NoReturn:
+    """End the process. A rank ends without taking its interpreter apart.
+
+    Under gloo, threads of a process group that DDP has used outlive `destroy_process_group()`, and one that lets go of
+    a tensor while the interpreter is torn down aborts the process: a rank that has done all its work would seem to have
+    failed.
+    """
+    if "torch.distributed" in sys.modules and "RANK" in os.environ:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def _unusable(why: object, debug: bool) -> int:
     if debug:
+        import traceback
+
         traceback.print_exc()
     with contextlib.suppress(OSError):
         print(f"macrobatch: {printable(str(why))}", file=sys.stderr)
     return UNUSABLE
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="macrobatch", description="Exact gradient accumulation for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"macrobatch {macrobatch.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("train", help="train a causal language model", add_help=False)  # `_train` parses its arguments
-
-    text = commands.add_parser("generate", help="text from a model that was trained")
-    text.add_argument(
-        "folder", metavar="RUN", type=Path, help="a run folder, or any folder with a model and its tokenizer"
-    )
-    text.add_argument("--prompt", default="", help="what the text begins with")
-    text.add_argument("--tokens", type=_count, default=200, help="how many to add at most")
-    text.add_argument("--temperature", type=_not_negative, default=0.8, help="0: always the likeliest token")
-    text.add_argument("--top-k", type=_count, default=50, help="draw among so many of the likeliest")
-    text.add_argument("--seed", type=int, default=0)
-    text.set_defaults(run=_generate)
-
-    page = commands.add_parser("report", help="write report.html of a run again, or of several beside each other")
-    page.add_argument("folders", metavar="RUN", type=Path, nargs="+")
-    page.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run, or beside several")
-    page.set_defaults(run=_report)
-
-    check = commands.add_parser(
-        "verify",
-        help="compare a training step with one big batch",
-        description="Compares the gradient that a training step accumulates with that of one big batch, and names the "
-        "cause where they differ. Exit status: 0 exact, 1 wrong, 2 could not be verified. Under torchrun, FUNCTION "
-        "runs on every rank and returns that rank's own share of the batch.",
-    )
-    check.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments, in a module that is found from here: it returns model, loss_fn, batch and, "
-        "if it is not to be a MacroStep, step",
-    )
-    check.add_argument("--json", action="store_true", help="print the report as JSON")
-    check.add_argument(
-        "--windows", type=_count, metavar="N", help="how many optimizer steps the step must take; without: any number"
-    )
-    check.set_defaults(run=_verify)
-
-    measure = commands.add_parser(
-        "bench",
-        help="measure against the peers",
-        description="Runs the benchmarks one after the other, and shows what was found against what targets. Exit "
-        "status: 0 all ran and every gradient agreed with its reference, 1 not so, 2 could not be run.",
-    )
-    measure.add_argument("names", nargs="*", metavar="NAME", help="which; all, without a name")
-    measure.add_argument("--list", action="store_true", help="only say which there are")
-    measure.add_argument("--out", type=Path, default=Path("results"), help="a folder for the results")
-    measure.add_argument(
-        "--figures",
-        type=Path,
-        nargs="?",
-        const=Path("docs/figures"),
-        help="draw them, into docs/figures or this folder",
-    )
-    measure.add_argument("--options", default="", metavar="WORDS", help="handed on to each, e.g. --options='--tiny'")
-    measure.set_defaults(run=_bench)
-    return parser
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1: got {text}")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    if not 0 <= (number := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be at least 0: got {text}")
-    return number
-
-
-# ----------------------------------------------------------------------------------- macrobatch train, generate, report
-
-
-def _train(arguments: Sequence[str]) -> int:
-    from macrobatch.train import settings
-    from macrobatch.train.signals import interruptible
-
-    with interruptible():
-        chosen = settings.parsed(arguments)
-        if chosen.print_config:
-            print(chosen.toml(), end="")
-            return RIGHT
-        if _is_first():
-            print("starting: torch and transformers are loaded, then the data", flush=True)
-        else:
-            logging.getLogger("macrobatch").setLevel(logging.ERROR)  # the first rank says it
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            return _trained(chosen)
-
-
-def _trained(chosen: Settings) -> int:
-    from macrobatch._cut.memory import asked_for, is_out_of_memory
-    from macrobatch.train.trainer import train
-    from macrobatch.train.world import OtherRankError
-
-    try:
-        return train(chosen)
-    except OtherRankError:
-        return UNUSABLE  # that rank says why
-    except (RuntimeError, MemoryError) as error:
-        if chosen.debug or not is_out_of_memory(error):
-            raise
-        raise FitError(
-            f"memory ran out: {asked_for(error)} more was asked for, with --micro {chosen.micro}. Say --micro auto or "
-            "a smaller --micro, keep fewer activations (--checkpoint-activations), or take a smaller --seq-len or "
-            "--model. The last checkpoint, if there is one, is as it was."
-        ) from error
-    except OSError as error:
-        if chosen.debug or isinstance(error, BrokenPipeError):
-            raise
-        raise UsageError(f"{error.strerror or error}: {error.filename or 'the run could not go on'}.") from error
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as a user of a command wants it: without the line of source that gave it."""
-    if _is_first():
-        with contextlib.suppress(OSError):
-            print(f"macrobatch: {printable(str(message))}", file=sys.stderr)
-
-
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def _generate(parsed: argparse.Namespace) -> int:
-    from macrobatch.train import generate
-
-    options = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "seed")}
-    text = generate.from_run(parsed.folder, parsed.prompt, **options)
-    print(printable(text) if sys.stdout.isatty() else text)
-    return RIGHT
-
-
-def _report(parsed: argparse.Namespace) -> int:
-    from macrobatch.train import report
-
-    print(report.written(*parsed.folders, out=parsed.out))
-    return RIGHT
-
-
-# ----------------------------------------------------------------------------------------------- macrobatch bench
-
-
-def _bench(parsed: argparse.Namespace) -> int:
-    if parsed.list:
-        for benchmark in bench.benchmarks(bench.folder()).values():
-            print(f"{benchmark.name}: {benchmark.what}")
-        return RIGHT
-    return bench.bench(parsed.names, parsed.out, parsed.figures, shlex.split(parsed.options))
-
-
-# ---------------------------------------------------------------------------------------------- macrobatch verify
-
-
-def _verify(parsed: argparse.Namespace) -> int:
-    import torch.distributed as dist
-
-    from macrobatch import verify
-
-    function = _function(parsed.target)
-    try:
-        model, loss_fn, batch, step = _returned(function(), parsed.target)
-        report = verify(model, loss_fn, batch, step=step, windows=parsed.windows)
-    except MacrobatchError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        print(f"macrobatch: {parsed.target} could not be verified: it raised the error above.", file=sys.stderr)
-        return UNUSABLE
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        print(json.dumps(report.to_dict(), indent=2) if parsed.json else report)
-    return RIGHT if report.ok else WRONG
-
-
-def _function(target: str) -> Callable[[], Any]:
-    module_name, separator, name = target.partition(":")
-    if not separator or not module_name or not name:
-        raise UsageError(f"{target!r} is not MODULE:FUNCTION. For check() in training.py, say training:check.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not (module_name + ".").startswith(f"{error.name}."):
-            raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed.") from None
-        raise UsageError(f"there is no module {module_name!r} in {os.getcwd()} or among what is installed.") from None
-    function = getattr(module, name, None)
-    if function is None:
-        raise UsageError(f"module {module_name!r} has no function {name!r}.")
-    if not callable(function):
-        raise UsageError(f"{target} is not a function: got {type(function).__name__}.")
-    called: Callable[[], Any] = function
-    return called
-
-
-def _returned(returned: object, target: str) -> tuple[Any, Any, Any, Any]:
-    if not isinstance(returned, tuple) or len(returned) not in (3, 4):
-        found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
-        raise UsageError(f"{target} must return model, loss_fn, batch and, if need be, step: got {found}.")
-    model, loss_fn, batch, *step = returned
-    return model, loss_fn, batch, step[0] if step else None

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch._cudagraph.cache import Graphs, eagerly
+from macrobatch._cudagraph.cache import RecordingCache, eager_message
 from macrobatch._cudagraph.capture import capturer_for
-from macrobatch._cudagraph.recordable import is_compiled_around_ddp, unwrapped
+from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, unwrapped
 from macrobatch._cut.label_watch import LabelWatch
-from macrobatch._cut.memory import Sizes
+from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import ByCount, ByTokens, Cut
-from macrobatch._cut.prefetch import Feed
+from macrobatch._cut.prefetch import Prefetcher
 from macrobatch._cut.samples import Collate, Samples, samples_of
-from macrobatch._cut.trees import unshared
+from macrobatch._cut.trees import copy_shared
 from macrobatch._ranks.agreement import Agreement, Row
 from macrobatch._ranks.placements import sharing_ranks
 from macrobatch._ranks.select import require_own_statistics
@@ -100,7 +100,7 @@ class MacroStep:
         self._micro = _checked_micro(micro)
         if fit_file is not None and self._micro is not None:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
-        self._sizes = Sizes(fit_file)
+        self._sizes = FittingSizes(fit_file)
         self._engine = engine_for(model, optimizer, **options)
         parameters = (p for model in self._engine.models for p in model.parameters())
         self._sharing = sharing_ranks(parameters, self._engine.backend.group)
@@ -109,7 +109,7 @@ class MacroStep:
                 f'micro="auto" cuts by the memory of one rank, but rank {dist.get_rank()} shares a model with the '
                 f"ranks {self._sharing}, which must cut alike. Say how: micro= a number, by_count or by_tokens."
             )
-        self._feed = Feed()
+        self._feed = Prefetcher()
         self._graphs = self._make_graphs() if cuda_graph else None
         self._agreement = Agreement(self._engine.backend)
         sizes = self._sizes if self._is_auto else None
@@ -235,14 +235,14 @@ class MacroStep:
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
             if self._label_watch is not None and not is_repeat:
                 self._label_watch.note(micro_batch, samples)
-            with engine.micro_batch(Turn(last=is_final and not cut.held, repeat=is_repeat)):
+            with engine.micro_batch(Turn(last=is_final and not cut.is_held, repeat=is_repeat)):
                 recording = None
                 if graphs is not None and not is_repeat and engine.window.knows_multiplier:
                     recording = graphs.of(micro_batch, samples, cut.parts[index].key)
                 if recording is not None:
                     engine.replay(recording, micro_batch)
                 else:
-                    own = unshared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
+                    own = copy_shared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
                     self._run(own, samples, counted)
             if not is_final:
                 engine.close()
@@ -282,7 +282,7 @@ class MacroStep:
 
     def _close(self, cut: Cut) -> StepResult:
         """Take the step, and remember what fitted."""
-        result = self._engine.close(now=cut.held)
+        result = self._engine.close(now=cut.is_held)
         assert result is not None, "the window is complete"
         self._attempts.note_success(cut)
         if self._label_watch is not None and (why := self._label_watch.uneven()) is not None:
@@ -292,7 +292,7 @@ class MacroStep:
 
     # ------------------------------------------------------------------------------------------ recordings
 
-    def _make_graphs(self) -> Graphs | None:
+    def _make_graphs(self) -> RecordingCache | None:
         """Where micro-steps can be recorded; else a warning says why they run eagerly."""
         engine, bare = self._engine, unwrapped(self._model)
 
@@ -303,9 +303,9 @@ class MacroStep:
         capturer = capturer_for(engine.device)
         why = f"the model is on {engine.device}" if capturer is None else self._why_eager()
         if capturer is None or why is not None:
-            warnings.warn(eagerly(str(why)), stacklevel=3)
+            warnings.warn(eager_message(str(why)), stacklevel=3)
             return None
-        return Graphs(
+        return RecordingCache(
             engine.models, loss_of, reduction=engine.reduction, scaled=engine.scaler is not None, capturer=capturer
         )
 

@@ -199,6 +199,6 @@ def test_a_vote_does_not_wait_for_the_device(wrap):
     assert tries[:3] == [22, 11, 5]
     assert [result.micro_batches for result in results] == [5] * 4
     assert difference(model, plain) < 1e-6
-    assert dist.get_backend(train._ranks) == "gloo"
+    assert dist.get_backend(train._engine.backend.host_group()) == "gloo"
     with no_host_reads():
         train(batch)

@@ -70,7 +70,7 @@ def farthest(found: Sequence[float], wanted: Sequence[float]) -> float:
     return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
 
 
-def refused(command: list[str], capsys: Any, *said: str) -> None:
+def refused(command: list[str], capsys: Any, *said: str) -> str:
     """Exit status 2, one message, no traceback."""
     from macrobatch.cli import main
 
@@ -82,6 +82,7 @@ def refused(command: list[str], capsys: Any, *said: str) -> None:
     assert "Traceback" not in message
     for words in said:
         assert words in message
+    return message
 
 
 def main() -> None:

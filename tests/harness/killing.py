@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,13 +182,13 @@ def free_port() -> int:
 # ------------------------------------------------------------------------------------------------ runs, and their ends
 
 
-def settings_in(folder: Path) -> list[object]:
+def settings_in(folder: Path, batch: Sequence[object] = ("--batch-size", 8)) -> list[object]:
     """A small model, data of different lengths, a checkpoint every few steps."""
     draw, words, file = random.Random(0), WORDS.split(), folder / "data.txt"
     texts = (" ".join(draw.choice(words) for _ in range(draw.randrange(3, 60))) for _ in range(200))
     file.write_text("\n\n".join(texts))
     return [
-        *("--model", "tiny", "--data", file, "--vocabulary-size", 300, "--seq-len", 48, "--batch-size", 8),
+        *("--model", "tiny", "--data", file, "--vocabulary-size", 300, "--seq-len", 48, *batch),
         *("--micro", "tokens:192", "--steps", STEPS, "--save-every", SAVE_EVERY, "--validate-every", 10),
         *("--sample-tokens", 0),
     ]

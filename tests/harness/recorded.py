@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.gpu import difference
 from macrobatch import MacroStep, StepResult, causal_lm_loss
 from macrobatch._cudagraph.capture import Capturer, Graph
-from macrobatch._cudagraph.recording import Recording
+from macrobatch._cudagraph.recorded_step import Recording
 
 T = TypeVar("T")
 

@@ -480,7 +480,7 @@ def in_company(**options: Any) -> Outcome:
         sizes.append([])
         own = own_batch(window, samples[dist.get_rank()], dist.get_rank())
         step({"x": torch.full_like(own.x, VOCABULARY - 2), "y": own.y})
-    kept = [tensor.untyped_storage().nbytes() for tensor in step._spare.values()]
+    kept = [tensor.untyped_storage().nbytes() for tensor in step._spare._micro_batch.values()]
     return {"sizes": sizes, "kept": kept, "steps": step.optimizer_step}
 
 

@@ -144,7 +144,7 @@ def test_killed_ranks_come_back_by_themselves(command, settings, undisturbed):
                     os.kill(pid, signal.SIGKILL)
     output = screen.read_text()
     assert len(seen) == 4, output
-    assert "ended by signal 15 after step" in output, output
+    assert "SIGTERM: ended after step" in output, output
     assert f"step-{taken(run):08d}" in checkpoints(run)
     command.run(*settings, "--out", run, "--resume", ranks=2)
     same(run, undisturbed(2))
@@ -244,6 +244,7 @@ def test_a_signal_ends_the_window_and_saves(command, settings, undisturbed, numb
     os.kill(started.pids[-1], number)
     assert started.wait() == [128 + number] * ranks, started.output
     assert "Traceback" not in started.output
+    assert f"macrobatch train --resume --out {run}" in started.output
     step = taken(run)
     assert checkpoints(run) == [f"step-{step:08d}"]
     command.run(*settings, "--out", run, "--resume", ranks=ranks)
@@ -263,6 +264,9 @@ def test_a_pipe_that_is_closed_ends_the_window_and_saves(command, settings, undi
     assert started.returncode == 128 + signal.SIGPIPE, said
     assert "Traceback" not in said
     assert "BrokenPipe" not in said  # Python's own complaint when it ends
+    assert all(line.startswith("macrobatch: ") for line in said.splitlines()), said
+    assert f"after step {taken(run)}, with a checkpoint" in said
+    assert f"macrobatch train --resume --out {run}" in said
     assert 1 <= taken(run) < STEPS
     assert checkpoints(run) == [f"step-{taken(run):08d}"]
     command.run(*settings, "--out", run, "--resume")
@@ -341,11 +345,12 @@ def test_two_processes_in_one_folder(command, settings, undisturbed):
     for pid in started.pids:
         os.kill(pid, signal.SIGSTOP)  # it lives, and will not be done before the other has looked
     try:
-        said = refused(command, *settings, "--out", run, "--resume")
+        said = [refused(command, *settings, "--out", run, *more) for more in ([], ["--resume"])]
     finally:
         for pid in started.pids:
             os.kill(pid, signal.SIGCONT)
-    assert f"{run} is being trained by another process" in said
+    for one in said:
+        assert f"a run is going on in {run} (process {started.pids[0]})" in one
     assert started.wait() == [0], started.output
     same(run, undisturbed(1))
 

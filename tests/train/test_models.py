@@ -60,6 +60,10 @@ def test_weights_of_another_name_or_format(model, begins, capsys, name):
     refused(begins(model), capsys, name)
 
 
+def test_a_file_of_weights_is_in_a_folder(model, begins, capsys):
+    refused(begins(model / "model.safetensors"), capsys, f"name its folder: --model {model}")
+
+
 def test_an_adapter_is_not_a_model(model, begins, capsys):
     (model / "adapter_config.json").write_text("{}")
     refused(begins(model), capsys, "adapter", "Merge it")
@@ -84,6 +88,9 @@ def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
         BertLMHeadModel(BertConfig(**BERT)).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(BERT))
     refused(begins(folder), capsys, "BertLMHeadModel is no causal model", "is_decoder")
+    if has_weights:
+        said = refused(["generate", str(folder)], capsys, "BertLMHeadModel is no causal model")
+        assert "--model" not in said
     (folder / "config.json").write_text(json.dumps(BERT | {"is_decoder": True}))
     assert main(begins(folder)) == 0
 
@@ -231,8 +238,9 @@ def test_code_beside_a_tokenizer_is_not_asked_about(model, begins, capsys, tmp_p
     answers.write_text("y\n" * 50)
     with answers.open() as file:
         monkeypatch.setattr(sys, "stdin", file)
-        refused(begins("tiny", "--tokenizer", model), capsys)
-        refused(begins(model), capsys)
+        for command in (begins("tiny", "--tokenizer", model), begins(model)):
+            said = refused(command, capsys, "nothing in a folder is executed", "tokenizer.json")
+            assert "trust_remote_code" not in said
     assert not trace.exists()
 
 
@@ -246,5 +254,50 @@ def test_code_beside_a_model_is_not_asked_about(model, begins, capsys, tmp_path,
     answers.write_text("y\n" * 50)
     with answers.open() as file:
         monkeypatch.setattr(sys, "stdin", file)
-        refused(begins(model), capsys)
+        for name in (model, model / "config.json"):
+            said = refused(begins(name), capsys, "'mine'", "nothing in a folder is executed", "transformers")
+            assert "trust_remote_code" not in said
     assert not trace.exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_code_that_is_not_needed_is_told_once_and_not_exported(model, begins, capsys, tmp_path):
+    """What transformers has of its own is used instead; what names the code would fail with the next who loads it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trace = tmp_path / "trace"
+    (model / "mine.py").write_text(CODE.format(trace=str(trace)))
+    maps = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    config = json.loads((model / "config.json").read_text()) | {"auto_map": maps, "custom_pipelines": {"x": {}}}
+    (model / "config.json").write_text(json.dumps(config))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["mine.MyTokenizer", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main(begins(model)) == 0
+    said = capsys.readouterr().err
+    assert said.count("is not executed") == 1
+    assert f"{model} holds code (mine.py)" in said
+    exported = tmp_path / "out" / "model"
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((exported / name).read_text())
+    assert "custom_pipelines" not in json.loads((exported / "config.json").read_text())
+    assert json.loads((exported / "tokenizer_config.json").read_text())["tokenizer_class"] != "MyTokenizer"
+    AutoTokenizer.from_pretrained(exported)
+    AutoModelForCausalLM.from_pretrained(exported)
+    assert not trace.exists()
+
+
+def test_a_tokenizer_class_of_transformers_stays(model, begins, tmp_path):
+    config = json.loads((model / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main(begins(model)) == 0
+    exported = tmp_path / "out" / "model" / "tokenizer_config.json"
+    assert json.loads(exported.read_text())["tokenizer_class"] == "GPT2Tokenizer"
+
+
+def test_a_type_that_transformers_does_not_know(model, begins, capsys):
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "novel"}
+    (model / "config.json").write_text(json.dumps(config))
+    for name in (model, model / "config.json"):
+        said = refused(begins(name), capsys, "'novel'", "transformers")
+        assert "executed" not in said  # there is no code

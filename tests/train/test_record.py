@@ -18,7 +18,8 @@ from rich.console import Console
 
 from macrobatch.errors import UsageError
 from macrobatch.train import record
-from macrobatch.train.record import Recorder, Silent, peak_memory, rows
+from macrobatch.train.files import rows
+from macrobatch.train.record import Recorder, Silent, peak_memory
 
 
 def row(step, loss=5.0, **more):
@@ -134,7 +135,7 @@ def test_a_killed_run_has_a_line_for_every_step_it_told_of(tmp_path):
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from macrobatch.train.record import Lines
+from macrobatch.train.files import Lines
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 lines = Lines(Path(sys.argv[1]), None)

@@ -170,6 +170,8 @@ def test_where_a_report_cannot_go(tmp_path, out, said):
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match=said):
         written(folder, out=tmp_path / out)
+    with pytest.raises(UsageError, match="there is no folder"):
+        written(tmp_path / "nowhere")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -182,10 +184,29 @@ def test_several_runs_in_one_report(tmp_path):
     text = " ".join(" ".join(Text(path.read_text()).text).split())
     assert "one · <other>" in text
     assert "steps 120 60" in text
-    assert "lr 0.001 0.002" in text
+    assert "--lr 0.001 0.002" in text
     assert "model.layers" not in text  # it is the same
     assert "<other>" not in path.read_text()
     assert written(one, other, out=tmp_path / "x.html") == tmp_path / "x.html"
+
+
+def test_settings_do_not_hide_the_numbers_of_the_same_name(tmp_path):
+    runs = [
+        with_facts(a_run(tmp_path / str(n), steps=n), settings={"steps": set_}) for n, set_ in ((80, None), (60, 60))
+    ]
+    text = " ".join(" ".join(Text(written(*runs).read_text()).text).split())
+    assert "80 60 steps 80 60 " in text  # after the names of the runs
+    assert "--steps default 60" in text
+
+
+def test_settings_without_effect_are_no_difference(tmp_path):
+    """A vocabulary that was not trained has no size that anybody chose."""
+    sizes = {"one": 300, "other": 4096, "third": 4096}
+    runs = [with_facts(a_run(tmp_path / name), settings={"vocabulary_size": size}) for name, size in sizes.items()]
+    for run in runs[1:]:
+        with_facts(run, unused=["vocabulary_size"])
+        assert "vocabulary_size" not in text_of(run).partition("All settings")[0]
+    assert "vocabulary-size" not in " ".join(Text(written(*runs).read_text()).text)
 
 
 def test_a_folder_without_steps_is_refused(tmp_path):
@@ -241,6 +262,15 @@ def test_smoothing_stays_between_the_extremes(numbers):
     assert [step for step, _ in points] == list(range(len(numbers)))
     slack = 1e-6 * max(map(abs, numbers)) + 1e-9
     assert all(min(numbers) - slack <= value <= max(numbers) + slack for _, value in points)
+
+
+def test_the_last_number_alone_does_not_bend_a_smooth_line():
+    """At the beginning it does: there a loss falls steeply."""
+    numbers = [5.0] * 120
+    numbers[0], numbers[-1] = 9.0, 1.0
+    heights = [value for _, value in smoothed(list(enumerate(numbers)))]
+    assert heights[0] == 9
+    assert 3.5 < heights[-1] < 5
 
 
 @given(NUMBERS, st.floats(1e-6, 1e6))

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
+from macrobatch.train.flags import loaded, parsed
 from macrobatch.train.models import learning_rate
 from macrobatch.train.schedule import Ramp, Rate, rate_of, scale_of
-from macrobatch.train.settings import ONCE, RANGES, Settings, loaded, parsed
+from macrobatch.train.settings import ONCE, RANGES, Settings
 
 
 def test_no_argument_is_the_default():
@@ -47,6 +48,7 @@ def test_what_tyro_refuses_ends_with_status_2(capsys):
         ("--learning-rate", "--lr"),
         ("--learning_rate=3", "--lr"),
         ("--stepz", "--steps"),
+        ("--gradient_clip", "--max-norm"),
         ("--batchsize", "--batch-size"),
         ("--output_dir", "--out"),
         ("--no-compiel", None),
@@ -69,7 +71,17 @@ def test_one_text_in_a_file_where_several_may_stand(tmp_path):
     assert (found.data, found.validation_data) == (("texts",), ("held",))
 
 
+def test_flags_count_more_than_the_file_that_says_it_in_another_way(tmp_path):
+    (tmp_path / "config.toml").write_text("steps = 7\nbatch-tokens = 100\nwarmup = 400\n")
+    found = parsed(["--config", str(tmp_path / "config.toml"), "--epochs", "3", "--batch-size", "5"])
+    assert (found.steps, found.epochs, found.batch_tokens, found.batch_size) == (None, 3, None, 5)
+    assert parsed(["--config", str(tmp_path / "config.toml"), "--steps=400"]).warmup == 400
+
+
 def test_a_warm_up_longer_than_the_run_is_refused():
+    with pytest.raises(UsageError, match="--warmup 321 is longer than the run of 320 steps"):
+        parsed(["--warmup", "321"])
+    assert parsed(["--warmup", "321", "--epochs", "1"]).warmup == 321  # whose steps only the data tells
     with pytest.raises(UsageError, match="--warmup 101 is longer than the run of 100 steps"):
         rate_of(Settings(warmup=101), 100, 0.5)
     assert rate_of(Settings(warmup=100), 100, 0.5).warmup == 100
@@ -165,10 +177,13 @@ def test_flags_count_more_than_the_file(tmp_path):
     ("content", "said"),
     [
         ("lr = ", "is not TOML"),
-        ("rate = 3", "has no setting 'rate'. There are model, data"),
+        ("xyzzy = 3", "has no setting 'xyzzy'. There are model, data"),
+        ("learning_rate = 3", "has no setting 'learning_rate': did you mean 'lr'?"),
+        ("lerning_rate = 3", "has no setting 'lerning_rate': did you mean 'lr'?"),
+        ("stepz = 3", "has no setting 'stepz': did you mean 'steps'?"),
         ("lr = 'high'", "config.toml: --lr must be a number: got 'high'"),
         ("steps = 0", "config.toml: --steps must be at least 1"),
-        ("resume = true", "has no setting 'resume'"),
+        ("resume = true", "has no setting 'resume': it belongs to a call, as the flag --resume"),
         (b"\xff", "is not TOML"),
     ],
 )

@@ -98,7 +98,7 @@ def test_what_was_derived_is_printed_first(data, tmp_path, capsys):
 def test_a_run_describes_itself(run):
     described = json.loads((run / "run.json").read_text())
     assert described["settings"]["batch_size"] == 24
-    assert described["versions"]["torch"] == torch.__version__
+    assert described["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert "parameters" in described["derived"]["model"]
 
 
@@ -131,6 +131,21 @@ def test_generate(run, capsys):
     assert texts[0] == texts[1] != texts[2]
     assert texts[3] == texts[4]
     assert main(["generate", str(run)]) == 0  # from nothing
+
+
+def test_generate_speaks_of_the_folder_that_was_named(run, tmp_path, capsys):
+    folder = Path(shutil.copytree(run / "model", tmp_path / "model"))
+    wrongs = {"model.safetensors": b"no weights", "tokenizer.json": b"{", "tokenizer_config.json": b"["}
+    for name, content in wrongs.items():
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        assert "--model" not in refused(["generate", str(folder)], capsys, str(folder))
+        (folder / name).write_bytes(kept)
+    refused(["generate", str(tmp_path / "nowhere")], capsys, "there is no folder", "nowhere")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "--model" not in refused(["generate", str(folder)], capsys, "pytorch_model.bin")
+    (folder / "adapter_config.json").write_text("{}")
+    assert "--model" not in refused(["generate", str(folder)], capsys, "adapter")
 
 
 def test_generate_without_a_model(tmp_path, run, capsys):
@@ -237,11 +252,14 @@ def test_print_config_and_config(data, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------------------- resumed
 
 
-def test_resuming_ends_where_the_run_would_have(run, copy):
+def test_resuming_ends_where_the_run_would_have(run, copy, capsys):
     """From the checkpoint of step 4, as if the process had died soon after."""
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     shutil.rmtree(copy / "model")
     assert main(["train", "--resume", "--out", str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert "in float32, resumed from step 4" in said
+    assert "new weights" not in said
     assert losses(copy) == losses(run)
     again, before = weights(copy), weights(run)
     assert all(torch.equal(again[name], before[name]) for name in before)
@@ -375,8 +393,15 @@ def test_a_run_that_is_not_finished_is_not_extended(copy, capsys):
     assert files(copy) == before
 
 
-def test_a_finished_run_does_not_get_shorter(copy, capsys):
-    refused(["train", "--resume", "--out", str(copy), "--steps", "5"], capsys, "has taken 6 steps")
+@pytest.mark.parametrize("taken", [6, 4])
+def test_a_run_does_not_get_shorter(copy, capsys, taken):
+    """Neither a finished nor an interrupted one; nor to fewer steps than it has taken."""
+    if taken < 6:
+        shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    for steps in (5, 3):
+        said = refused(["train", "--resume", "--out", str(copy), "--steps", str(steps)], capsys, f"--steps {steps}")
+        assert "has 6 steps and cannot be made shorter" in said
+        assert "extended" not in said
 
 
 # ---------------------------------------------------------------------------------------- checkpoints that are gone
@@ -442,12 +467,15 @@ def test_other_micro_batches_are_the_same_run(copy):
     ("flags", "differs"),
     [
         (["--seed", "1"], "seed was 0, now 1"),
-        (["--batch-size", "25"], "batch was"),
-        (["--lr", "1"], "learning_rate was"),
-        (["--seq-len", "32"], "data was"),
-        (["--precision", "bf16"], "precision was"),
-        (["--vocabulary-size", "290"], "vocabulary was"),
-        (["--max-norm", "2"], "max_norm was"),
+        (["--batch-size", "25"], "batch-size was 24, now 25"),
+        (["--lr", "1"], "run: lr was 0.005, now 1. "),
+        (["--schedule", "linear"], "run: schedule was cosine, now linear. "),
+        (["--beta2", "0.5", "--lr", "2"], "run: lr was 0.005, now 2; beta2 was 0.95, now 0.5. "),
+        (["--batch-ramp", "3"], "run: batch-ramp was 0, now 3. "),
+        (["--seq-len", "32"], "data is not the same"),
+        (["--precision", "bf16"], "precision was float32, now bf16"),
+        (["--vocabulary-size", "290"], "vocabulary is not the same"),
+        (["--max-norm", "2"], "max-norm was 1.0, now 2.0"),
     ],
 )
 def test_resuming_another_run_is_refused(copy, capsys, flags, differs):
@@ -462,7 +490,7 @@ def test_resuming_another_run_is_refused(copy, capsys, flags, differs):
 def test_other_data_is_another_run(copy, tmp_path, capsys):
     other = json_lines(tmp_path / "other.jsonl", [{"text": text} for text in sentences(seed=5)])
     assert main(["train", "--resume", "--out", str(copy), "--data", str(other)]) == 2
-    assert "data was" in capsys.readouterr().err
+    assert "the data is not the same" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -506,6 +534,7 @@ def test_no_such_data(tmp_path, capsys):
         (("--parallel", "fsdp"), "there is one"),
         (("--micro", "many"), "--micro must be"),
         (("--steps", "0"), "--steps must be at least 1"),
+        (("--warmup", "5", "--data", "nowhere"), "--warmup 5 is longer than the run of 4 steps"),
     ],
 )
 def test_bad_flags(data, tmp_path, monkeypatch, capsys, flags, said):
@@ -559,7 +588,8 @@ def test_a_loss_that_is_nan(data, tmp_path, run, capsys):
     bad = load_file(tmp_path / "model" / "model.safetensors")
     bad["model.norm.weight"][0] = math.nan
     save_file(bad, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    refused(arguments(data, tmp_path / "run", "--model", tmp_path / "model"), capsys, "NaN")
+    command = arguments(data, tmp_path / "run", "--model", tmp_path / "model", "--validation", 0)
+    refused(command, capsys, "NaN")
     assert not (tmp_path / "run" / "model").exists()
 
 
@@ -594,7 +624,8 @@ def test_memory_that_runs_out_is_one_message(data, tmp_path, capsys, monkeypatch
         raise error
 
     monkeypatch.setattr("macrobatch.train.learner.causal_lm_loss", runs_out)
-    refused(arguments(data, tmp_path / "run", "--micro", 4), capsys, "memory ran out", "--micro auto", "--seq-len")
+    command = arguments(data, tmp_path / "run", "--micro", 4, "--validation", 0)
+    refused(command, capsys, "memory ran out", "--micro auto", "--seq-len")
 
 
 def test_a_prompt_does_not_command_the_terminal(data, tmp_path, capsys):

@@ -945,7 +945,7 @@ def test_fully_sharded_models_of_the_old_kind_are_refused():
     from macrobatch._ranks.fsdp1 import FSDP1
 
     with pytest.raises(BackendError, match="fully_shard"):
-        FSDP1.accumulated(None, [])
+        FSDP1.accumulated_gradients(None, [])
 
 
 def test_a_tensor_dataset_of_tuples_is_moved():

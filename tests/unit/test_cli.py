@@ -139,6 +139,27 @@ def test_under_torchrun(here):
     assert launch.output.count("EXACT: error ") == 1  # the first rank speaks for all
 
 
+LATE = """
+import atexit, os
+
+class Late:
+    def __del__(self, abort=os.abort):
+        abort()
+
+late = Late()
+atexit.register(print, "at exit", flush=True)
+"""
+
+
+def test_a_rank_ends_before_the_interpreter_is_torn_down(here):
+    """Threads of DDP's process group outlive it, and can abort a process that takes its interpreter apart."""
+    with (here / "my_training.py").open("a") as file:
+        file.write(LATE)
+    launch = torchrun(2, "-m", "macrobatch", "verify", "my_training:on_ranks", directory=here)
+    assert launch.exit_code == 0, launch.output
+    assert launch.output.count("at exit") == 2
+
+
 UNREAD = [["train", "--help"], ["bench", "--list"], ["--help"], ["train"], ["train", "--print-config"]]
 
 
@@ -157,15 +178,28 @@ def test_nobody_reads_what_is_printed(tmp_path, words):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("seconds", [0.6, 1.2, 2.4])
-def test_interrupted_in_the_first_seconds(tmp_path, seconds):
+EARLY = [(signal.SIGINT, 0.6), (signal.SIGINT, 2.4), (signal.SIGTERM, 1.2), (signal.SIGHUP, 2.4)]
+
+
+@pytest.mark.parametrize(("number", "seconds"), EARLY)
+def test_interrupted_in_the_first_seconds(tmp_path, number, seconds):
     command = [sys.executable, "-m", "macrobatch", "train", "--out", str(tmp_path / "run")]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
         time.sleep(seconds)
-        started.send_signal(signal.SIGINT)
+        started.send_signal(number)
         said = started.stderr.read()
-    assert (started.returncode, said.strip()) == (128 + signal.SIGINT, "macrobatch: interrupted.")
+    wanted = f"macrobatch: ended by {number.name}: no step was under way, nothing is lost."
+    assert (started.returncode, said.strip()) == (128 + number, wanted)
+
+
+def test_interrupted_while_python_imports(tmp_path):
+    """At every moment after the program's own first line; before that, it is Python that answers."""
+    (tmp_path / "argparse.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    for program in ("-m", "macrobatch"), ("-c", "from macrobatch.cli import main; raise SystemExit(main())"):
+        done = subprocess.run([sys.executable, *program, "train"], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 128 + signal.SIGINT
+        assert done.stderr == "macrobatch: interrupted.\n"
 
 
 def test_something_is_said_before_the_large_packages_are_imported(tmp_path):

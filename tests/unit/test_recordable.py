@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch._cudagraph.recordable import (
+from macrobatch._cudagraph.eligibility import (
     NotRecordableError,
     hooked,
     is_compiled_around_ddp,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch._cudagraph.capture import Capturer, Claim, capturer_for, uncached_autocast, without_collecting
-from macrobatch._cudagraph.recordable import (
+from macrobatch._cudagraph.eligibility import (
     NotRecordableError,
     Traces,
     buffers_of,
@@ -35,8 +35,8 @@ from macrobatch._cudagraph.recordable import (
     situation,
     tensors_of,
 )
-from macrobatch._cudagraph.recording import Ledger, Recording
-from macrobatch._cut.memory import is_out_of_memory, release
+from macrobatch._cudagraph.recorded_step import Ledger, Recording
+from macrobatch._cut.memory import is_out_of_memory, release_cached_memory
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import confinement_of, reach_of, run_confined
 from macrobatch._step.snapshot import Snapshot, modules_of
@@ -62,7 +62,7 @@ class _NothingThereError(Exception):
     """A micro-batch without items: an eager micro-step leaves it out."""
 
 
-class Graphs:
+class RecordingCache:
     """The recordings of one model's micro-steps.
 
     Args:
@@ -244,13 +244,13 @@ class Graphs:
         if not found:
             return
         device = self._capturer.device
-        release(device)
+        release_cached_memory(device)
         for shape, micro in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
             if not self._refused and len(self._recordings) < LIMIT:
                 recording = self._recorded(parameters, *micro)  # which may forget all others
                 self._recordings[shape] = recording
                 self._waiting.pop(shape, None)
-        release(device)
+        release_cached_memory(device)
 
     def _recorded(self, parameters: Sequence[nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         """The recording of a shape, or None where there is none, or where it does not pay."""
@@ -366,7 +366,7 @@ class Graphs:
     def refuse(self, why: str) -> None:
         """Record and replay nothing any more, and say why."""
         self._refused = True
-        self._warn(eagerly(why))
+        self._warn(eager_message(why))
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -374,7 +374,7 @@ class Graphs:
             warnings.warn(message, stacklevel=8)
 
 
-def eagerly(why: str) -> str:
+def eager_message(why: str) -> str:
     """What a user is told."""
     return f"cuda_graph=True: micro-steps run eagerly, as without it: {why}."
 

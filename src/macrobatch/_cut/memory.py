@@ -1,7 +1,6 @@
 """Out of memory: recognised, explained, and remembered, so that the next micro-batches are of a size that fits.
 
-`Sizes` is what is known so far, by the shape of a sample. It decides nothing about when a window is done again: that is
-`macrostep`'s part.
+`FittingSizes` is what is known so far, by the shape of a sample. When a window is done again, `_step.attempts` decides.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def asked_for(error: BaseException) -> str:
+def requested_memory(error: BaseException) -> str:
     """How much was asked for, in the words of the allocator.
 
-    >>> asked_for(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
+    >>> requested_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
     '2.00 GiB'
     """
     for one in _with_causes(error):
@@ -63,7 +62,7 @@ def asked_for(error: BaseException) -> str:
     return f"an unknown amount ({(str(error) or type(error).__name__).splitlines()[0]})"
 
 
-def too_large(asked: str) -> FitError:
+def too_large_error(asked: str) -> FitError:
     """A batch that does not fit, however it is cut."""
     return FitError(
         f"not even one sample fits into memory: {asked} more was asked for in a micro-batch of its own. Make samples "
@@ -81,7 +80,7 @@ CLEAR = 0.9  # of a size that failed: above it fragments of memory decide, and t
 
 
 @dataclass
-class Known:
+class SizeRecord:
     """What is known for samples of one shape.
 
     Attributes:
@@ -132,10 +131,10 @@ class Known:
         self.quiet, self.rising = 0, False
 
 
-class Sizes:
+class FittingSizes:
     """Which sizes of micro-batches fit, by the shape of a sample.
 
-    >>> sizes, shape = Sizes(), Shape("x", (512,))
+    >>> sizes, shape = FittingSizes(), Shape("x", (512,))
     >>> sizes.ran_out(shape, 16)
     >>> sizes.proposed(shape), sizes.proposed(Shape("x", (1024,)))    # the next try; a longer one fits no better
     (8, 8)
@@ -145,7 +144,7 @@ class Sizes:
     """
 
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
-        self._known: dict[Shape, Known] = {}
+        self._known: dict[Shape, SizeRecord] = {}
         if file is not None and not isinstance(file, str | os.PathLike):
             raise UsageError(f"fit_file must be the path of a file: got {file!r}.")
         self.file = None if file is None else Path(file)
@@ -180,9 +179,9 @@ class Sizes:
         self._of(shape).ran_out(size)
         self.save()
 
-    def _of(self, shape: Shape) -> Known:
+    def _of(self, shape: Shape) -> SizeRecord:
         if shape not in self._known:
-            self._known[shape] = Known(self.proposed(shape))
+            self._known[shape] = SizeRecord(self.proposed(shape))
             if len(self._known) > SHAPES:
                 del self._known[next(iter(self._known))]  # the one known longest
         return self._known[shape]
@@ -205,7 +204,7 @@ def _within(shape: Shape, other: Shape) -> bool:
     return shape.kind == other.kind and all(a <= b for a, b in zip(shape.sizes, other.sizes, strict=True))
 
 
-def _read(file: Path) -> dict[Shape, Known]:
+def _read(file: Path) -> dict[Shape, SizeRecord]:
     try:
         if file.exists() and not file.is_file():
             raise ValueError("no regular file")  # a pipe would keep whoever reads it waiting
@@ -217,8 +216,8 @@ def _read(file: Path) -> dict[Shape, Known]:
         raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Name another, or delete it.") from None
 
 
-def _known(row: dict[str, Any]) -> Known:
-    known = Known(int(row["size"]), None if row["failed"] is None else int(row["failed"]))
+def _known(row: dict[str, Any]) -> SizeRecord:
+    known = SizeRecord(int(row["size"]), None if row["failed"] is None else int(row["failed"]))
     if known.size < 1 or (known.failed is not None and known.failed < 1):
         raise ValueError(f"sizes are 1 or more: {row}")
     return known
@@ -244,7 +243,7 @@ class Pressure:
         return self._retries() > self._before
 
 
-def release(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Give cached memory back, so that smaller micro-batches do not meet the fragments of larger ones."""
     if device.type in ("cuda", "xpu", "mps"):
         getattr(torch, device.type).empty_cache()

@@ -91,6 +91,8 @@ def _parts_of_few_shapes(samples: Samples, rows: Sequence[Row], budget: int) -> 
 def by_count(n: int) -> ByCount:
     """Micro-batches of `n` samples, in the order they come in. An int says the same.
 
+    >>> import torch
+    >>> from macrobatch._cut.samples import samples_of
     >>> batch = samples_of(torch.zeros(5, 3))
     >>> [len(batch.take(part)) for part in by_count(2).parts(batch)]
     [2, 2, 1]
@@ -103,6 +105,8 @@ def by_tokens(
 ) -> ByTokens:
     """Micro-batches of samples of about the same length, none with more than `budget` tokens, padding included.
 
+    >>> import torch
+    >>> from macrobatch._cut.samples import samples_of
     >>> batch = {"input_ids": torch.ones(4, 9), "attention_mask": torch.arange(9) < torch.tensor([[2], [9], [3], [8]])}
     >>> samples = samples_of(batch)
     >>> [tuple(samples.take(part)["input_ids"].shape) for part in by_tokens(18).parts(samples)]
@@ -137,14 +141,14 @@ class Cut:
         samples: of its batch.
         parts: its micro-batches.
         turns: how many it takes, with those that only keep other ranks company.
-        held: whether nothing may travel until all ranks have voted.
+        is_held: whether nothing may travel until all ranks have voted.
         is_empty: whether no rank has any sample.
     """
 
     samples: Samples
     parts: list[Part]
     turns: int
-    held: bool
+    is_held: bool
     is_empty: bool
 
     def part_per_turn(self) -> list[Part | None]:

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from macrobatch._cut.trees import transformed
+from macrobatch._cut.trees import map_tensors
 
 T = TypeVar("T")
 
 
-class Feed:
+class Prefetcher:
     """Brings what lies in host memory to a CUDA device, without the host or the device waiting.
 
     On any other device, what is taken is handed on as it is.
@@ -29,7 +29,7 @@ class Feed:
             for take in takes:
                 yield take()
             return
-        ahead: list[Sent[T]] = []
+        ahead: list[Transfer[T]] = []
         for take in takes:
             ahead.append(self._sent(*take(), device))
             if len(ahead) == 2:
@@ -41,7 +41,7 @@ class Feed:
         """The same for a single one."""
         return next(self.each([take], device))
 
-    def _sent(self, micro_batch: Any, about: T, device: torch.device) -> Sent[T]:
+    def _sent(self, micro_batch: Any, about: T, device: torch.device) -> Transfer[T]:
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copies: list[Tensor] = []
@@ -58,11 +58,11 @@ class Feed:
             return copies[-1]
 
         with torch.cuda.stream(self._stream):
-            return Sent(transformed(micro_batch, copied), about, copies, self._stream.record_event())
+            return Transfer(map_tensors(micro_batch, copied), about, copies, self._stream.record_event())
 
 
 @dataclass(frozen=True)
-class Sent(Generic[T]):
+class Transfer(Generic[T]):
     """A micro-batch on its way."""
 
     micro_batch: Any

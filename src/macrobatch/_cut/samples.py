@@ -19,7 +19,17 @@ from torch import Tensor
 from macrobatch._cut import padding
 from macrobatch._cut.padding import TokenGroup
 from macrobatch._cut.plans import Part, Row, rounded_up
-from macrobatch._cut.trees import Leaf, Taken, address, children, count_samples, flat, has_fields, has_samples, rebuilt
+from macrobatch._cut.trees import (
+    Leaf,
+    Selection,
+    address,
+    children,
+    count_samples,
+    flatten,
+    has_fields,
+    has_samples,
+    rebuild,
+)
 from macrobatch.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]
@@ -48,7 +58,7 @@ class Tree:
         self._batch = batch
         self.count = count_samples(batch)
         self._lists: dict[int, bool] = {}  # by their ids: whether they have an entry for each sample, or go along whole
-        self._leaves = list(flat(batch, (), "batch", self.count, self._lists))
+        self._leaves = list(flatten(batch, (), "batch", self.count, self._lists))
         self._groups: Sequence[TokenGroup] = ()
         self._rows: list[Row] = []
         first, *others = [leaf for leaf in self._leaves if has_samples(leaf.value)]
@@ -71,11 +81,11 @@ class Tree:
         """A micro-batch: views where the samples lie together, else copies."""
         groups = zip(self._groups, part.widths, strict=True) if part.widths else ()
         widths = {member: max(width, 1) for group, width in groups if group.trims for member in group.members}
-        taken = Taken(part.samples)
+        taken = Selection(part.samples)
         cut = iter([self._taken(value, taken, widths.get(i)) for i, (_, _, value) in enumerate(self._leaves)])
-        return rebuilt(self._batch, lambda _: next(cut), self._lists)
+        return rebuild(self._batch, lambda _: next(cut), self._lists)
 
-    def _taken(self, value: Any, taken: Taken, width: int | None) -> Any:
+    def _taken(self, value: Any, taken: Selection, width: int | None) -> Any:
         if has_samples(value):
             return taken.of_tensor(value if width is None else value[:, :width])
         return taken.of_list(value) if self._lists.get(id(value)) else value

@@ -1,7 +1,7 @@
 """Batches nested in any way: what is in them, and the same tree with other leaves.
 
 Dicts and other mappings, lists, tuples, named tuples and dataclasses are containers; everything else is a leaf. In a
-batch of so many samples (`flat`), a list with an entry for each of them is a leaf too.
+batch of so many samples (`flatten`), a list with an entry for each of them is a leaf too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
     value: Any
 
 
-def flat(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict[int, bool]) -> Iterator[Leaf]:
+def flatten(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict[int, bool]) -> Iterator[Leaf]:
     """The leaves of a batch of so many samples.
 
     Lists that are leaves are noted in `lists` by their ids, with whether they have an entry for each sample.
@@ -60,7 +60,7 @@ def flat(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict[in
         yield Leaf(keys, path, tree)
     else:
         for key, child in branches:
-            yield from flat(child, (*keys, key), _written(tree, path, key), count, lists)
+            yield from flatten(child, (*keys, key), _written(tree, path, key), count, lists)
 
 
 def _require_cuttable(leaf: Any, path: str) -> None:
@@ -130,14 +130,14 @@ def _fields(tree: Any) -> list[str]:
     return list(getattr(tree, "_fields", ())) or [field.name for field in dataclasses.fields(tree)]
 
 
-def rebuilt(tree: Any, change: Callable[[Any], Any], whole: Container[int] = ()) -> Any:
+def rebuild(tree: Any, change: Callable[[Any], Any], whole: Container[int] = ()) -> Any:
     """The same tree of the same types, with its leaves changed; containers whose ids are in `whole` are leaves too."""
     branches = None if id(tree) in whole else children(tree)
     if branches is None:
         return change(tree)
-    changed = {key: rebuilt(child, change, whole) for key, child in branches}
+    changed = {key: rebuild(child, change, whole) for key, child in branches}
     if isinstance(tree, list | tuple):
-        return alike(tree, list(changed.values()))
+        return same_kind(tree, list(changed.values()))
     if type(tree) is dict or not (has_fields(tree) or hasattr(tree, "__setitem__")):
         return changed
     other = copy.copy(tree)  # keeps what it carries besides
@@ -149,7 +149,7 @@ def rebuilt(tree: Any, change: Callable[[Any], Any], whole: Container[int] = ())
     return other
 
 
-def alike(tree: list[Any] | tuple[Any, ...], entries: list[Any]) -> Any:
+def same_kind(tree: list[Any] | tuple[Any, ...], entries: list[Any]) -> Any:
     """A list or tuple of the same type with other entries."""
     if type(tree) is list:
         return entries
@@ -162,30 +162,30 @@ def alike(tree: list[Any] | tuple[Any, ...], entries: list[Any]) -> Any:
     return other
 
 
-def transformed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same tree with all its tensors changed."""
-    return rebuilt(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+    return rebuild(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def unshared(tree: Any, shares_memory: Callable[[Tensor], bool]) -> Any:
+def copy_shared(tree: Any, shares_memory: Callable[[Tensor], bool]) -> Any:
     """The same tree, with copies of its arrays, and of those tensors that share memory with others."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return copied_alike(leaf) if shares_memory(leaf) else leaf
+            return copy_with_layout(leaf) if shares_memory(leaf) else leaf
         return leaf.copy() if has_samples(leaf) and hasattr(leaf, "copy") else leaf
 
-    return rebuilt(tree, copied)
+    return rebuild(tree, copied)
 
 
 ALIGNED = 256  # bytes: no kernel looks at more
 
 
-def copied_alike(tensor: Tensor) -> Tensor:
+def copy_with_layout(tensor: Tensor) -> Tensor:
     """A copy that is aligned in memory as the tensor is: kernels go by that, and their results differ in the last bits.
 
     >>> rows = torch.randn(4, 3)[1:]
-    >>> torch.equal(rows, copied_alike(rows)), (rows.data_ptr() - copied_alike(rows).data_ptr()) % ALIGNED
+    >>> torch.equal(rows, copy_with_layout(rows)), (rows.data_ptr() - copy_with_layout(rows).data_ptr()) % ALIGNED
     (True, 0)
     """
     is_plain = type(tensor) is Tensor and not tensor.requires_grad and tensor.is_contiguous()
@@ -209,7 +209,7 @@ def address(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
 
 
-class Taken:
+class Selection:
     """Some samples, out of one leaf after the other."""
 
     def __init__(self, samples: Sequence[int]) -> None:
@@ -225,7 +225,7 @@ class Taken:
         return leaf[self._start : self._end] if self._lie_together else leaf[list(self._samples)]
 
     def of_list(self, leaf: list[Any] | tuple[Any, ...]) -> Any:
-        return alike(leaf, [leaf[sample] for sample in self._samples])
+        return same_kind(leaf, [leaf[sample] for sample in self._samples])
 
     def _rows_on(self, device: torch.device) -> Tensor:
         if device not in self._rows:

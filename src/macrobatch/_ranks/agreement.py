@@ -48,12 +48,13 @@ class Agreement:
         """That row of every rank."""
         if self.is_alone:
             return [row]
-        return [Row(*numbers) for numbers in collectives.gathered(row, self._backend.host_group(), HOST)]
+        return [Row(*numbers) for numbers in collectives.all_gather_numbers(row, self._backend.host_group(), HOST)]
 
     def vote(self, status: Status) -> list[Status]:
         """What every rank says of its part of the window."""
-        return [Status(other) for (other,) in collectives.gathered([status], self._backend.host_group(), HOST)]
+        votes = collectives.all_gather_numbers([status], self._backend.host_group(), HOST)
+        return [Status(vote) for (vote,) in votes]
 
     def broadcast(self, value: Any, source: int) -> Any:
         """`value` of one rank, on all of them. It must be on the host."""
-        return collectives.sent(value, source, self._backend.host_group())
+        return collectives.broadcast_object(value, source, self._backend.host_group())

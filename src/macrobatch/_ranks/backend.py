@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._ranks.collectives import Group, host_group, local
+from macrobatch._ranks.collectives import Group, host_group, local_tensor
 from macrobatch.errors import BackendError
 
 
@@ -94,7 +94,7 @@ class Local:
 
     def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the open window has added up so far, wherever it is held: this rank's own tensors."""
-        return [local(p.grad) for p in parameters if p.grad is not None]
+        return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         """When a window closes: synchronise what its last backward has not.

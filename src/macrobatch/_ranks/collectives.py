@@ -59,7 +59,7 @@ def unused_by_all(named: dict[str, nn.Parameter], unused: Collection[str], host:
     return [name for name, ranks in zip(named, users.tolist(), strict=True) if not ranks]
 
 
-def all_reduce_later(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
+def start_all_reduce(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
     """Start a sum over the ranks; the function returned waits for it."""
     work = dist.all_reduce(numbers, group=group, async_op=True)
 
@@ -70,7 +70,7 @@ def all_reduce_later(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
     return arrived
 
 
-def gathered(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Those numbers of every rank, on the host."""
     own = torch.tensor(numbers, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -78,19 +78,19 @@ def gathered(numbers: Sequence[int], group: Group, device: torch.device) -> list
     return [list(map(int, other)) for other in torch.stack(everyone).tolist()]
 
 
-def largest(number: float | Tensor, group: Group, device: torch.device) -> Tensor:
+def all_reduce_max(number: float | Tensor, group: Group, device: torch.device) -> Tensor:
     """The largest of all ranks' numbers, which the host does not get to know."""
     largest = torch.as_tensor(number, dtype=torch.float32).reshape(()).to(device, non_blocking=True, copy=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, as a plain one, with its graph. All ranks that hold a part must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -103,29 +103,29 @@ def host_group(group: Group) -> Group:
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
-def sent(value: Any, source: int, group: Group) -> Any:
+def broadcast_object(value: Any, source: int, group: Group) -> Any:
     """`value` of one rank of the group, on all of them. It must be on the host."""
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
     return box[0]
 
 
-def leave(why: str) -> None:
+def abort_job(why: str) -> None:
     """End the job for all: the others, which wait for this rank somewhere, find the note when their waiting fails."""
     with contextlib.suppress(Exception):  # nothing may keep the reason itself from being raised
-        default_store().set(_note(), why)
+        default_store().set(_abort_key(), why)
         abort_process_groups()
 
 
-def note_left() -> str | None:
+def abort_reason() -> str | None:
     """Why another rank has left, if one has."""
     try:
         store = default_store()
-        return store.get(_note()).decode() if store.check([_note()]) else None
+        return store.get(_abort_key()).decode() if store.check([_abort_key()]) else None
     except Exception:  # the store may have gone with the rank that kept it
         return None
 
 
-def _note() -> str:
+def _abort_key() -> str:
     """Where in the job's store a rank says why it leaves; after a restart that may be the same store."""
     return f"macrobatch/left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

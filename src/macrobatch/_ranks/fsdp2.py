@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
-from macrobatch._ranks.collectives import Group, local
+from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._torch import fsdp2 as fsdp
 from macrobatch.errors import BackendError
 from macrobatch.types import When
@@ -108,7 +108,7 @@ class FSDP2(Local):
     def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         held = self.held_gradients() + fsdp.sharded_gradients(self._models)
         found = super().accumulated_gradients(parameters)
-        found += [local(gradient) for gradient in held if gradient is not None]
+        found += [local_tensor(gradient) for gradient in held if gradient is not None]
         return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some come twice
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:

@@ -82,7 +82,7 @@ def _is_cut(placement: Any) -> bool:
     return not placement.is_partial() and isinstance(getattr(placement, "dim", None), int)
 
 
-def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
+def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient, spread as its parameter is. Terms of a sum are added up here, once a window."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)

@@ -12,7 +12,14 @@ from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
-from macrobatch._cut.memory import Pressure, Sizes, asked_for, is_out_of_memory, release, too_large
+from macrobatch._cut.memory import (
+    FittingSizes,
+    Pressure,
+    is_out_of_memory,
+    release_cached_memory,
+    requested_memory,
+    too_large_error,
+)
 from macrobatch._cut.policies import Cut
 from macrobatch._ranks import collectives
 from macrobatch._ranks.agreement import Agreement, Status
@@ -48,7 +55,7 @@ class Attempts:
         sizes: what is known to fit, where micro-batches may become smaller.
     """
 
-    def __init__(self, engine: Engine, agreement: Agreement, sizes: Sizes | None) -> None:
+    def __init__(self, engine: Engine, agreement: Agreement, sizes: FittingSizes | None) -> None:
         self._engine = engine
         self._agreement = agreement
         self._sizes = sizes
@@ -57,12 +64,12 @@ class Attempts:
     def may_repeat(self, cut: Cut, recordings: Recordings | None) -> bool:
         """Whether this window can be done again."""
         can_fail = self._sizes is not None or recordings is not None
-        return can_fail and (cut.held or self._agreement.is_alone)
+        return can_fail and (cut.is_held or self._agreement.is_alone)
 
     def run(self, cut: Cut, take_turns: Callable[[], None], recordings: Recordings | None) -> bool:
         """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun."""
         engine, may_repeat = self._engine, self.may_repeat(cut, recordings)
-        if cut.held:
+        if cut.is_held:
             engine.backend.hold_window()
         mark = engine.mark()
         if self._sizes is not None:
@@ -78,14 +85,14 @@ class Attempts:
             if not (is_out_of_memory(error) and could_fit and has_begun):
                 self._give_up(cut, mark, error)
                 raise
-            asked = asked_for(error)
+            asked = requested_memory(error)
         # From here on outside of the except block: its traceback kept the failed micro-batch alive.
         if asked is not None and before is None:
             self._end_job(cut, asked)
         shrinks = asked is not None and self._sizes is not None and cut.size > 1
         makes_room = asked is not None and not shrinks and _holds_memory(recordings)
         status = Status.DONE if asked is None else Status.RAN_OUT if shrinks or makes_room else Status.TOO_LARGE
-        statuses = self._vote(status) if cut.held else [status]
+        statuses = self._vote(status) if cut.is_held else [status]
         if not any(statuses):
             return True
         engine.roll_back(mark)
@@ -97,11 +104,11 @@ class Attempts:
             recordings.forget()
             if makes_room:
                 recordings.refuse(NO_ROOM)
-        release(engine.device)
+        release_cached_memory(engine.device)
         if Status.FAILED in statuses:
             raise BackendError(f"rank {statuses.index(Status.FAILED)} failed in this window: its own error says why.")
         if Status.TOO_LARGE in statuses:
-            raise too_large(asked or f"what rank {statuses.index(Status.TOO_LARGE)} says")
+            raise too_large_error(asked or f"what rank {statuses.index(Status.TOO_LARGE)} says")
         return False
 
     def note_success(self, cut: Cut) -> None:
@@ -128,9 +135,9 @@ class Attempts:
 
     def _give_up(self, cut: Cut, mark: Mark, error: BaseException) -> None:
         """Leave nothing of the window behind, and no rank waiting for this one."""
-        if cut.held and isinstance(error, Exception):
+        if cut.is_held and isinstance(error, Exception):
             self._vote(Status.FAILED)
-        elif not self._agreement.is_alone and (note := collectives.note_left()) is not None:
+        elif not self._agreement.is_alone and (note := collectives.abort_reason()) is not None:
             raise FitError(note) from error
         self._engine.roll_back(mark)
 
@@ -148,7 +155,7 @@ class Attempts:
                 else ', with a smaller micro=, or with fit_file="...", which remembers sizes that did not fit.'
             )
         )
-        collectives.leave(why)
+        collectives.abort_job(why)
         raise FitError(why)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,24 @@ from macrobatch._step.graph import (
     reach_of,
     run_confined,
 )
-from macrobatch._step.hooks import guarding
+from macrobatch._step.hooks import guard_hooks
 from macrobatch._step.parameters import Parameters
+from macrobatch._step.totals import Window
 from macrobatch.errors import BackendError, BatchError, UsageError
 
 NO_PARAMETER = (
     "the loss reached no parameter of the given models: its graph belongs to others, or the parameters that it uses "
     "are frozen. Hand over the loss of the model that this Accumulator was made for."
 )
+
+
+class Replayable(Protocol):
+    """A micro-step that was recorded: forward and backward at once."""
+
+    reached: set[nn.Parameter]
+
+    def replay(self, micro_batch: object, window: Window) -> None:
+        """Compute a micro-batch, and count it in the window."""
 
 
 class Backward:
@@ -88,7 +99,7 @@ class Backward:
         hooks = [] if counts else self._backend.zeroing_hooks(gradients.parameters)
         try:
             if gradients.hooked:
-                with guarding(gradients.hooked):
+                with guard_hooks(gradients.hooked):
                     reach = self._backpropagate(loss, seed, confinement)
             else:
                 reach = self._backpropagate(loss, seed, confinement)
@@ -98,7 +109,7 @@ class Backward:
         gradients.mark()
         if reach is not None:
             self._require_no_others(reach, gradients)
-        if is_first and self._backend.abilities.confines and not gradients.any():
+        if is_first and self._backend.abilities.confines and not gradients.exist():
             raise BatchError(NO_PARAMETER)
 
     def _backpropagate(self, loss: Tensor, seed: Tensor, confinement: Confinement | None) -> Reach | None:
@@ -137,7 +148,7 @@ class UnsynchronisedError(BackendError):
 
 
 @contextlib.contextmanager
-def noting_use(gradients: Gradients, awaited: Sequence[str]) -> Iterator[set[str]]:
+def record_use(gradients: Gradients, awaited: Sequence[str]) -> Iterator[set[str]]:
     """Note which parameters a backward uses; an error if one of those awaited is not among them.
 
     Under FSDP the leaves of graphs are others, and nothing is noted: its backend needs no such list.

@@ -4,8 +4,8 @@ The division by the window's items, the clipping and the un-scaling are one divi
 optimizer takes it as its ``grad_scale``, and a flag as its ``found_inf``, so that nothing passes over the gradients
 once more and the host waits for nothing; for every other optimizer there is one writing pass.
 
-What the host reads is one number a window (`Verdict`), only where it has to know (`TakeStep._asks`), and not before a
-fused optimizer's step is queued. On a CPU nothing is ever waited for, so errors come at once there.
+The host reads one number a window (`Verdict`), only where it has to know (`TakeStep._needs_host`), and not before
+a fused step is queued. On a CPU nothing is ever waited for, so errors come at once there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.optimizers import StepGuard, fused_step, has_hooks, takes_found_inf
+from macrobatch._step.optimizers import StepGuard, has_hooks, skips_on_device, step_fused
 from macrobatch._step.totals import Window, wide
-from macrobatch._step.verdict import BAD_ITEMS, MEDDLED, NO_ITEMS, NONFINITE, Verdict
+from macrobatch._step.verdict import BAD_ITEMS, NO_ITEMS, NONFINITE, TOUCHED, Verdict
 from macrobatch._torch.autograd import factor_of
 from macrobatch._torch.optimizers import forget_unscaling, has_unscaled, note_overflow, scale_of
 from macrobatch._torch.tensors import unobserved
@@ -169,12 +169,12 @@ class TakeStep(Closing):
         folds = fused and gradients.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window, gradients, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
-        verdict = self._verdict(window, nonfinite, gradients.written_to())
+        verdict = self._verdict(window, nonfinite, gradients.were_written())
 
         if verdict is None:
             self._queue(grad_scale, None)
             return self._result(window, grad_norm, skipped=False)
-        if not self._asks(window, verdict, fused=fused):
+        if not self._needs_host(window, verdict, fused=fused):
             self._queue(grad_scale, verdict.found_inf if fused else None)
             return self._result(window, grad_norm, skipped=self._defer_verdict(verdict))
         if fused:
@@ -215,7 +215,7 @@ class TakeStep(Closing):
     def _verdict(self, window: Window, nonfinite: Tensor | None, writes: Tensor | None) -> Verdict | None:
         reasons = {}
         if writes is not None:
-            reasons[MEDDLED] = writes.to(window.device, non_blocking=True)
+            reasons[TOUCHED] = writes.to(window.device, non_blocking=True)
         if nonfinite is not None:
             poisoned = window.poisoned()
             reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
@@ -230,14 +230,14 @@ class TakeStep(Closing):
     @property
     def _fused(self) -> bool:
         """Whether the device itself can leave out the step, in all optimizers."""
-        return all(takes_found_inf(optimizer) for optimizer in self._optimizers)
+        return all(skips_on_device(optimizer) for optimizer in self._optimizers)
 
-    def _asks(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
+    def _needs_host(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
         """Whether the host has to know the verdict before it goes on."""
         if not window.has_items:
             return True
         if self._scaler is not None:
-            return not fused or self._counts_on_host or verdict.asks
+            return not fused or self._counts_on_host or verdict.needs_host
         return self._nonfinite == "skip" or verdict.on_host
 
     def _defer_verdict(self, verdict: Verdict) -> bool | Tensor:
@@ -255,7 +255,7 @@ class TakeStep(Closing):
             if grad_scale is None and found_inf is None:
                 optimizer.step()
             else:
-                fused_step(optimizer, grad_scale, found_inf)
+                step_fused(optimizer, grad_scale, found_inf)
 
     def _update_scale(self, scaler: GradScaler, verdict: Verdict) -> None:
         note_overflow(scaler, self._optimizers[0], verdict.overflow)  # our own pass has looked at the gradients already

@@ -9,9 +9,8 @@ by cutting a batch.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,32 +18,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from macrobatch._ranks.backend import Local
-from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.collectives import start_all_reduce
 from macrobatch._ranks.select import require_same_wrapping, wrapping
 from macrobatch._step import validation
-from macrobatch._step.backward import Backward, UnsynchronisedError, noting_use
+from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
 from macrobatch._step.lifecycle import Lifecycle
-from macrobatch._step.parameters import Parameters
+from macrobatch._step.parameters import GradientSource, Parameters
+from macrobatch._step.scaling import Seeds, TypicalItems
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.spans import Spans
 from macrobatch._step.totals import Window
 from macrobatch._step.turns import Turn
 from macrobatch.errors import UsageError
 from macrobatch.types import Items, Reduction, StepResult
-
-logger = logging.getLogger("macrobatch")
-
-
-class Replayable(Protocol):
-    """A micro-step that was recorded: forward and backward at once."""
-
-    reached: set[nn.Parameter]
-
-    def replay(self, micro_batch: object, window: Window) -> None:
-        """Compute a micro-batch, and count it in the window."""
 
 
 class Mark(NamedTuple):
@@ -100,23 +89,22 @@ class Engine:
         self.is_repeat = False
         self.others_go_on = False
         self.may_repeat = False
-        self._accumulate_dtype = accumulate_dtype if backend.abilities.confines else None
         self._drops_short = drops_short
         self._wrapping = wrapping(models)
         self._parameters = Parameters(models, optimizers)
+        self._source = GradientSource(self._parameters, backend, accumulate_dtype)
         is_half = any(p.dtype == torch.float16 for p in self._parameters.named().values())
-        self._shrinks = is_half or backend.uses_float16()
+        self._typical = TypicalItems(scaler, backend.group, shrinks=is_half or backend.uses_float16())
         self._backward = Backward(backend, self._parameters, accumulate_dtype)
         self._lifecycle = Lifecycle()
         self._windows = 0  # how many were closed or discarded
-        self._typical_items: float | Tensor | None = None  # of a micro-batch of the last window, for a scaler
         self._window: Window | None = None
         self._gradients: Gradients | None = None
+        self._seeds = Seeds()
         self._turn = Turn()  # how the current micro-batch was begun
         self._before_repeat: Snapshot | None = None
         self._notes_use = False
         self._used: set[str] = set()  # the parameters that this rank's window has used, where that is noted
-        self._has_warned_of_stale = False
         closing.guard_steps(self._is_accumulating)
 
     # ------------------------------------------------------------------------------------------ one micro-batch
@@ -151,7 +139,7 @@ class Engine:
         self._lifecycle.require_backward(self._window)
         loss, items = validation.checked_loss(loss), validation.checked_items(items)
         self.closing.check_loss(loss)
-        self._agree_on_items(loss, items)
+        self._typical.agree(items, loss.device, self._window)
         window, gradients = self.window, self.open_gradients()
         self._require_untouched(gradients)
         confinement, awaited = self._backward.plan(loss, gradients, is_first=not window.turns)
@@ -207,7 +195,7 @@ class Engine:
                 if not (awaited or self._notes_use):
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
                     return
-                with noting_use(gradients, awaited) as used:
+                with record_use(gradients, awaited) as used:
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
         except BaseException as error:
             if is_first and not isinstance(error, UnsynchronisedError):
@@ -237,9 +225,10 @@ class Engine:
                 length=validation.checked_steps(length, "steps(optimizer_step)"),
                 reduction=self.reduction,
                 scaler=self.scaler,
-                typical_items=self._typical_items,
+                typical_items=self._typical.items,
                 alone=self.backend.group is None,
-                shrinks=self._shrinks,
+                shrinks=self._typical.shrinks,
+                seeds=self._seeds,
             )
         return self._window
 
@@ -284,8 +273,7 @@ class Engine:
             with self.spans.of("update"):
                 return self.closing.close(window, gradients, shared=self._parameters.shared)
         finally:
-            if self.scaler is not None or self._shrinks:
-                self._typical_items = window.typical_items()
+            self._typical.update(window)
             self._drop_window()
             self._lifecycle.end_step()
 
@@ -318,12 +306,12 @@ class Engine:
 
     def mark(self) -> Mark:
         """Where `roll_back` goes back to. Between windows."""
-        return Mark(self._windows, self._typical_items)
+        return Mark(self._windows, self._typical.items)
 
     def roll_back(self, mark: Mark) -> None:
         """The open window is as if it had not begun."""
         self.discard()
-        self._windows, self._typical_items = mark
+        self._windows, self._typical.items = mark
 
     def join_empty(self) -> None:
         """Join the collectives of a window without samples: this rank adds nothing to it, and is there at its close."""
@@ -342,7 +330,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """What this rank would have done together with the others, had it not failed in the window."""
-        self._agree_on_items(self._zero(), 0)
+        self._typical.agree(0, self.device, self._window)
 
     def expect_repeats(self, may_come: bool) -> None:
         """Whether ranks may repeat micro-batches from here on. All of them must be told the same."""
@@ -364,15 +352,15 @@ class Engine:
         self._lifecycle.require_between_windows(self._window, "state_dict()")
         self.closing.settle()
         state: dict[str, int | float] = {"optimizer_step": self.closing.taken, "windows": self._windows}
-        if self._typical_items is not None:
-            state["typical_items"] = float(self._typical_items)
+        if self._typical.items is not None:
+            state["typical_items"] = float(self._typical.items)
         return state
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
         """Go on from what `state` gave. Only between windows."""
         self._lifecycle.require_between_windows(self._window, "load_state_dict()")
         taken, windows, typical = validation.checked_state(state)
-        self.closing.taken, self._windows, self._typical_items = taken, windows, typical
+        self.closing.taken, self._windows, self._typical.items = taken, windows, typical
         self._window = None  # one that was opened, but holds nothing yet, was numbered by the old state
         self._drop_gradients()
 
@@ -381,7 +369,7 @@ class Engine:
     def _send(self, window: Window) -> None:
         """Start the totals of a closing window on their way to the other ranks."""
         if (group := self.backend.group) is not None:
-            window.send(lambda numbers: all_reduce_later(numbers, group), self._turn.flags)
+            window.send(lambda numbers: start_all_reduce(numbers, group), self._turn.flags)
 
     def _is_due(self, window: Window) -> bool:
         """Whether a window is closed; with flags, that a short one is dropped may only be known now."""
@@ -401,19 +389,7 @@ class Engine:
     def open_gradients(self) -> Gradients:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
         if self._gradients is None:
-            backend = self.backend
-            backend.drop_stale_gradients()
-            self._gradients = Gradients(
-                self._parameters.named(),
-                self._accumulate_dtype,
-                backend.shards,
-                held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
-                may_move=backend.abilities.moves_gradients,
-                are_views=backend.abilities.shows_views,
-            )
-            if self._gradients.had_stale and not self._has_warned_of_stale:
-                self._has_warned_of_stale = True
-                logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
+            self._gradients = self._source.begin_window()
             self.closing.begin_window()
         return self._gradients
 
@@ -429,14 +405,6 @@ class Engine:
         self._used = set()
         self._backward.begin_window()
         self._lifecycle.drop_window()
-
-    def _agree_on_items(self, loss: Tensor, items: Items) -> None:
-        """Once, under a scaler: what all ranks take for the typical number of items of a micro-batch."""
-        if not (self.scaler or self._shrinks) or self.backend.group is None or self._typical_items is not None:
-            return
-        self._typical_items = largest(1.0 if items is None else items, self.backend.group, loss.device)
-        if self._window is not None:
-            self._window.typical = self._typical_items
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self.device, dtype=torch.float32)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from macrobatch._ranks.collectives import gathered
+from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step.engine import Engine
 from macrobatch._step.lookahead import Epoch, ReadAhead, length_of
-from macrobatch._step.turns import Turn, agreed_turns, exchanged_lengths, planned_turns
+from macrobatch._step.turns import Turn, exchange_lengths, negotiate_turns, plan_turns
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.types import Remainder
 
@@ -81,13 +81,13 @@ class Epochs:
             engine.expect_repeats(lengths.count(lengths[0]) < len(lengths) or None in lengths)
             if None in lengths:
                 engine.others_go_on = True
-                return agreed_turns(loader, lambda: engine.window, lambda: engine.others_go_on, lockstep=lockstep)
+                return negotiate_turns(loader, lambda: engine.window, lambda: engine.others_go_on, lockstep=lockstep)
             longest = max(length for length in lengths if length is not None)
-        return planned_turns(loader, longest, lambda: engine.window, remainder=self._remainder, lockstep=lockstep)
+        return plan_turns(loader, longest, lambda: engine.window, remainder=self._remainder, lockstep=lockstep)
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:
         group, device = self._engine.backend.group, self._engine.device
-        lengths = exchanged_lengths(loader, lambda own: [n for (n,) in gathered([own], group, device)])
+        lengths = exchange_lengths(loader, lambda own: [n for (n,) in all_gather_numbers([own], group, device)])
         if None in lengths and self._remainder == "carry":
             raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
         if lengths.count(lengths[0]) < len(lengths) or None in lengths:

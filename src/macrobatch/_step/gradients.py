@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from macrobatch._ranks.collectives import local
-from macrobatch._ranks.placements import Spread, largest_over, layout_of, norm_over_ranks, settled, spread_over
+from macrobatch._ranks.collectives import local_tensor
+from macrobatch._ranks.placements import (
+    Spread,
+    largest_over,
+    layout_of,
+    norm_over_ranks,
+    redistribute_like,
+    spread_over,
+)
 from macrobatch._step.foreach import HALF, multiply_alike, norm_dtype, norm_of, norms_of, takes_float32
-from macrobatch._step.hooks import hooked_among
+from macrobatch._step.hooks import hooked_parameters
 from macrobatch._step.totals import wide
 from macrobatch._torch.tensors import unobserved, unscale_all, version_of
 from macrobatch.errors import BackendError, UsageError
@@ -62,12 +69,8 @@ class Gradients:
         may_move: bool = False,
         are_views: bool = False,
     ) -> None:
-        self.named = dict(named)
-        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self.own = dict(zip(map(id, named.values()), named, strict=True))  # names by the parameters' ids
-        self.hooked = hooked_among(named)
-        self.had_stale = any(parameter.grad is not None for parameter in named.values())
-        self._watched_ids = set(map(id, self.parameters))
+        self._all = named
+        self._own_of_all = dict(zip(map(id, named.values()), named, strict=True))
         self._plain = Spread(shards)
         self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
         self._held = held
@@ -82,9 +85,27 @@ class Gradients:
         self._sizes: list[Tensor] = []  # ... and what only sizes can tell of
         self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows ...
         self._writes_of_all: Tensor | None = None  # ... on any rank
-        self.clear()  # what is left from before belongs to no window
+        self._inverse: tuple[float, Tensor] | None = None  # of the last divisor, with its float32 tensor
+        self.begin()
+
+    def begin(self) -> None:
+        """A window begins: what is left from before belongs to none."""
+        named = self._all
+        self.named = named
+        self.own = self._own_of_all  # names by the parameters' ids
+        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        self.hooked = hooked_parameters(named)
+        self.had_stale = any(gradient is not None for gradient in map(GRADIENT_OF, named.values()))
+        self._watched_ids = set(map(id, self.parameters))
+        if self.had_stale:
+            self.clear()
         self._widen(self.parameters)
+        self._left = [None] * len(self.parameters)
         self.mark()
+
+    def are_of(self, named: dict[str, nn.Parameter]) -> bool:
+        """Whether these are the gradients of those very parameters."""
+        return self._all is named
 
     # ------------------------------------------------------------------------------------------ within the window
 
@@ -94,8 +115,8 @@ class Gradients:
 
     def adopt(self, named: dict[str, nn.Parameter]) -> None:
         """Parameters were added to the models, or replaced, since the window began."""
-        self.named |= named
-        self.own |= dict(zip(map(id, named.values()), named, strict=True))
+        self.named = self.named | named
+        self.own = self.own | dict(zip(map(id, named.values()), named, strict=True))
 
     def include(self, leaves: Iterable[Tensor]) -> None:
         """Accumulate these too, if they are parameters of the models that were frozen when the window began."""
@@ -187,7 +208,7 @@ class Gradients:
 
     def _local_sizes(self) -> list[Tensor]:
         """The norms of this rank's parts of such gradients."""
-        parts = [local(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
+        parts = [local_tensor(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
         if self._are_views:
             nothing = torch.zeros((), device=self.parameters[0].device)
             parts = [nothing if parameter.grad is None else parameter.grad for parameter in self.parameters]
@@ -200,16 +221,16 @@ class Gradients:
             differs = (now != before) & ~(now.isnan() & before.isnan())
             self._writes = differs if self._writes is None else self._writes | differs.to(self._writes.device)
 
-    def written_to(self) -> Tensor | None:
+    def were_written(self) -> Tensor | None:
         """Whether somebody wrote to a gradient, on any rank that holds a part of it; None where the host has looked."""
         if self._writes is None or self._writes_of_all is not None:  # with the norm it got to know
             return self._writes_of_all
         groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
         return largest_over(groups, self._writes.float()).bool()
 
-    def any(self) -> bool:
+    def exist(self) -> bool:
         """Whether a gradient is there at all."""
-        return any(p.grad is not None for p in self.named.values())
+        return any(gradient is not None for gradient in map(GRADIENT_OF, self.named.values()))
 
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
@@ -233,7 +254,7 @@ class Gradients:
 
     def gather(self) -> None:
         """Group what is there, for the methods below: no backward comes any more."""
-        groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
+        groups: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
             spread = self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
@@ -243,11 +264,11 @@ class Gradients:
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            if (placed := settled(gradient, parameter)) is not gradient:
+            if (placed := redistribute_like(gradient, parameter)) is not gradient:
                 parameter.grad = gradient = placed
-            part = local(gradient)
-            groups[Kind(part.device, part.dtype, id(parameter) in self._widened, spread)].append(part)
-        self._groups = dict(groups)
+            part = local_tensor(gradient)
+            groups[part.device, part.dtype, id(parameter) in self._widened, spread].append(part)
+        self._groups = {Kind(*kind): group for kind, group in groups.items()}
 
     def _spread_of(self, name: str, parameter: Tensor) -> Spread:
         layout = layout_of(parameter)
@@ -302,9 +323,15 @@ class Gradients:
         if not takes_float32(where, dtype):
             return None
         found = torch.zeros((), device=device, dtype=torch.float32)
-        inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else torch.full_like(found, 1 / divisor)
+        inverse = (1 / divisor).float() if isinstance(divisor, Tensor) else self._inverse_of(divisor, device)
         unscale_all(group, found, inverse)
         return found
+
+    def _inverse_of(self, divisor: float, device: torch.device) -> Tensor:
+        """As a tensor; most windows have the same."""
+        if self._inverse is None or self._inverse[0] != divisor or self._inverse[1].device != device:
+            self._inverse = divisor, torch.full((), 1 / divisor, device=device, dtype=torch.float32)
+        return self._inverse[1]
 
     def _narrow(self, device: torch.device, factor: float | Tensor) -> None:
         if isinstance(factor, Tensor):
@@ -314,7 +341,7 @@ class Gradients:
             if gradient is None or gradient.device != device:
                 continue
             narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
-            torch.mul(local(gradient), factor, out=local(narrowed))
+            torch.mul(local_tensor(gradient), factor, out=local_tensor(narrowed))
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed

@@ -39,13 +39,13 @@ def reach_of(loss: Tensor) -> Reach:
     is_enabled = gc.isenabled()
     gc.disable()
     try:
-        return _walked(loss)
+        return _walk(loss)
     finally:
         if is_enabled:
             gc.enable()
 
 
-def _walked(loss: Tensor) -> Reach:
+def _walk(loss: Tensor) -> Reach:
     root: Any = loss.grad_fn
     if root is None:  # the loss is a leaf itself
         return Reach([loss], may_nest=False)

@@ -12,13 +12,13 @@ from macrobatch._torch.tensors import hooks_after_accumulation, version_of
 from macrobatch.errors import UsageError
 
 
-def hooked_among(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def hooked_parameters(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters with a hook that runs after each addition to their gradient."""
     return {name: p for name, p in named.items() if hooks_after_accumulation(p)}
 
 
 @contextlib.contextmanager
-def guarding(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def guard_hooks(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """While a backward runs: an error if one of these hooks writes to a gradient, replaces or clears it."""
     handles = []
     for name, parameter in hooked.items():

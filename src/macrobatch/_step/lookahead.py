@@ -81,17 +81,17 @@ class ReadAhead(Iterator[Batch]):
         return self._ahead.pop()
 
 
-def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
+def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
     """Each batch with the number of those that follow it; None where that is only known not to be 0.
 
-    >>> list(counted_down("abc"))
+    >>> list(with_remaining("abc"))
     [('a', 2), ('b', 1), ('c', 0)]
-    >>> list(counted_down(iter("abc")))
+    >>> list(with_remaining(iter("abc")))
     [('a', None), ('b', None), ('c', 0)]
     """
     length = length_of(loader)
     if length is None:
-        yield from _looked_ahead(loader)
+        yield from _with_lookahead(loader)
         return
     index = 0
     for index, batch in enumerate(loader, start=1):
@@ -110,7 +110,7 @@ def counted_down(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
         )
 
 
-def _looked_ahead(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
+def _with_lookahead(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
     source = loader if isinstance(loader, ReadAhead) else ReadAhead(loader)
     if not source.has_more():
         raise BatchError("the loader is empty: there is no batch to train on.")

@@ -16,7 +16,7 @@ from macrobatch._torch.optimizers import has_hooks_after_step, has_hooks_on_all_
 from macrobatch.errors import UsageError
 
 
-def takes_found_inf(optimizer: Optimizer) -> bool:
+def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
 
     Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
@@ -72,7 +72,7 @@ class StepGuard:
         )
 
 
-def fused_step(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def step_fused(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """A step that divides the gradients by `grad_scale`, or does nothing where `found_inf` is 1."""
     fresh = [
         parameter

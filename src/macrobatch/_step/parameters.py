@@ -1,13 +1,19 @@
-"""The parameters of the given models and optimizers."""
+"""The parameters of the given models and optimizers, and the gradients that each window has of them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from macrobatch._ranks.backend import Local
+from macrobatch._step.gradients import Gradients
 from macrobatch.errors import BackendError
+
+logger = logging.getLogger("macrobatch")
 
 
 class Parameters:
@@ -49,3 +55,44 @@ class Parameters:
                 "over all its models as a list, and make the optimizer after anything that replaces parameters."
             )
         return named
+
+
+class GradientSource:
+    """Makes the gradients of each window, before its first forward.
+
+    Args:
+        parameters: of the models.
+        backend: where it holds gradients besides ``.grad``.
+        accumulate_dtype: sums gradients of narrower parameters in this dtype.
+    """
+
+    def __init__(self, parameters: Parameters, backend: Local, accumulate_dtype: torch.dtype | None) -> None:
+        self._parameters = parameters
+        self._backend = backend
+        self._accumulate_dtype = accumulate_dtype if backend.abilities.confines else None
+        self._last: Gradients | None = None
+        self._has_warned = False
+
+    def begin_window(self) -> Gradients:
+        """Those of the window before serve again, unless the parameters are others."""
+        self._backend.drop_stale_gradients()
+        named = self._parameters.named()
+        if self._last is not None and self._last.are_of(named):
+            self._last.begin()
+        else:
+            self._last = self._make(named)
+        if self._last.had_stale and not self._has_warned:
+            self._has_warned = True
+            logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
+        return self._last
+
+    def _make(self, named: dict[str, nn.Parameter]) -> Gradients:
+        backend = self._backend
+        return Gradients(
+            named,
+            self._accumulate_dtype,
+            backend.shards,
+            held=None if backend.held_gradients() is None else backend.held_gradients,  # type: ignore[arg-type]
+            may_move=backend.abilities.moves_gradients,
+            are_views=backend.abilities.shows_views,
+        )

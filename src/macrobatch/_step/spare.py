@@ -8,7 +8,7 @@ from torch import Tensor
 
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import Samples
-from macrobatch._cut.trees import transformed, unshared
+from macrobatch._cut.trees import copy_shared, map_tensors
 from macrobatch._ranks.agreement import Agreement, Row
 from macrobatch._step.engine import Engine
 from macrobatch._torch.modules import BatchNorm
@@ -29,7 +29,7 @@ class Spare:
 
     def copy(self) -> Any:
         """One that a forward may change."""
-        return transformed(self._micro_batch, Tensor.clone)
+        return map_tensors(self._micro_batch, Tensor.clone)
 
     def find(self, rows: list[Row], samples: Samples, parts: list[Part]) -> None:
         """Have one before a window in which every rank must do a micro-batch. All ranks call this together."""
@@ -37,13 +37,13 @@ class Spare:
             return
         if self._micro_batch is None and parts:
             part = parts[-1]._replace(samples=parts[-1].samples[: self._smallest])
-            self._micro_batch = unshared(samples.take(part), lambda _: True)  # no view, which would keep the batch
+            self._micro_batch = copy_shared(samples.take(part), lambda _: True)  # no view, which would keep the batch
         if all(row.has_spare for row in rows):
             return
         source = next(rank for rank, row in enumerate(rows) if row.samples)
-        sent = self._agreement.broadcast(transformed(self._micro_batch, Tensor.cpu), source)
+        sent = self._agreement.broadcast(map_tensors(self._micro_batch, Tensor.cpu), source)
         if self._micro_batch is None:
-            self._micro_batch = transformed(sent, lambda tensor: tensor.to(self._engine.device))
+            self._micro_batch = map_tensors(sent, lambda tensor: tensor.to(self._engine.device))
 
     @property
     def _smallest(self) -> int:

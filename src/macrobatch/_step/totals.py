@@ -8,7 +8,6 @@ tensors on their device; nothing that lives on a device is read here.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from macrobatch._step.scaling import Seeds, inverse_power_of_two, number_on_host
 from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
@@ -56,6 +56,7 @@ class Window:
         alone: whether this process is the only one; ranks must multiply alike, whatever their micro-batches are.
         shrinks: whether gradients are float16 somewhere on their way, in which sums overflow where means do not.
         multiplier: what losses are multiplied with, where that is known beforehand.
+        seeds: what backwards start with, kept from one window to the next.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Window:
         alone: bool = True,
         shrinks: bool = False,
         multiplier: float | Tensor | None = None,
+        seeds: Seeds | None = None,
     ) -> None:
         self.number = number
         self.length = length
@@ -82,13 +84,14 @@ class Window:
         self._alone = alone
         self._shrinks = shrinks
         self._multiplier = multiplier  # chosen at the first micro-batch that has items
-        self._seeds = Seeds()
+        self._seeds = Seeds() if seeds is None else seeds
         self._counted: bool | None = None  # were items given? decided by the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
         self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
         self._device: torch.device | None = None
-        self._loss: Tensor | None = None  # the sum, as wide as the device allows, but for what is in the next
+        self._host_loss = 0.0  # the sum of those that lie in the host's memory, with items that it knows
+        self._loss: Tensor | None = None  # that of the others, in a wide dtype, but for the next
         self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
         self._travelling: Callable[[], Tensor] | None = None
         self._everyone: Tensor | None = None  # loss, items, micro-batches and flags, summed over all ranks
@@ -118,18 +121,36 @@ class Window:
     def _count(self, loss: Tensor, items: Items) -> None:
         self._counted = items is not None
         self.micro_batches += 1
-        total = self._begin_turn(loss)
-        loss = self._as_number(loss)
+        self._begin_turn(loss)
         if not isinstance(items, Tensor):
             count = 1 if items is None else items
             self._host_items += count
             if count or self._reduction == "sum":  # a mean over no items is NaN, and counts for nothing
-                total.add_(loss, alpha=count if self._reduction == "mean" else 1)
+                self._add_loss(loss, count if self._reduction == "mean" else 1)
             return
+        loss = self._as_number(loss)
         # Copies: the caller may fill the same buffers anew for the next micro-batch.
         self._unweighted.append((loss.clone(), self._as_number(items).clone()))
         if len(self._unweighted) == 32:
             self._fold()
+
+    def _add_loss(self, loss: Tensor, weight: int | float) -> None:
+        if (number := number_on_host(loss)) is not None:
+            self._host_loss += number * weight
+        else:
+            self._device_loss().add_(self._as_number(loss), alpha=weight)
+
+    def _device_loss(self) -> Tensor:
+        if self._loss is None:
+            self._loss = torch.zeros((), device=self.device, dtype=wide(self.device))
+        return self._loss
+
+    def _total_loss(self) -> Tensor:
+        """Of this rank."""
+        self._fold()
+        if self._loss is None:
+            return torch.full((), self._host_loss, device=self.device, dtype=wide(self.device))
+        return self._loss + self._host_loss if self._host_loss else self._loss
 
     def add_nothing(self, loss: Tensor) -> Tensor:
         """Count a turn that weighs nothing; returns the seed of its backward."""
@@ -145,31 +166,26 @@ class Window:
 
     def absorb(self, totals: Totals) -> None:
         """Add what was kept elsewhere."""
-        assert self._loss is not None, "a window that absorbs has had a turn"
-        self._loss += totals.loss
+        self._device_loss().add_(totals.loss)
         if totals.items is not None and totals.lowest is not None:
             self._fold()
             self._add_items(totals.items, totals.lowest)
 
     def totals(self) -> Totals:
         """What the device knows of this window."""
-        self._fold()
-        assert self._loss is not None, "a window without a micro-batch has no totals"
-        return Totals(self._loss, self._device_items, self._lowest)
+        return Totals(self._total_loss(), self._device_items, self._lowest)
 
     @property
     def host_items(self) -> int | float:
         """The items that the host knows."""
         return self._host_items
 
-    def _begin_turn(self, loss: Tensor) -> Tensor:
+    def _begin_turn(self, loss: Tensor) -> None:
         self.turns += 1
         if self.typical is not None:  # what other ranks multiply with must be undone here too
             self._choose_multiplier(loss, self.typical)
-        if self._loss is None:
+        if self._device is None:
             self._device = loss.device
-            self._loss = torch.zeros((), device=loss.device, dtype=wide(loss.device))
-        return self._loss
 
     def _as_number(self, tensor: Tensor) -> Tensor:
         """Without its graph, its shape, or another device than the window's."""
@@ -187,8 +203,7 @@ class Window:
         losses, items = losses.to(wide(self.device)), items.to(wide_count(items))
         if self._reduction == "mean":  # one over no items is NaN, and counts for nothing
             losses = losses.masked_fill(items == 0, 0) * items
-        assert self._loss is not None
-        self._loss += losses.sum()
+        self._device_loss().add_(losses.sum())
         self._add_items(items.sum(), items.min())
 
     def _add_items(self, total: Tensor, lowest: Tensor) -> None:
@@ -228,8 +243,7 @@ class Window:
         if (bad_items := self.bad_items()) is not None:
             items = items.masked_fill(bad_items, math.nan)  # so that all ranks get to know
         host = [torch.full_like(items, number) for number in (self.micro_batches, *flags)]
-        assert self._loss is not None
-        self._travelling = all_reduce(torch.stack([self._loss, items, *host]))
+        self._travelling = all_reduce(torch.stack([self._total_loss(), items, *host]))
 
     def receive(self) -> None:
         """From here on the totals are those of all ranks."""
@@ -281,9 +295,10 @@ class Window:
         """The mean loss over the items of the window, on the device; NaN where there are none."""
         if self._everyone is not None:
             return self._everyone[0] / self._everyone[1]
-        self._fold()
-        assert self._loss is not None
-        return self._loss / (self._host_items if self.has_items else self._own_items())
+        if self._loss is None and self.has_items:
+            mean = self._host_loss / self._host_items
+            return torch.full((), mean, device=self.device, dtype=wide(self.device))
+        return self._total_loss() / (self._host_items if self.has_items else self._own_items())
 
     def divisor(self) -> float | Tensor:
         """What turns the accumulated gradient into that of the mean: a number where the host knows it."""
@@ -328,23 +343,6 @@ class Window:
         return (self._lowest < 0) | ~torch.isfinite(self._device_items)
 
 
-class Seeds:
-    """What backwards start with: copies of the last number, which take a third of the time of making it anew."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float, Tensor] | None = None
-
-    def of(self, weight: float, loss: Tensor) -> Tensor:
-        """That number, as a tensor like `loss`, in memory of its own."""
-        if self._last is not None and self._last[0] == weight:
-            seed = self._last[1]
-            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
-                return seed.clone()
-        seed = torch.full_like(loss, weight)
-        self._last = weight, seed
-        return seed.clone()
-
-
 def is_zero(items: Items) -> bool:
     """Whether the host knows that there are no items."""
     return items is not None and not isinstance(items, Tensor) and items == 0
@@ -353,15 +351,3 @@ def is_zero(items: Items) -> bool:
 def wide_count(items: Tensor) -> torch.dtype:
     """The dtype in which counts like `items` add up without loss."""
     return wide(items.device) if items.is_floating_point() else torch.int64
-
-
-def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:
-    """The power of two between 1 / (2 * count) and 1 / count: multiplying with it changes no digit.
-
-    >>> inverse_power_of_two(1000), inverse_power_of_two(torch.tensor(1000))
-    (0.0009765625, tensor(0.0010))
-    """
-    if isinstance(count, Tensor):
-        number = count.detach().reshape(()).to(torch.float32).clamp(min=1)
-        return torch.frexp(number).mantissa / number  # mantissa * 2**exponent = number, so this is exact
-    return 2.0 ** -math.frexp(ctypes.c_float(max(count, 1)).value)[1]  # rounded as above

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-from macrobatch._step.lookahead import ReadAhead, counted_down, length_of
+from macrobatch._step.lookahead import ReadAhead, length_of, with_remaining
 from macrobatch._step.totals import Window
 from macrobatch.errors import BatchError
 from macrobatch.types import Remainder
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
 IN_BETWEEN = Turn(last=False)
 
 
-def exchanged_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
+def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
     """How long every rank's loader is; None for those that do not know."""
     length = length_of(loader)
     if length is None:  # whether there is a first batch must be known all the same
@@ -55,7 +55,7 @@ def exchanged_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]
     return [None if length == -1 else length for length in lengths]
 
 
-def planned_turns(
+def plan_turns(
     loader: Iterable[Batch], longest: int | None, window: Callable[[], Window], *, remainder: Remainder, lockstep: bool
 ) -> Iterator[tuple[Batch, Turn]]:
     """The turns of a rank that knows how long the longest rank's loader is.
@@ -67,7 +67,7 @@ def planned_turns(
         remainder: what becomes of a short last window.
         lockstep: whether all ranks take equally many turns.
     """
-    source = counted_down(loader)
+    source = with_remaining(loader)
     own = length_of(loader)
     longest = own if longest is None else longest
     slot = 0
@@ -97,7 +97,7 @@ def planned_turns(
     next(source, None)  # complains if there is more than the length said
 
 
-def agreed_turns(
+def negotiate_turns(
     loader: Iterable[Batch], window: Callable[[], Window], others_go_on: Callable[[], bool], *, lockstep: bool
 ) -> Iterator[tuple[Batch, Turn]]:
     """The turns of one of several ranks that do not know how many batches there are: flags tell the others.
@@ -108,7 +108,7 @@ def agreed_turns(
         others_go_on: whether, as of the last window closed, another rank has batches left.
         lockstep: whether all ranks take equally many turns.
     """
-    source = counted_down(loader if isinstance(loader, ReadAhead) else iter(loader))
+    source = with_remaining(loader if isinstance(loader, ReadAhead) else iter(loader))
     (batch, left), has_batch = next(source), True
     while has_batch or others_go_on():
         room = window().length - window().slots

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from macrobatch._ranks.collectives import whole
+from macrobatch._ranks.collectives import full_tensor
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Items
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def checked_loss(loss: Tensor) -> Tensor:
     """`loss` as handed to `backward`, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
-        return whole(loss)
+        return full_tensor(loss)
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
     if loss.numel() != 1:
@@ -56,7 +56,7 @@ def checked_items(items: object) -> Items:
                 f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
                 "Count them first, e.g. items=(labels != -100).sum()."
             )
-        return whole(items)
+        return full_tensor(items)
     if not isinstance(items, Real) or isinstance(items, bool):
         raise BatchError(f"items must be a number, a tensor with one, or None: got {items!r}.")
     if not math.isfinite(items) or items < 0:

@@ -12,7 +12,7 @@ from macrobatch._step.totals import Window
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
 
 # Why a step must not be taken, as bits of one number.
-NONFINITE, NO_ITEMS, BAD_ITEMS, MEDDLED = 1, 2, 4, 8
+NONFINITE, NO_ITEMS, BAD_ITEMS, TOUCHED = 1, 2, 4, 8
 
 
 class Verdict:
@@ -27,7 +27,7 @@ class Verdict:
         numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
         self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
         self._arrival: torch.cuda.Event | None = None
-        self.asks = MEDDLED in reasons  # whether a skipped step would not tell by itself that it is an error
+        self.needs_host = TOUCHED in reasons  # whether a skipped step would not tell by itself that it is an error
 
     @property
     def found_inf(self) -> Tensor:
@@ -64,7 +64,7 @@ class Verdict:
 
     def error(self, reasons: int) -> MacrobatchError | None:
         """What to raise for them."""
-        if reasons & MEDDLED:
+        if reasons & TOUCHED:
             return UsageError(
                 f"somebody else changed the gradients of the open window {self.window}, so its step was not taken. "
                 f"{UNDIVIDED}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -110,6 +111,11 @@ def plain_name(model: nn.Module, name: str) -> str:
 def is_compiled(model: nn.Module) -> bool:
     """Whether any part of it is, by `torch.compile(part)` or `part.compile()`."""
     return any(wrapper_of(module) == "OptimizedModule" or has_compiled_call(module) for module in model.modules())
+
+
+def can_have_compiled() -> bool:
+    """Whether anything can be compiled yet: who asks must not load the compiler for it, which takes seconds."""
+    return "torch._dynamo" in sys.modules
 
 
 def has_compiled_call(module: nn.Module) -> bool:

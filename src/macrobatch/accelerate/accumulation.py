@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Local
-from macrobatch._ranks.collectives import all_reduce_later, largest
+from macrobatch._ranks.collectives import all_reduce_max, start_all_reduce
 from macrobatch._ranks.select import select_backend
 from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of, run_backward
@@ -247,7 +247,7 @@ class Accumulation:
         if not self.closes:
             return seed
         if (group := self._sync.group) is not None:
-            window.send(lambda numbers: all_reduce_later(numbers, group))
+            window.send(lambda numbers: start_all_reduce(numbers, group))
             window.receive()
         window.average = self._sync.average
         if self._windows.scaling is not None:
@@ -274,7 +274,7 @@ class Accumulation:
             scaling.update()
             if group is not None and self._typical_items is None:  # all ranks must shrink their losses alike
                 assert items is not None, "only windows that count items get here"
-                self._typical_items = largest(items, group, loss.device)
+                self._typical_items = all_reduce_max(items, group, loss.device)
         if self._window is None:
             self._window = Window(
                 number=self._number,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from macrobatch._cut.trees import leaves, transformed
+from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch.accelerate.state import AcceleratorState, GradientState
 from macrobatch.errors import UsageError
 
@@ -25,7 +25,7 @@ def gather(values: Any) -> Any:
             raise UsageError(
                 f"gather() wants tensors: {path} is {type(leaf).__name__}. Use torch.distributed.all_gather_object."
             )
-    return transformed(values, _gathered)
+    return map_tensors(values, _gathered)
 
 
 def gather_for_metrics(values: Any, *, as_objects: bool = False) -> Any:
@@ -36,7 +36,7 @@ def gather_for_metrics(values: Any, *, as_objects: bool = False) -> Any:
     if not state.end_of_dataloader or state.remainder <= 0:
         return gathered
     kept = state.remainder
-    return gathered[:kept] if as_objects else transformed(gathered, lambda tensor: tensor[:kept])
+    return gathered[:kept] if as_objects else map_tensors(gathered, lambda tensor: tensor[:kept])
 
 
 def _gathered(tensor: Tensor) -> Tensor:

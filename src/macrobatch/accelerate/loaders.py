@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from macrobatch._cut.trees import leaves, transformed
+from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch.accelerate.settings import DataLoaderConfiguration
 from macrobatch.accelerate.sharding import (
     BatchSamplerShard,
@@ -94,7 +94,7 @@ class PreparedLoader(DataLoader[Any]):
                 return to(self.device, non_blocking=self.non_blocking)
             except TypeError:
                 return to(self.device)
-        return transformed(batch, lambda tensor: tensor.to(self.device, non_blocking=self.non_blocking))
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=self.non_blocking))
 
     def _remainder(self) -> int:
         if self.sheds_last or self.total_dataset_length is None:
@@ -185,7 +185,7 @@ class DispatchedLoader(PreparedLoader):
         """The batches that make a round, as one."""
         collected: list[Any] = []
         for batch in DataLoader.__iter__(self):
-            collected.append(transformed(batch, lambda tensor: tensor.cpu()))
+            collected.append(map_tensors(batch, lambda tensor: tensor.cpu()))
             if len(collected) == (1 if self.share.split else self.share.world):
                 yield _concatenated(collected)
                 collected = []
@@ -215,13 +215,13 @@ def _samples(batch: Any) -> int:
 
 
 def _part(batch: Any, begin: int, end: int) -> Any:
-    return transformed(batch, lambda tensor: tensor[begin:end].clone())
+    return map_tensors(batch, lambda tensor: tensor[begin:end].clone())
 
 
 def _from_the_start(batch: Any, samples: int) -> Any:
     """So many of its samples, from the first on, and again where there are not enough."""
     which = torch.arange(samples) % _samples(batch)
-    return transformed(batch, lambda tensor: tensor[which])
+    return map_tensors(batch, lambda tensor: tensor[which])
 
 
 def _concatenated(batches: list[Any]) -> Any:
@@ -230,7 +230,7 @@ def _concatenated(batches: list[Any]) -> Any:
         return batches[0]
     columns = iter(zip(*map(_tensors, batches), strict=True))
     try:
-        return transformed(batches[0], lambda _: torch.cat(next(columns)))
+        return map_tensors(batches[0], lambda _: torch.cat(next(columns)))
     except RuntimeError as error:
         raise BatchError(
             f"batches of different shapes cannot be sent as one: {error}. Pad them alike, or set split_batches=True, "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from macrobatch._cut.trees import transformed
+from macrobatch._cut.trees import map_tensors
 from macrobatch._torch.modules import without_compile
 from macrobatch.accelerate.settings import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from macrobatch.accelerate.state import AcceleratorState
@@ -38,7 +38,7 @@ def compute_in(autocast: Callable[[], AbstractContextManager[None]], model: nn.M
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with autocast():
             outputs = plain(*args, **kwargs) if of_class is None else of_class(module, *args, **kwargs)
-        return transformed(outputs, _widened)
+        return map_tensors(outputs, _widened)
 
     forward._plain = plain if of_class is None else None  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)

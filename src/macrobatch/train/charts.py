@@ -17,14 +17,19 @@ Points = list[tuple[int, float]]
 
 
 def smoothed(points: Points) -> Points:
-    """Each with the mean of those around it; nothing where there are too few to need that."""
+    """Each with the mean of those around it; nothing where there are too few to need that.
+
+    As far to the left as to the right, so that nothing lags where a loss falls steeply; but at the end, where a single
+    number would bend the line, as far to the left as ever.
+    """
     if len(points) < 60:
         return []
     sums = [0.0, *accumulate(value for _, value in points)]
     found, reach = [], max(len(points) // 60, 3)
     for index, (step, _) in enumerate(points):
-        side = min(reach, index, len(points) - 1 - index)  # as far to the left as to the right: no lag
-        found.append((step, (sums[index + side + 1] - sums[index - side]) / (2 * side + 1)))
+        left = min(reach, index)
+        right = min(left, len(points) - 1 - index)
+        found.append((step, (sums[index + right + 1] - sums[index - left]) / (left + 1 + right)))
     return found
 
 

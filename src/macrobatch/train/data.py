@@ -43,12 +43,15 @@ class Data:
         else:
             part = DEFAULT_VALIDATION if settings.validation is None else settings.validation
             train, validation = corpus.split(part, settings.seed)
-        if 0 < len(validation) < FEW:
+        return cls(train=train, validation=validation, vocabulary=vocabulary)
+
+    def warn_of_few(self) -> None:
+        """Say that a validation says little, before a run begins."""
+        if 0 < len(self.validation) < FEW:
             logger.warning(
                 "the validation has only %s: its loss says little. Name more with --validation-data, or a larger "
-                "--validation.", counted(len(validation), "sample"),
+                "--validation.", counted(len(self.validation), "sample"),
             )  # fmt: skip
-        return cls(train=train, validation=validation, vocabulary=vocabulary)
 
     def fits(self, vocabulary_size: int, positions: int | None) -> None:
         """Refuse samples that the model cannot take."""

@@ -16,13 +16,14 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, counted
+from macrobatch.train.files import replace_whole
 from macrobatch.train.settings import Settings
 
 Json = dict[str, Any]
@@ -40,6 +41,7 @@ def chosen(settings: Settings) -> Path | None:
     folder = Path(settings.out)
     if _is_run(folder) and (settings.resume or (_is_restarted() and _launch_of(folder) == launch())):
         return folder
+    _require_idle(folder)
     require_unused(folder)
     if settings.resume:
         raise UsageError(f"there is no run in {folder}. Check the name, or leave out --resume to begin one there.")
@@ -83,38 +85,74 @@ def locked(folder: Path) -> Iterator[None]:
     """Inside, no other process may train here. The kernel lets go where this one ends, however it does."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _lock(descriptor, folder)
+        deadline = time.monotonic() + PATIENCE
+        while not _lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise _going_on(folder)
+            time.sleep(0.1)
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    with contextlib.suppress(OSError):  # a file system without locks: nobody can know
-        while not _is_mine(descriptor):
-            if time.monotonic() > deadline:
-                raise UsageError(f"{folder} is being trained by another process: wait for it, or end it.")
-            time.sleep(0.1)
-
-
-def _is_mine(descriptor: int) -> bool:
+def _require_idle(folder: Path) -> None:
+    """Refuse a folder that another process trains in. Ranks may ask at once: they share the lock."""
+    if not folder.is_dir():
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _lock(descriptor, fcntl.LOCK_SH):
+            raise _going_on(folder)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock it, if no other process has; on a file system without locks nobody can know."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        return True
     return True
+
+
+def _going_on(folder: Path) -> UsageError:
+    pid = _holder(folder)
+    return UsageError(
+        f"a run is going on in {folder}{f' (process {pid})' if pid else ''}. Wait for it, end it"
+        f"{f' (kill {pid})' if pid else ''}, or choose another --out."
+    )
+
+
+def _holder(folder: Path) -> int | None:
+    """The process that has locked a folder, where the kernel tells: PID and inode are columns of /proc/locks."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inode = str(folder.stat().st_ino)
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode and int(words[4]) > 0:
+                return int(words[4])
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------- run.json
 
 
 def described(
-    folder: Path, *, settings: Settings, derived: Mapping[str, str], identity: Json, past: Past | None = None
+    folder: Path,
+    *,
+    settings: Settings,
+    derived: Mapping[str, str],
+    identity: Json,
+    past: Past | None = None,
+    unused: Sequence[str] = (),
 ) -> None:
-    """Write it down; again, where a run is extended."""
+    """Write it down; again, where a run is extended. `unused` are settings that have no effect on this run."""
     content: Json = {
         "settings": settings.lasting,
+        "unused": list(unused),
         "derived": dict(derived),
         "versions": versions(),
         "identity": identity,
@@ -124,7 +162,7 @@ def described(
     }
     if past is not None:
         content |= {"saved": past.is_saved, "earlier": list(past.owners)}
-    _write(folder, content)
+    replace_whole(folder / DESCRIPTION, json.dumps(content, indent=2))
 
 
 def note_saved(folder: Path) -> None:
@@ -137,17 +175,7 @@ def note(folder: Path, **facts: object) -> None:
     """Add what became of the run: its exit status, a text."""
     content = description(folder)
     if any(content.get(name) != value for name, value in facts.items()):
-        _write(folder, content | facts)
-
-
-def _write(folder: Path, content: Json) -> None:
-    """Aside, then renamed."""
-    aside = folder / PARTIAL
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / DESCRIPTION)
+        replace_whole(folder / DESCRIPTION, json.dumps(content | facts, indent=2))
 
 
 def description(folder: Path) -> Json:
@@ -194,7 +222,7 @@ class Past:
         if "steps" in differing and not own_warmup and _without_warmup(saved) == _without_warmup(here):
             differing = [name for name in differing if name != "learning_rate"]
         if others := [name for name in differing if name != "steps"]:
-            told = "; ".join(f"{name} was {_short(saved.get(name))}, now {_short(here[name])}" for name in others)
+            told = "; ".join(said for name in others for said in _differences(name, saved.get(name), here[name]))
             raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
         earlier = content.get("earlier") or ()
         return cls(
@@ -216,13 +244,17 @@ class Past:
                 f"{self.folder} has had checkpoints, and its folder of them holds none. Is a volume not mounted? "
                 "Bring them back, or begin another run in a new folder."
             )
+        if steps < self.steps:
+            raise UsageError(
+                f"--steps {steps}: {self.folder} has {counted(self.steps, 'step')} and cannot be made shorter, as its "
+                "learning rate follows them. Resume it without --steps and --epochs; Ctrl-C ends it sooner, with a "
+                "checkpoint and a model."
+            )
         if steps != self.steps and taken != self.steps:
             raise UsageError(
                 f"{self.folder} has taken {taken} of its {self.steps} steps: only a run that is finished can be "
                 "extended. Resume it without --steps and --epochs first."
             )
-        if steps < taken:
-            raise UsageError(f"{self.folder} has taken {taken} steps: it cannot be made shorter, to {steps}.")
 
 
 def _without_warmup(identity: Json) -> list[Any] | None:
@@ -235,8 +267,36 @@ def digest_of(identity: Json) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+# What the lists in an identity hold, by the names of their settings; and what is only known to differ.
+LISTS = {
+    "learning_rate": ("lr", "warmup", "schedule", "final-lr"),
+    "adamw": ("beta1", "beta2", "eps", "weight-decay"),
+    "batch_ramp": ("batch-ramp", "batch-ramp-start"),
+}
+DIGESTS = ("data", "vocabulary")
+
+
+def _differences(name: str, was: Any, now: Any) -> Iterator[str]:
+    """What two identities differ in, in words."""
+    if name in DIGESTS:
+        yield f"the {name} is not the same"
+    elif isinstance(was, list) and isinstance(now, list) and name in LISTS:
+        for part, before, after in zip(LISTS[name], was, now, strict=False):
+            if before != after:
+                yield f"{part} was {_short(before)}, now {_short(after)}"
+    elif isinstance(was, dict) and isinstance(now, dict):
+        for part in dict.fromkeys([*was, *now]):
+            if was.get(part) != now.get(part):
+                prefix = "batch-size" if (name, part) == ("batch", "samples") else f"{name}-{part}"
+                yield f"{prefix} was {_short(was.get(part))}, now {_short(now.get(part))}"
+    else:
+        yield f"{name.replace('_', '-')} was {_short(was)}, now {_short(now)}"
+
+
 def _short(value: object) -> str:
-    text = json.dumps(value)
+    if value is None:
+        return "not set"
+    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 

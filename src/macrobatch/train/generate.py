@@ -10,25 +10,19 @@ from torch import nn
 
 from macrobatch.errors import UsageError
 from macrobatch.train import models
-from macrobatch.train.pretrained import find, model_folder
+from macrobatch.train.pretrained import in_folder
 from macrobatch.train.vocabulary import Vocabulary
 
 
-def from_run(
+def text_from(
     run: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
-    """The prompt, and how the model of a run goes on from it."""
-    return from_folder(model_folder(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-
-
-def from_folder(
-    folder: Path, prompt: str, *, tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
-) -> str:
-    """The same, of a folder with weights and a tokenizer."""
-    origin = find(str(folder))
+    """The prompt, and how the model goes on from it, of a run or in any folder with weights and a tokenizer."""
+    origin = in_folder(run)
     if not origin.has_weights:
-        raise UsageError(f"{folder} holds the configuration of a model, and no weights.")
-    model, vocabulary = models.loaded(origin), Vocabulary.load(folder)
+        raise UsageError(f"{run} holds the configuration of a model, and no weights.")
+    model, vocabulary = models.loaded(origin), Vocabulary.load(origin.path)
+    models.require_causal(model, origin)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cut.memory import Sizes
+from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import plan_by_tokens
 from macrobatch._cut.policies import by_tokens
 from macrobatch.errors import CheckpointError, NonFiniteError, UsageError
@@ -99,6 +99,7 @@ class Learner:
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = adamw(self.model, settings)
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)
@@ -286,7 +287,7 @@ def drop_damaged_sizes(settings: Settings, world: World) -> None:
         return
     try:
         if file.is_file():
-            Sizes(file)
+            FittingSizes(file)
             return
     except (UsageError, RecursionError):
         pass

@@ -25,7 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._torch.modules import unwrapped
 from macrobatch.errors import BackendError, UsageError
-from macrobatch.train.pretrained import GENERATION, INDEX, Kept, Origin, check_index, find, read_json
+from macrobatch.train.pretrained import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    Kept,
+    Origin,
+    check_index,
+    check_type,
+    code_in,
+    find,
+    read_json,
+    reason,
+)
 from macrobatch.train.settings import Settings
 from macrobatch.train.vocabulary import Vocabulary, hub_is_out_of_reach
 from macrobatch.train.world import World
@@ -41,6 +53,8 @@ RATES = {"tiny": 5e-3, "small": 5e-3, "medium": 1.5e-3, "large": 6e-4}  # learni
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
 
+NAMES_OF_CODE = {"auto_map", "custom_pipelines"}  # entries of a configuration
+
 Config = dict[str, Any]
 
 # Buffers of these models never change. From torch 2.13 on the option to leave them alone has another name.
@@ -51,8 +65,8 @@ _SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "
 def check(settings: Settings, world: World) -> None:
     """Refuse what can be seen to be wrong before anything has been read."""
     origin = origin_of(settings)
-    if origin.kind == "config":
-        _read_config(origin.path)
+    if origin.kind in ("config", "weights"):
+        _config_of(origin)
     elif origin.kind == "hub":
         _check_hub(origin)
     if origin.kind == "weights" and settings.tokenizer is None and origin.tokenizer is None:
@@ -73,6 +87,17 @@ def check(settings: Settings, world: World) -> None:
         )
 
 
+def _warn_of_code(origin: Origin, tokenizer: str | None) -> None:
+    folders = [origin.folder, None if tokenizer is None else Path(tokenizer)]
+    for folder in dict.fromkeys(folder for folder in folders if folder is not None and folder.is_dir()):
+        if code := code_in(folder):
+            warnings.warn(
+                f"{folder} holds code ({code}), which is not executed: what transformers and tokenizers have of their "
+                "own is used instead. An export does not name it.",
+                stacklevel=2,
+            )
+
+
 # -------------------------------------------------------------------------------------------------- made or loaded
 
 
@@ -84,16 +109,17 @@ def origin_of(settings: Settings) -> Origin:
 def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
     """The model that is trained, in float32 on the CPU: made, or loaded."""
     origin = origin_of(settings)
+    _warn_of_code(origin, settings.tokenizer)
     if origin.kind == "size":
         size = SIZES[settings.model]
         return made(_llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len), settings.seed)
-    model = loaded(origin) if origin.has_weights else made(_read_config(origin.path), settings.seed)
-    _require_causal(model, settings.model)
+    model = loaded(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
+    require_causal(model, origin)
     return model
 
 
 @torch.no_grad()
-def _require_causal(model: nn.Module, name: str) -> None:
+def require_causal(model: nn.Module, origin: Origin) -> None:
     """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
     ids = torch.arange(8) % min(vocabulary_size_of(model), 8)
     others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
@@ -101,7 +127,7 @@ def _require_causal(model: nn.Module, name: str) -> None:
     one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
     if (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UsageError(
-            f"--model {name}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
+            f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
             "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
             '"is_decoder": true makes one.'
         )
@@ -133,11 +159,14 @@ def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: in
     }
 
 
-def _read_config(file: Path) -> Config:
-    config = read_json(file)
-    if isinstance(config, dict) and isinstance(config.get("model_type"), str):
-        return config
-    raise UsageError(f"{file} is not a configuration of transformers: no model_type in it.")
+def _config_of(origin: Origin) -> Config:
+    """The configuration in a file, or in a folder with weights."""
+    folder = origin.folder
+    assert folder is not None
+    file = origin.path if origin.kind == "config" else folder / CONFIG
+    config: Config = read_json(file)
+    check_type(config, origin.said if origin.kind == "weights" else str(file), folder)
+    return config
 
 
 def made(config: Config, seed: int) -> nn.Module:
@@ -152,7 +181,9 @@ def made(config: Config, seed: int) -> nn.Module:
             torch.manual_seed(seed)
             model: nn.Module = AutoModelForCausalLM.from_config(full)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UsageError(f"a model of the type {kind!r} cannot be made of this configuration: {error}") from error
+        raise UsageError(
+            f"a model of the type {kind!r} cannot be made of this configuration: {reason(error)}"
+        ) from error
     return model.float()
 
 
@@ -166,7 +197,7 @@ def _check_hub(origin: Origin) -> None:
     except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
         raise UsageError(
             f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
-            f"hub that can be reached: {_first_line(error)}"
+            f"hub that can be reached: {reason(error)}"
         ) from error
     if index is not None:
         check_index(index)
@@ -190,22 +221,18 @@ def loaded(origin: Origin) -> nn.Module:
             local_files_only=origin.kind == "weights" or hub_is_out_of_reach(),
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, SafetensorError) as error:
-        raise UsageError(f"--model {origin.name}: no model could be loaded: {_first_line(error)}") from error
+        raise UsageError(f"{origin.said}: no model could be loaded: {reason(error)}") from error
     finally:
         logging.set_verbosity(level)
         if shows:
             logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise UsageError(
-            f"--model {origin.name}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
+            f"{origin.said}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
             f"{missing[0]} for one, which would be random. Choose a complete causal language model."
         )
     found: nn.Module = model
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def summary(model: nn.Module) -> Config:
@@ -326,6 +353,8 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept,
         config: Any = copy.deepcopy(plain.config)
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
         config.dtype = dtype
+        for name in NAMES_OF_CODE & vars(config).keys():  # that is not exported
+            delattr(config, name)
         config.save_pretrained(aside)
         if kept.generation is not None:
             (aside / GENERATION).write_bytes(kept.generation)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ TOKENIZERS = (
     "vocab.txt",
 )
 
+UNEXECUTED = "Here nothing in a folder is executed."
+
 Kind = Literal["size", "config", "weights", "hub"]
 
 
@@ -53,11 +56,18 @@ class Origin:
         name: as the user gave it.
         kind: one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub.
         path: of the configuration, or of the folder with weights; of the others, just the name.
+        flag: what the user named it with, for messages.
     """
 
     name: str
     kind: Kind
     path: Path
+    flag: str = "--model "
+
+    @property
+    def said(self) -> str:
+        """How messages speak of it."""
+        return f"{self.flag}{self.name}"
 
     @property
     def has_weights(self) -> bool:
@@ -70,13 +80,17 @@ class Origin:
         return str(self.path) if self.kind == "weights" else self.name
 
     @property
+    def folder(self) -> Path | None:
+        """That of its configuration; None: it has none on this machine."""
+        return {"config": self.path.parent, "weights": self.path}.get(self.kind)
+
+    @property
     def tokenizer(self) -> str | None:
         """Where its tokenizer is; None: it has none."""
-        folder = self.path.parent if self.kind == "config" else self.path
         if self.kind == "hub":
             return self.name
-        if self.kind != "size" and any((folder / name).is_file() for name in TOKENIZERS):
-            return str(folder)
+        if self.folder is not None and any((self.folder / name).is_file() for name in TOKENIZERS):
+            return str(self.folder)
         return None
 
     def file(self, name: str) -> Path | None:
@@ -119,9 +133,11 @@ def find(name: str) -> Origin:
     """What this name, which is none of the sizes, stands for. Refuses what cannot be trained from."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return _in_folder(name, model_folder(path))
+        return in_folder(path, name=name)
     if path.is_file() and path.suffix == ".json":
         return Origin(name, "config", path)
+    if path.is_file() and path.suffix == ".safetensors":
+        raise UsageError(f"--model {name} is a file of weights only; name its folder: --model {path.parent}.")
     if path.exists() or name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise UsageError(
             f"--model {name}: there is no configuration of a model there. It must be the name of a size, a config.json "
@@ -130,8 +146,33 @@ def find(name: str) -> Origin:
     return Origin(name, "hub", path)
 
 
+def in_folder(path: Path, *, name: str | None = None) -> Origin:
+    """The model in a folder, or in that of a run; `name` is what the user gave as --model, if that was it."""
+    folder = model_folder(path)
+    origin = Origin(str(path), "weights", folder, flag="") if name is None else Origin(name, "weights", folder)
+    if (folder / ADAPTER).exists():
+        raise UsageError(
+            f"{origin.said}: this folder holds an adapter ({ADAPTER}), which is not read here. Merge it into its "
+            "model first (merge_and_unload of peft, then save_pretrained)."
+        )
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        weight_files(folder)
+        return origin
+    others = sorted({path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)} - NO_WEIGHTS)
+    if others:
+        new = "" if name is None else f"; or say --model {folder / CONFIG} to train new weights"
+        raise UsageError(
+            f"{origin.said}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds no "
+            "code. Where you trust the file, load it with transformers and write it with "
+            f"save_pretrained(folder, safe_serialization=True){new}."
+        )
+    return replace(origin, kind="config", path=folder / CONFIG)
+
+
 def model_folder(folder: Path) -> Path:
     """The folder of the model: that of a run, once it has written one, lies inside it."""
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}. Name the folder of a model, or of a run.")
     if (folder / CONFIG).is_file():
         return folder
     if (folder / "model" / CONFIG).is_file():
@@ -142,26 +183,6 @@ def model_folder(folder: Path) -> Path:
             f"macrobatch train --resume --out {folder}."
         )
     raise UsageError(f"{folder} holds no model: there is no {CONFIG} in it. Name the folder of a model, or of a run.")
-
-
-def _in_folder(name: str, folder: Path) -> Origin:
-    if (folder / ADAPTER).exists():
-        raise UsageError(
-            f"--model {name}: this folder holds an adapter ({ADAPTER}), which is not read here. Merge it into its "
-            "model first (merge_and_unload of peft, then save_pretrained)."
-        )
-    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
-        weight_files(folder)
-        return Origin(name, "weights", folder)
-    others = sorted({path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)} - NO_WEIGHTS)
-    if others:
-        raise UsageError(
-            f"--model {name}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds "
-            "no code. Where you trust the file, load it with transformers and write it with "
-            "save_pretrained(folder, safe_serialization=True); or say "
-            f"--model {folder / CONFIG} to train new weights."
-        )
-    return Origin(name, "config", folder / CONFIG)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -198,6 +219,46 @@ def _plain_file(path: Path) -> Path:
         raise UsageError(
             f"{path}: no model could be loaded: it is damaged, or no safetensors file ({error})."
         ) from None
+
+
+# --------------------------------------------------------------------------------------------- code that is not run
+
+
+def code_in(folder: Path) -> str | None:
+    """The code that somebody has put beside a model or a tokenizer, in short; None: there is none."""
+    files = sorted(path.name for path in folder.glob("*.py"))
+    if not files and not any(_names_code(folder / name) for name in (CONFIG, "tokenizer_config.json")):
+        return None
+    return f"{files[0]}{' and more' if files[1:] else ''}" if files else "named by auto_map"
+
+
+def _names_code(file: Path) -> bool:
+    content = read_json(file) if file.is_file() else None
+    return isinstance(content, dict) and bool(content.get("auto_map"))
+
+
+def reason(error: Exception) -> str:
+    """The first line of what another library says; in our words, where it would have code of strangers executed."""
+    said = str(error).strip() or type(error).__name__
+    if "trust_remote_code" in said:
+        return f"it works only with code of its own. {UNEXECUTED}"
+    return said.splitlines()[0]
+
+
+def check_type(config: Any, said: str, folder: Path) -> None:
+    """Refuse a configuration of a type that transformers does not have."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str):
+        raise UsageError(f"{said} is not a configuration of transformers: no model_type in it.")
+    if kind not in CONFIG_MAPPING:
+        code = code_in(folder)
+        own = f" It comes with code for it ({code}). {UNEXECUTED}" if code else ""
+        raise UsageError(
+            f"{said}: transformers {version('transformers')} has no model of its type {kind!r}.{own} Take a newer "
+            "transformers that has it, or a model of a type that it has."
+        )
 
 
 def read_json(file: Path) -> Any:

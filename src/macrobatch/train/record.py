@@ -4,22 +4,18 @@ In the run folder: ``metrics.jsonl`` with a line for each optimizer step, ``vali
 validation, and TensorBoard's events. On the screen: what was derived, then a bar; in a log file a line now and then.
 
 A line is appended whole or not at all. A run that is resumed from a checkpoint drops the lines of later steps, which it
-takes anew: written aside, then renamed.
+takes anew.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import math
-import os
 import resource
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +27,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
-from macrobatch.errors import UsageError, printable
+from macrobatch.errors import printable
+from macrobatch.train.events import Events, numbers_in
+from macrobatch.train.files import Lines
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -40,8 +38,6 @@ EVENTS = "tensorboard"
 LINES = 20  # that a whole run leaves in a log file, or one in
 SECONDS = 30.0  # where that is sooner
 RECENT = 50  # steps whose speed tells the time that is left
-
-logger = logging.getLogger("macrobatch")
 
 
 class Silent:
@@ -52,6 +48,9 @@ class Silent:
 
     def say(self, text: str) -> None:
         """Print a line, without disturbing the bar."""
+
+    def warn(self, text: str) -> None:
+        """Print a line beside the screen, on stderr: one that should be read where nobody reads the other."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Record an optimizer step, as plain numbers.
@@ -95,6 +94,7 @@ class Recorder(Silent):
     >>> folder = Path(tempfile.mkdtemp())
     >>> with Recorder(folder, total_steps=2, resume_step=None, console=Console(quiet=True)) as recorder:
     ...     recorder.step({"step": 1, "loss": 8.25, "seconds": 0.5, "tokens_per_second": 1000.0})
+    >>> from macrobatch.train.files import rows
     >>> rows(folder / METRICS)
     [{'step': 1, 'loss': 8.25, 'seconds': 0.5, 'tokens_per_second': 1000.0}]
 
@@ -120,10 +120,7 @@ class Recorder(Silent):
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
-        self._excepthook = threading.excepthook
-        self._events = _events(folder / EVENTS, resume_step)
-        if self._events is not None:
-            threading.excepthook = self._thread_failed
+        self._events = Events(folder / EVENTS, resume_step)
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
         self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
@@ -139,16 +136,20 @@ class Recorder(Silent):
     def say(self, text: str) -> None:
         self._print(printable(text), markup=False, highlight=False)
 
+    def warn(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"macrobatch: {printable(text)}", file=sys.stderr, flush=True)
+
     def step(self, row: Mapping[str, Any]) -> None:
         self._metrics.append(row)
         step = int(row["step"])
-        self._add_events(step, _numbers(row))
+        self._events.add(step, numbers_in(row))
         self._show(step, row)
 
     def validation(self, step: int, loss: float) -> None:
         self._validation.append({"step": step, "loss": loss})
         if math.isfinite(loss):
-            self._add_events(step, [("validation/loss", loss)])
+            self._events.add(step, [("validation/loss", loss)])
         self._last_validation = f"validation {loss:.3f}  "
         if self._bar is None:
             self.say(f"step {step}  validation loss {loss:.4f}")
@@ -170,32 +171,7 @@ class Recorder(Silent):
             self.say(self._line())
         self._metrics.close()
         self._validation.close()
-        self._close_events()
-
-    # ------------------------------------------------------------------------------------------ TensorBoard
-
-    def _add_events(self, step: int, numbers: Iterable[tuple[str, float]]) -> None:
-        if self._events is None:
-            return
-        try:
-            for name, value in numbers:
-                self._events.add_scalar(name, value, step)
-        except OSError as error:
-            logger.warning("TensorBoard's events are no longer written: %s", error.strerror or error)
-            self._close_events()
-
-    def _close_events(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
-            with contextlib.suppress(OSError):  # what it has not written is in the lines too
-                events.close()
-        threading.excepthook = self._excepthook
-
-    def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
-        """Its thread stores what happened, for whoever writes next, and would print a traceback besides."""
-        if type(thread.thread).__module__.startswith("tensorboard."):
-            return
-        self._excepthook(thread)
+        self._events.close()
 
     # ------------------------------------------------------------------------------------------ on the screen
 
@@ -289,107 +265,6 @@ def clock_time(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-# ---------------------------------------------------------------------------------------------- lines on the disk
-
-
-class Lines:
-    """A file of JSON objects, one a line, each with its ``step``.
-
-    Args:
-        path: of the file.
-        resume_step: lines of later steps are dropped; None: there must be none.
-    """
-
-    def __init__(self, path: Path, resume_step: int | None) -> None:
-        self.path = path
-        if resume_step is not None:
-            kept = [row for row in rows(path) if row["step"] <= resume_step]
-            aside = path.with_name(f"{path.name}.partial")
-            with aside.open("w", encoding="utf-8") as file:
-                file.writelines(_line(row) for row in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        elif path.exists() and path.stat().st_size:
-            raise UsageError(f"{path} holds the steps of another run. Name another folder, or resume that run.")
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a line, or none where the disk is full."""
-        line = _line(row).encode()
-        size = os.fstat(self._handle).st_size
-        try:
-            while line:
-                line = line[os.write(self._handle, line) :]
-        except OSError:
-            os.ftruncate(self._handle, size)
-            raise
-
-    def sync(self) -> None:
-        """Wait until all lines are on the disk."""
-        os.fsync(self._handle)
-
-    def close(self) -> None:
-        """No line is added any more."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of such a file that are whole; a run that was killed may have left a torn one."""
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            found.append(row)
-        else:
-            logger.warning("%s, line %d, is not a whole line: passed over", path, number)
-    return found
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(row), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can have it: no NaN, no infinity."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
-
-
-def _numbers(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str, float]]:
-    """What TensorBoard can draw."""
-    found: list[tuple[str, float]] = []
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            found += _numbers(value, f"{name}/")
-        elif isinstance(value, int | float) and name != "step" and math.isfinite(value):
-            found.append((prefix + name, value))
-    return found
-
-
-def _events(folder: Path, resume_step: int | None) -> Any:
-    """TensorBoard's writer; None where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.warning("tensorboard is not installed: no events are written. pip install 'macrobatch[train]'")
-        return None
-    purge = None if resume_step is None else resume_step + 1
-    return SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
 
 # ---------------------------------------------------------------------------------------------- padding, memory

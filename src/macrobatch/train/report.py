@@ -11,26 +11,25 @@ import html
 import json
 import logging
 import math
-import os
 import signal
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from macrobatch.errors import UsageError, counted
-from macrobatch.train.charts import Chart, Line, Points, in_bytes, short, smoothed
+from macrobatch.train import curves
+from macrobatch.train.charts import Chart, in_bytes, short
 from macrobatch.train.clock import PARTS
-from macrobatch.train.record import METRICS, VALIDATION, clock_time, rows
-from macrobatch.train.settings import Settings
+from macrobatch.train.curves import Row, is_number, total, values
+from macrobatch.train.files import replace_whole, rows
+from macrobatch.train.record import METRICS, VALIDATION, clock_time
+from macrobatch.train.settings import Settings, flag_of
 
 REPORT = "report.html"
 RUN = "run.json"
 MOST = 8  # runs beside each other, each in a colour of its own
-
-Row = Mapping[str, Any]
 
 logger = logging.getLogger("macrobatch")
 
@@ -50,6 +49,8 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """The run there; refuses a folder without any step."""
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}. Name the folder of a run.")
         steps = rows(folder / METRICS)
         if not steps:
             raise UsageError(
@@ -81,12 +82,7 @@ def written(*folders: Path, out: Path | None = None) -> Path:
     runs = [Run.read(folder) for folder in folders]
     home = folders[0] if len(folders) == 1 else folders[0].resolve().parent
     path = home / REPORT if out is None else _checked_out(out)
-    aside = path.with_name(f"{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(_page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    replace_whole(path, _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
     return path
 
 
@@ -101,7 +97,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _page_of_one(run: Run) -> str:
-    charts = _charts(run.steps, run.validations)
+    charts = curves.of_one(run.steps, run.validations)
     parts = [
         _tiles(run.steps, run.validations),
         _section_of(charts),
@@ -113,7 +109,7 @@ def _page_of_one(run: Run) -> str:
 
 
 def _page_of_several(runs: Sequence[Run]) -> str:
-    charts = _charts_of_several(runs)
+    charts = curves.of_several([(run.name, run.steps, run.validations) for run in runs])
     title = " · ".join(run.name for run in runs)
     return _page(title, [f"{len(runs)} runs"], [_comparison(runs), _section_of(charts)], charts)
 
@@ -158,29 +154,11 @@ def _page(title: str, said: Sequence[str], parts: Sequence[str], charts: Sequenc
 # ---------------------------------------------------------------------------------------------- what the numbers say
 
 
-def values(steps: Iterable[Row], name: str) -> Points:
-    """The steps for which that number is known, each with it.
-
-    >>> values([{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 2}], "loss")
-    [(1, 2.5), (3, 2.0)]
-    """
-    found = ((row["step"], row.get(name)) for row in steps)
-    return [(step, float(value)) for step, value in found if _is_number(value)]
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _sum(steps: Iterable[Row], name: str) -> float:
-    return sum(value for _, value in values(steps, name))
-
-
 def _summary(steps: Sequence[Row]) -> str:
     facts = [counted(steps[-1]["step"], "optimizer step")]
-    if tokens := _sum(steps, "tokens") or _sum(steps, "items"):
+    if tokens := total(steps, "tokens") or total(steps, "items"):
         facts.append(f"{short(tokens)} tokens")
-    if seconds := _sum(steps, "seconds"):
+    if seconds := total(steps, "seconds"):
         facts.append(f"{clock_time(seconds)} {'hours' if seconds >= 3600 else 'minutes'} of training")
     return " · ".join(facts)
 
@@ -239,7 +217,7 @@ def _perplexity(loss: float) -> str:
 
 
 def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
-    tokens, padded, in_order = (_sum(steps, name) for name in ("tokens", "padded_tokens", "padded_in_order"))
+    tokens, padded, in_order = (total(steps, name) for name in ("tokens", "padded_tokens", "padded_in_order"))
     if not tokens or padded < tokens:
         return []
     share = f"{1 - tokens / padded:.1%}"
@@ -249,84 +227,26 @@ def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
     return [("padding saved", f"{saved:.1%}", f"{share} left, {1 - tokens / in_order:.1%} in the usual order")]
 
 
-def _charts(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
-    losses = values(steps, "loss")
-    smooth = smoothed(losses)
-    lines = [Line("train", losses, "train faint" if smooth else "train")]
-    if smooth:
-        lines.append(Line("train, smoothed", smooth, "train"))
-    if measured := values(validations, "loss"):
-        lines.append(Line("validation", measured, "validation"))
-    charts = [
-        Chart("Loss", "nats a token", lines, switch=True),
-        Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
-        Chart(
-            "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
-        ),
-        Chart("Padding", "share of the tokens computed, in %", _padding(steps), zero=True),
-        Chart("Learning rate", "", [Line("lr", values(steps, "lr"), "train")], zero=True),
-        _memory(values(steps, "memory_bytes")),
-    ]
-    return [chart for chart in charts if any(line.points for line in chart.lines)]
-
-
-def _padding(steps: Sequence[Row]) -> list[Line]:
-    def share(name: str) -> Points:
-        both = ((row["step"], row.get("tokens"), row.get(name)) for row in steps)
-        return [
-            (step, 100 * (1 - tokens / padded))
-            for step, tokens, padded in both
-            if _is_number(tokens) and _is_number(padded) and padded > 0
-        ]
-
-    lines = [
-        Line("in the usual order", share("padded_in_order"), "validation"),
-        Line("here", share("padded_tokens"), "train"),
-    ]
-    return [line for line in lines if line.points]
-
-
-def _memory(points: Points) -> Chart:
-    unit, name = (2**30, "GiB") if max((size for _, size in points), default=0) >= 2**30 else (2**20, "MiB")
-    peaks = accumulate((size for _, size in points), max)  # a process that resumed the run begins anew
-    line = Line("peak", [(step, size / unit) for (step, _), size in zip(points, peaks, strict=True)], "train")
-    return Chart("Memory", f"peak so far, {name}", [line], zero=True)
-
-
-# ---------------------------------------------------------------------------------------------- several runs
-
-
-def _charts_of_several(runs: Sequence[Run]) -> list[Chart]:
-    def lines(name: str, of: str = "steps") -> list[Line]:
-        found = ((run.name, values(getattr(run, of), name)) for run in runs)
-        return [Line(title, points, f"run{number}") for number, (title, points) in enumerate(found)]
-
-    losses = [Line(line.name, smoothed(line.points) or line.points, line.style) for line in lines("loss")]
-    charts = [
-        Chart("Loss", "smoothed, nats a token", losses, switch=True),
-        Chart("Validation", "nats a token", lines("loss", "validations"), switch=True),
-        Chart("Throughput", "tokens a second", lines("tokens_per_second"), zero=True),
-        Chart("Learning rate", "", lines("lr"), zero=True),
-        Chart("Gradient norm", "before clipping", lines("grad_norm"), may_be_log=True),
-    ]
-    return [chart for chart in charts if any(line.points for line in chart.lines)]
-
-
 def _comparison(runs: Sequence[Run]) -> str:
     """The last numbers of each, and in which settings they differ."""
     columns = [_last_numbers(run) for run in runs]
-    settings = [dict(flat(run.facts.get("settings") or {})) for run in runs]
-    names = dict.fromkeys(name for one in settings for name in one)
-    table = {name: [column.get(name, "-") for column in columns] for name in columns[0]}
-    table |= {
-        name: [one.get(name, "-") for one in settings] for name in names if len({one.get(name) for one in settings}) > 1
-    }
+    table = {name: [column[name] for column in columns] for name in columns[0]}
+    settings = [_used_settings(run.facts) for run in runs]
+    for name in dict.fromkeys(name for one in settings for name in one):
+        if len({_text(one[name]) for one in settings if name in one}) > 1:
+            table[flag_of(name)] = [_setting(one, name) for one in settings]
     head = "".join(f'<th class="run{number}">{html.escape(run.name)}</th>' for number, run in enumerate(runs))
     lines = "".join(
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n"
         for name, cells in table.items()
     )
     return f'<section class="comparison">\n<table>\n<tr><th></th>{head}</tr>\n{lines}</table></section>'
+
+
+def _setting(settings: Mapping[str, Any], name: str) -> str:
+    if name not in settings:
+        return "-"
+    return "default" if settings[name] in (None, []) else _text(settings[name])
 
 
 def _last_numbers(run: Run) -> dict[str, str]:
@@ -339,7 +259,7 @@ def _last_numbers(run: Run) -> dict[str, str]:
         "validation loss": f"{measured[-1][1]:.3f}" if measured else "-",
         "best validation": f"{min(loss for _, loss in measured):.3f}" if measured else "-",
         "tokens a second": short(statistics.median(speeds)) if speeds else "-",
-        "training": clock_time(_sum(run.steps, "seconds")),
+        "training": clock_time(total(run.steps, "seconds")),
     }
 
 
@@ -350,7 +270,7 @@ def _where_time_went(steps: Sequence[Row]) -> str:
     totals: dict[str, float] = {}
     for row in steps:
         for part, seconds in (row.get("time") or {}).items():
-            if _is_number(seconds):
+            if is_number(seconds):
                 totals[part] = totals.get(part, 0.0) + seconds
     whole = sum(totals.values())
     if not whole:
@@ -380,11 +300,17 @@ def _sample(facts: Mapping[str, Any]) -> str:
     return f'<section class="sample">\n<h2>A text by the model</h2>\n<pre>{html.escape(text)}</pre>\n</section>'
 
 
+def _used_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that have an effect on a run."""
+    settings, unused = facts.get("settings"), facts.get("unused")
+    without = unused if isinstance(unused, list) else []
+    return {name: v for name, v in settings.items() if name not in without} if isinstance(settings, Mapping) else {}
+
+
 def _tables(run: Mapping[str, Any]) -> str:
-    settings, defaults = run.get("settings"), json.loads(json.dumps(Settings().lasting))
-    if isinstance(settings, Mapping):
-        changed = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
-        run = {**run, "changed": changed}
+    defaults = json.loads(json.dumps(Settings().lasting))
+    changed = {n: v for n, v in _used_settings(run).items() if n not in defaults or v != defaults[n]}
+    run = {**run, "changed": changed}
     names = {
         "changed": "Settings that differ from the default",
         "derived": "Derived",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from macrobatch.errors import UsageError, counted
 from macrobatch.train.settings import DEFAULT_BATCH, Schedule, Settings
 
 
@@ -51,11 +50,7 @@ class Ramp:
 
 def rate_of(settings: Settings, steps: int, lr: float) -> Rate:
     """The learning rate of a run of so many steps, which is `lr` at the reference batch."""
-    if settings.warmup is not None and settings.warmup > steps:
-        raise UsageError(
-            f"--warmup {settings.warmup} is longer than the run of {counted(steps, 'step')}: the learning rate would "
-            "never be reached. Shorten it, or take more --steps."
-        )
+    settings.check_warmup(steps)
     return Rate(
         peak=lr * scale_of(settings),
         steps=steps,

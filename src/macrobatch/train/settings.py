@@ -1,26 +1,16 @@
-"""`Settings`: one frozen dataclass is the command line, and the TOML file.
-
-What is said last counts: defaults, then the run that is resumed or a configuration file, then flags. tyro, which makes
-the command line of the dataclass, is imported when there is one to parse.
-"""
+"""`Settings`: one frozen dataclass is the command line, and the TOML file. How they are read: `flags.py`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import json
 import math
-import re
-import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, counted
 
 Schedule = Literal["cosine", "linear", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -30,12 +20,13 @@ Parallel = Literal["ddp", "fsdp", "hsdp"]
 DEFAULT_BATCH = 16  # samples
 DEFAULT_STEPS = 320
 DEFAULT_VALIDATION = 0.01  # of the documents
+ALTERNATIVES = (("batch_size", "batch_tokens"), ("steps", "epochs"))
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Train a causal language model: from scratch, or from weights that are there.
+    """Train a causal language model: from scratch, or from existing weights.
 
     Without any argument: a small decoder on the functions of the Python standard library. Under torchrun the same flags
     use all ranks. The losses depend on the data, the seed and the batch, not on how many ranks and micro-batches it is
@@ -43,22 +34,19 @@ class Settings:
     """
 
     model: str = "small"
-    """What to train: tiny, small, medium or large; a configuration of transformers (config.json, or its folder); a
-    folder with weights; or a name on the hub."""
+    """tiny, small, medium or large; a config.json of transformers; a folder with weights; a run; a name on the hub."""
     data: tuple[str, ...] = ()
-    """Text files, folders of them, JSONL files (a text, or prompt and completion), folders saved by `datasets`. Without
-    any: the functions of the Python standard library."""
+    """Text files, JSONL files, folders of them, or saved by `datasets`. If not set: the Python standard library."""
     text_field: str = "text"
     """The field of a JSONL line, or of a dataset, that holds the text."""
     tokenizer: str | None = None
-    """A tokenizer.json, its folder, or a name on the hub. By default that of the model's folder, else one is trained on
-    the data."""
+    """A tokenizer.json, its folder, or a name on the hub. If not set: the model's own, else one trained on the data."""
     vocabulary_size: int = 4096
-    """Words of a tokenizer that is trained."""
+    """Words of a tokenizer that is trained on the data."""
     seq_len: int = 256
     """The longest sample, in tokens. Longer texts are cut into pieces."""
     validation: float | None = None
-    """The part of the documents that is kept for validation, 0.01 by default; 0: none."""
+    """The part of the documents that is kept for validation; 0: none. If not set: 0.01."""
     validation_data: tuple[str, ...] = ()
     """Files and folders to validate on, instead of a part of the data."""
     early_stop: int | None = None
@@ -67,7 +55,7 @@ class Settings:
     """Steps between validations; there is one in the end too. 0: only that."""
 
     batch_size: int | None = None
-    """Samples in a batch: of one optimizer step, over all ranks. 16 where nothing is said."""
+    """Samples in the batch of one optimizer step, over all ranks. If not set: 16."""
     batch_tokens: int | None = None
     """Tokens in a batch, instead of samples."""
     batch_ramp: int = 0
@@ -75,68 +63,64 @@ class Settings:
     batch_ramp_start: float = 0.25
     """What part of the batch a ramp begins with."""
     micro: str = "tokens"
-    """How a batch is cut to fit: a number of samples; "tokens:4096", sorted by length, at most so many with padding;
-    "tokens", with a number that suits the machine; "auto", the largest number of samples that fits."""
+    """How a batch is cut: N samples; tokens:N, at most N tokens with padding; tokens, N is chosen; auto, what fits."""
     steps: int | None = None
-    """Optimizer steps. 320 where nothing is said."""
+    """Optimizer steps. If not set: 320."""
     epochs: int | None = None
     """How often to go through the data, instead of steps."""
 
     lr: float | None = None
-    """The highest learning rate. Where nothing is said, what suits the size of the model, or 5e-5 from weights that are
-    there."""
+    """The highest learning rate. If not set: chosen by model size, or 5e-5 from existing weights."""
     lr_scale: Scaling = "none"
-    """Multiply it by batch / reference_batch, or the square root of that."""
+    """Multiply lr by batch / reference_batch, or by the square root of that."""
     reference_batch: int | None = None
     """The batch that lr was found with, in samples, or in tokens where the batch is in tokens."""
     schedule: Schedule = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup: int | None = None
-    """Steps in which it rises. A tenth of all where nothing is said."""
+    """Steps in which the learning rate rises. If not set: a tenth of all steps."""
     final_lr: float = 0.1
     """What part of the learning rate is left in the end."""
     weight_decay: float = 0.1
-    """Of AdamW, on matrices only."""
+    """Weight decay of AdamW, on matrices only."""
     beta1: float = 0.9
-    """Of AdamW."""
+    """beta1 of AdamW."""
     beta2: float = 0.95
-    """Of AdamW."""
+    """beta2 of AdamW."""
     eps: float = 1e-8
-    """Of AdamW."""
+    """epsilon of AdamW."""
     max_norm: float = 1.0
     """Gradients are clipped to this norm; "inf" for not at all."""
 
     precision: Precision = "float32"
-    """bf16 and fp16: weights in float32, products in the lower precision. pure-bf16: weights in it too, gradients
-    summed in float32."""
+    """bf16, fp16: weights in float32, products in less. pure-bf16: weights in less too, gradients summed in float32."""
     compile: bool = False
-    """Compile the model."""
+    """Compile each layer with torch.compile."""
     cuda_graph: bool = False
-    """Capture forward and backward, and replay them."""
+    """Record forward and backward as CUDA graphs, and replay them."""
     checkpoint_activations: bool = False
     """Compute each layer again in the backward, instead of keeping what it computed."""
     parallel: Parallel = "ddp"
-    """Between ranks: replicas, shards, or replicas of shards."""
+    """Between ranks: replicas (ddp), shards (fsdp), or replicas of shards (hsdp)."""
     shard_ranks: int | None = None
-    """hsdp: how many ranks share one copy of the model. Those of a host where nothing is said."""
+    """hsdp: how many ranks share one copy of the model. If not set: those of a host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Where to train. auto: on GPUs if there are any."""
     seed: int = 0
-    """Of the weights, of the order of samples, of the validation split."""
+    """Seed of the weights, of the order of samples and of the validation split."""
 
     out: str | None = None
-    """The run folder. Where nothing is said: runs/MODEL-1, or the next number that is free."""
+    """The run folder. If not set: runs/MODEL-1, or the next number that is free."""
     resume: bool = False
-    """Resume the run in --out from its last checkpoint, with its settings. More --steps or --epochs extend a run that
-    is finished."""
+    """Resume the run in --out from its last checkpoint. More --steps or --epochs extend a run that is finished."""
     save_every: int = 100
     """Steps between checkpoints; there is one in the end too. 0: only that."""
     keep: int = 2
-    """How many checkpoints are kept."""
+    """How many of the last checkpoints are kept; the one with the best validation stays besides."""
     prompt: str | None = None
-    """What the text that is printed in the end begins with."""
+    """What the text that is printed in the end begins with. If not set: the beginning of a sample."""
     sample_tokens: int = 96
-    """How long it is; 0: none."""
+    """The length of that text, in tokens; 0: none."""
 
     config: str | None = None
     """A TOML file with any of these settings."""
@@ -172,6 +156,14 @@ class Settings:
         fields = dataclasses.asdict(self)
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items() if name not in ONCE}
 
+    def check_warmup(self, steps: int) -> None:
+        """Refuse a warm-up that is longer than the run."""
+        if self.warmup is not None and self.warmup > steps:
+            raise UsageError(
+                f"--warmup {self.warmup} is longer than the run of {counted(steps, 'step')}: the learning rate would "
+                "never be reached. Shorten it, or take more --steps."
+            )
+
     def toml(self) -> str:
         """As a file for `config`. What has no value is a comment."""
         lines = []
@@ -188,10 +180,10 @@ def _check_types(settings: Settings) -> None:
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), hints[field.name]
         if not _is_of(value, wanted):
-            raise UsageError(f"{_flag(field.name)} must be {_words(wanted)}: got {value!r}.")
+            raise UsageError(f"{flag_of(field.name)} must be {_words(wanted)}: got {value!r}.")
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and "\0" in text for text in texts):
-            raise UsageError(f"{_flag(field.name)} must not hold a NUL character: got {value!r}.")
+            raise UsageError(f"{flag_of(field.name)} must not hold a NUL character: got {value!r}.")
 
 
 def _is_of(value: object, wanted: Any) -> bool:
@@ -254,7 +246,7 @@ def _check_ranges(settings: Settings) -> None:
         if value is None or low <= value <= high:
             continue
         between = f"at least {_number(low)}" if high == math.inf else f"between {_number(low)} and {_number(high)}"
-        raise UsageError(f"{_flag(name)} must be {between}: got {value!r}.")
+        raise UsageError(f"{flag_of(name)} must be {between}: got {value!r}.")
 
 
 def _number(value: float) -> str:
@@ -267,9 +259,9 @@ def _check_together(settings: Settings) -> None:
         raise UsageError("--validation and --validation-data say the same thing in two ways: give one of them.")
     if settings.early_stop is not None and settings.validation == 0:
         raise UsageError("--early-stop needs something to validate on, and --validation is 0.")
-    for one, other in (("batch_size", "batch_tokens"), ("steps", "epochs")):
+    for one, other in ALTERNATIVES:
         if getattr(settings, one) is not None and getattr(settings, other) is not None:
-            raise UsageError(f"{_flag(one)} and {_flag(other)} say the same thing in two ways: give one of them.")
+            raise UsageError(f"{flag_of(one)} and {flag_of(other)} say the same thing in two ways: give one of them.")
     if (settings.lr_scale != "none") != (settings.reference_batch is not None):
         raise UsageError("--lr-scale linear or sqrt and --reference-batch belong together: give both, or none.")
     if settings.shard_ranks is not None and settings.parallel != "hsdp":
@@ -278,132 +270,9 @@ def _check_together(settings: Settings) -> None:
         raise UsageError("--model must not be empty.")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """A setting as the command line has it."""
     return "--" + name.replace("_", "-")
-
-
-# ------------------------------------------------------------------------------------------ the command line and files
-
-
-def parsed(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line."""
-    import tyro
-
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
-    first.add_argument("--out")
-    first.add_argument("--resume", action="store_true")
-    first.add_argument("--steps")
-    first.add_argument("--epochs")
-    known, _ = first.parse_known_args(arguments)
-    _check_flags(arguments)
-    return tyro.cli(Settings, args=list(arguments), default=_basis(known), prog="macrobatch train")
-
-
-# What other trainers call it.
-SYNONYMS = {
-    "learning_rate": "lr",
-    "output_dir": "out",
-    "output": "out",
-    "dataset": "data",
-    "train_file": "data",
-    "train_data": "data",
-    "validation_file": "validation_data",
-    "val_data": "validation_data",
-    "model_name_or_path": "model",
-    "max_steps": "steps",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_seq_length": "seq_len",
-    "max_length": "seq_len",
-    "block_size": "seq_len",
-    "context": "seq_len",
-    "lr_scheduler_type": "schedule",
-    "lr_scheduler": "schedule",
-    "warmup_steps": "warmup",
-    "max_grad_norm": "max_norm",
-    "grad_clip": "max_norm",
-    "per_device_train_batch_size": "micro",
-    "gradient_accumulation_steps": "batch_size",
-    "dtype": "precision",
-    "gradient_checkpointing": "checkpoint_activations",
-    "save_steps": "save_every",
-    "eval_steps": "validate_every",
-    "patience": "early_stop",
-    "resume_from_checkpoint": "resume",
-}
-
-
-_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-
-
-def _check_flags(arguments: Sequence[str]) -> None:
-    """Refuse a flag that does not exist, and name the one that was probably meant."""
-    hints = typing.get_type_hints(Settings)
-    names = {field.name for field in dataclasses.fields(Settings)}
-    known = names | {f"no_{name}" for name in names if hints[name] is bool} | {"help", "tyro_print_completion"}
-    for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if not _FLAG.fullmatch(word) or name in known or name.startswith("tyro"):
-            continue
-        close = SYNONYMS.get(name) or next(iter(difflib.get_close_matches(name, sorted(names), 1)), None)
-        hint = f"did you mean {_flag(close)}?" if close else "macrobatch train --help lists them."
-        raise UsageError(f"there is no {word.partition('=')[0]}: {hint}")
-
-
-def _basis(known: argparse.Namespace) -> Settings:
-    """What flags are said on top of."""
-    if known.config is not None:
-        return loaded(Path(known.config))
-    if known.resume and known.out is None:
-        raise UsageError("--resume goes on with a run: say which, with --out RUN.")
-    if known.resume and (saved := Path(known.out, "run.json")).is_file():
-        run = of_run(saved)
-        if known.steps is not None or known.epochs is not None:  # one is said instead of the other
-            run = dataclasses.replace(run, steps=None, epochs=None)
-        return run
-    return Settings()
-
-
-def loaded(file: Path) -> Settings:
-    """The settings in a TOML file, over the defaults."""
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {file} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} is not TOML: {error}.") from None
-    return _from(values, str(file))
-
-
-def of_run(file: Path) -> Settings:
-    """The settings that a run was begun with."""
-    try:
-        return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise UsageError(
-            f"{file} does not tell the settings of a run. Give them all, or choose another --out."
-        ) from None
-
-
-def _from(values: Mapping[str, Any], where: str) -> Settings:
-    values = {name.replace("-", "_"): value for name, value in values.items()}
-    names = [field.name for field in dataclasses.fields(Settings)]
-    if unknown := [name for name in values if name not in names or name in ONCE]:
-        possible = ", ".join(name for name in names if name not in ONCE)
-        raise UsageError(f"{where} has no setting {unknown[0]!r}. There are {possible}.")
-    given: dict[str, Any] = {name: _listed(name, value) for name, value in values.items()}
-    try:
-        return Settings(**given)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
-
-
-def _listed(name: str, value: Any) -> Any:
-    """A list as a tuple; and one text where several may stand: data = "texts"."""
-    if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _toml(value: Any) -> str:

@@ -33,21 +33,17 @@ class Signals:
         self._received = 0
         self._say = say
         self._when = 0.0
-        self._before: dict[int, Any] = {}
+        self._handling = _handled_by(self._handle)
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         self._again = AGAIN_BY_TORCHRUN if is_launched else AGAIN
         self._launcher = os.getppid() if is_launched else None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in NUMBERS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
-                    self._before[number] = signal.signal(number, self._handle)
+        self._handling.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
 
     @property
     def received(self) -> int:
@@ -85,22 +81,35 @@ def end_at_once(number: int) -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process with one line: there is nothing yet that would be lost.
+def interruptible(*, is_first: bool = True) -> Iterator[None]:
+    """Inside, a signal ends the process with one line: no step is under way, and nothing would be lost.
 
     A KeyboardInterrupt would come out of the middle of other people's imports, as any error.
+
+    Args:
+        is_first: whether this rank speaks.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"macrobatch: interrupted.\n")
+            if is_first:
+                text = f"macrobatch: ended by {signal.Signals(number).name}: no step was under way, nothing is lost.\n"
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         end_at_once(number)
 
-    before = signal.signal(signal.SIGINT, end)
+    with _handled_by(end):
+        yield
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, this is called for each of the signals that are not ignored, as nohup leaves SIGHUP."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [number for number in NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -7,6 +7,7 @@ its share, and `MacroStep` makes the exact step of the whole, however it is cut.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import signal
 from contextlib import ExitStack
@@ -49,14 +50,19 @@ def train(settings: Settings) -> int:
         if past:
             world.together(lambda: past.require_whole(first, plan.steps))
         derived = _derived(settings, plan, data, learner, run)
+        if first:
+            derived["model"] = f"{_named(settings, learner)}, resumed from step {first:,}"
         if past and plan.steps != past.steps:
             derived["steps"] += f", extended from {past.steps:,} to {plan.steps:,} steps"
         if world.is_first:
             checkpoints.sweep()
-            if past is not None:
+            if past is None:
+                data.warn_of_few()
+            else:
                 folder.note(run, status=None)  # it goes on
             if past is None or plan.steps != past.steps:
-                folder.described(run, settings=settings, derived=derived, identity=identity, past=past)
+                unused = ["vocabulary_size"] if settings.tokenizer or learner.origin.tokenizer else []
+                folder.described(run, settings=settings, derived=derived, identity=identity, past=past, unused=unused)
         recorder: Silent = Silent()
         with Signals(say=lambda text: recorder.say(text)) as signals:
             recorder = stack.enter_context(_recorder(run, plan.steps, first if past else None, world, signals))
@@ -92,9 +98,19 @@ def _loop(
                 if learner.world.is_first:
                     folder.note_saved(checkpoints.folder.parent)
         if received:
-            recorder.say(f"ended by signal {received} after step {done}; --resume goes on from there.")
+            _say_ended(recorder, received, done, checkpoints.folder.parent)
             return 128 + received
     return 0
+
+
+def _say_ended(recorder: Silent, received: int, step: int, run: Path) -> None:
+    """What happened, and how to go on; beside the screen, where nobody reads that any more."""
+    again = f"macrobatch train --resume --out {shlex.quote(str(run))}"
+    text = f"ended after step {step}, with a checkpoint. To go on from there: {again}"
+    if received == signal.SIGPIPE:
+        recorder.warn(f"nobody reads the output any more, as a pipe or terminal was closed: {text}")
+    else:
+        recorder.say(f"{signal.Signals(received).name}: {text}")
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:
@@ -124,7 +140,7 @@ def _sample(learner: Learner, data: Data, exported: Path) -> str | None:
     if not settings.sample_tokens:
         return None
     prompt = settings.prompt or data.opening
-    return generate.from_folder(exported, prompt, tokens=settings.sample_tokens, seed=settings.seed)
+    return generate.text_from(exported, prompt, tokens=settings.sample_tokens, seed=settings.seed)
 
 
 # --------------------------------------------------------------------------------------------------- before the run
@@ -176,7 +192,6 @@ def _recorder(run: Path, steps: int, resume_step: int | None, world: World, sign
 def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:
     """What is printed first."""
     world, corpus = learner.world, data.train
-    parameters = sum(p.numel() for p in learner.model.parameters())
     batch = plan.stream().next(plan.steps)
     mine = [plan.lengths[index] for index in share(batch, plan.lengths, 0, world.size)]
     kind, size = settings.cut[0], learner.micro_size
@@ -184,20 +199,24 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     how = {"tokens": f"by tokens, {size:,} at most", "count": f"of {size} samples", "auto": "the largest that fit"}
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
+    tokenizer = settings.tokenizer or learner.origin.tokenizer
     width = torch.finfo(next(learner.model.parameters()).dtype).bits // 8
     return {
-        "model": f"{settings.model}: {parameters:,} parameters in {settings.precision}, "
-        + ("loaded" if learner.origin.has_weights else "new weights"),
+        "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
-        "vocabulary": f"{data.vocabulary.size:,} words",
+        "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": f"about {len(parts)} on each rank, {how[kind]}",
-        "memory": f"{_bytes(4 * width * parameters / shards)} a rank for weights, gradients and AdamW",
+        "memory": f"{_bytes(4 * width * learner.num_parameters / shards)} a rank for weights, gradients and AdamW",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
     }
+
+
+def _named(settings: Settings, learner: Learner) -> str:
+    return f"{settings.model}: {learner.num_parameters:,} parameters in {settings.precision}"
 
 
 def _bytes(number: float) -> str:

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from macrobatch.errors import UsageError
 from macrobatch.train.cache import digest, kept
 from macrobatch.train.documents import Document
-from macrobatch.train.pretrained import read_json
+from macrobatch.train.pretrained import read_json, reason
 
 END = "<|endoftext|>"  # of the vocabularies trained here
 
@@ -62,7 +62,7 @@ class Vocabulary:
         tokenizer.no_truncation()  # files can say so, and text would be lost without a word
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._config = {name: value for name, value in (config or {}).items() if name != "auto_map"}  # names code
+        self._config = _without_code(config or {})
         self._templates = templates or {}
         self.size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.end = end
@@ -249,6 +249,15 @@ def _config_beside(file: Path) -> dict[str, Any]:
     return found
 
 
+def _without_code(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for those who have not the code that some tokenizers come with."""
+    import transformers
+
+    name = config.get("tokenizer_class")
+    is_known = isinstance(name, str) and hasattr(transformers, name)
+    return {key: v for key, v in config.items() if key != "auto_map" and (key != "tokenizer_class" or is_known)}
+
+
 def _templates_beside(file: Path) -> dict[str, str]:
     """Chat templates that lie in files of their own: text by place."""
     places = [file.with_name("chat_template.jinja"), *file.parent.glob("additional_chat_templates/*.jinja")]
@@ -281,8 +290,7 @@ def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
             name, trust_remote_code=False, local_files_only=is_folder or hub_is_out_of_reach()
         )
     except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
-        reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"{missing}, nor anything that transformers can load ({reason})") from error
+        raise UsageError(f"{missing}, nor anything that transformers can load: {reason(error)}") from error
     if getattr(found, "backend_tokenizer", None) is None:
         raise UsageError(f"the tokenizer {name!r} has no fast version, which is needed here. Convert it first.")
     wanted = ("eos_token", "pad_token", "chat_template")

@@ -46,13 +46,13 @@ class World:
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Those numbers of every rank."""
-        return [list(numbers)] if self.size == 1 else collectives.gathered(numbers, self.host_group, HOST)
+        return [list(numbers)] if self.size == 1 else collectives.all_gather_numbers(numbers, self.host_group, HOST)
 
     def told(self, text: str) -> str:
         """What the first rank says, on all."""
         if self.size == 1:
             return text
-        sent: str = collectives.sent(text, 0, self.host_group)
+        sent: str = collectives.broadcast_object(text, 0, self.host_group)
         return sent
 
     def together(self, action: Callable[[], Result], *, alone_first: bool = False) -> Result:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import Collate, Samples, samples_of
-from macrobatch._cut.trees import transformed
-from macrobatch._ranks.collectives import Group, local
+from macrobatch._cut.trees import map_tensors
+from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.validation import checked_items, checked_loss
@@ -170,7 +170,7 @@ class BigBatch:
         else:
             assert self.samples is not None, "asked for where samples can be told apart"
             part = self.samples.take(Part(sorted(samples)))
-        return transformed(part, _widened if self.copied else lambda tensor: tensor)  # it may be taken apart
+        return map_tensors(part, _widened if self.copied else lambda tensor: tensor)  # it may be taken apart
 
     def gradient(self, terms: Sequence[Term]) -> Gradient:
         """The sum of the terms' gradients, each so many times, over all ranks."""
@@ -192,7 +192,7 @@ class BigBatch:
                 for samples, weight in self._in_step(terms):
                     self._backward(samples, weight * self.ranks.average)
                     _restore(snapshot)
-                return {name: None if p.grad is None else dense(local(p.grad)) for name, p in parameters.items()}
+                return {name: None if p.grad is None else dense(local_tensor(p.grad)) for name, p in parameters.items()}
             finally:
                 _restore(snapshot)
 

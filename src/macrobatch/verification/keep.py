@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._cut.trees import leaves
-from macrobatch._ranks.collectives import local
+from macrobatch._ranks.collectives import local_tensor
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._torch.modules import buffers_of, wrapper_of
 
@@ -30,18 +30,18 @@ class Saved(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Saved:
-        return Saved(tensor, local(tensor).detach().clone())
+        return Saved(tensor, local_tensor(tensor).detach().clone())
 
     def has_changed(self) -> bool:
-        return self._is_another() or not torch.equal(local(self.tensor).detach(), self.value)
+        return self._is_another() or not torch.equal(local_tensor(self.tensor).detach(), self.value)
 
     def _is_another(self) -> bool:
-        own = local(self.tensor)
+        own = local_tensor(self.tensor)
         return (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape)
 
     def restored(self) -> Tensor:
         """The tensor, with its old value."""
-        own = local(self.tensor)
+        own = local_tensor(self.tensor)
         if self._is_another():
             self.tensor.data = self.value.clone()  # e.g. a library has made the whole model bf16
             return self.tensor

@@ -7,7 +7,6 @@ all windows of a step are gradients at the same weights.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._cut.trees import leaves, transformed
-from macrobatch._ranks.collectives import local
+from macrobatch._cut.trees import leaves, map_tensors
+from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback
-from macrobatch._torch.modules import is_compiled
+from macrobatch._torch.modules import can_have_compiled, is_compiled
 from macrobatch.verification.gradient import Named, dense
 from macrobatch.verification.keep import Keep
 from macrobatch.verification.names import Names
@@ -52,7 +51,7 @@ def watch(
             witness.recording_steps(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a step may leave it switched off
         ):
-            step(model, transformed(batch, lambda tensor: tensor))  # and may take its batch apart
+            step(model, map_tensors(batch, lambda tensor: tensor))  # and may take its batch apart
         return witness.finish()
     finally:
         keep.restore_all_but_gradients()
@@ -193,14 +192,14 @@ class Witness:
 
     def _came_back(self, call: Call, path: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            gradient = dense(local(gradient).detach())
+            gradient = dense(local_tensor(gradient).detach())
             call.arrived.append(Arrival(self._enter_backward(), _largest(gradient), path, _aim(gradient)))
 
         return hook
 
     def _reached_parameter(self, gradient: Tensor) -> Tensor | None:
         backward = self._enter_backward()
-        largest = _largest(dense(local(gradient).detach()))
+        largest = _largest(dense(local_tensor(gradient).detach()))
         for call in self.calls:
             if call.after == backward:
                 call.nearby.append(Arrival(backward, largest))
@@ -226,7 +225,7 @@ class Witness:
     def _measure(self) -> dict[str, Tensor]:
         """The norms of the gradients, left where they are: the host does not look at them here."""
         gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
-        return {name: dense(local(gradient).detach()).double().norm() for name, gradient in gradients.items()}
+        return {name: dense(local_tensor(gradient).detach()).double().norm() for name, gradient in gradients.items()}
 
     # ------------------------------------------------------------------------------------------ optimizer steps
 
@@ -347,7 +346,7 @@ def removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
 
 def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that `torch.compile` does not look into: it would compile it again for every state that it sees."""
-    if "torch._dynamo" not in sys.modules:  # nothing can be compiled yet, and loading it takes seconds
+    if not can_have_compiled():
         return hook
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
@@ -355,7 +354,7 @@ def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def eager() -> contextlib.AbstractContextManager[object]:
     """Nothing runs compiled in here, so that no hook breaks a graph."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if can_have_compiled() else contextlib.nullcontext()
 
 
 def _largest(gradient: Tensor) -> Tensor:
@@ -374,7 +373,7 @@ def gradients_of(named: dict[str, nn.Parameter], scale: Tensor | None = None) ->
 
 
 def _copied(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    gradient = dense(local(gradient).detach())
+    gradient = dense(local_tensor(gradient).detach())
     return gradient.clone() if scale is None else gradient.double() / scale.to(gradient.device, torch.float64)
 
 

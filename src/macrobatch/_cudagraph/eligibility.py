@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cut.trees import leaves, transformed
+from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import HostRandom, modules_of
 from macrobatch._torch import modules as inside
@@ -52,7 +52,7 @@ def _require_plain(path: str, tensor: Tensor, device_type: str) -> None:
 
 def copied(micro_batch: Any) -> Any:
     """With tensors of its own, for a recording to read from."""
-    return transformed(micro_batch, lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
+    return map_tensors(micro_batch, lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
 
 
 # ---------------------------------------------------------------------------------------------- of models

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch._cudagraph.capture import Graph
-from macrobatch._cudagraph.recordable import tensors_of
+from macrobatch._cudagraph.eligibility import tensors_of
 from macrobatch._step.totals import Totals, Window, wide
 from macrobatch._torch.tensors import copy_all
 

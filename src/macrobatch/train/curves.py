@@ -1,0 +1,104 @@
+"""Which curves a report shows, of one run or of several, out of the lines that a run leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeGuard
+
+from macrobatch.train.charts import Chart, Line, Points, smoothed
+
+Row = Mapping[str, Any]
+
+
+def values(steps: Iterable[Row], name: str) -> Points:
+    """The steps for which that number is known, each with it.
+
+    >>> values([{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 2}], "loss")
+    [(1, 2.5), (3, 2.0)]
+    """
+    found = ((row["step"], row.get(name)) for row in steps)
+    return [(step, float(value)) for step, value in found if is_number(value)]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def total(steps: Iterable[Row], name: str) -> float:
+    """The sum of that number over the steps for which it is known."""
+    return sum(value for _, value in values(steps, name))
+
+
+def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
+    """What is drawn of a run."""
+    losses = values(steps, "loss")
+    smooth = smoothed(losses)
+    lines = [Line("train", losses, "train faint" if smooth else "train")]
+    if smooth:
+        lines.append(Line("train, smoothed", smooth, "train"))
+    if measured := values(validations, "loss"):
+        lines.append(Line("validation", measured, "validation"))
+    charts = [
+        Chart("Loss", "nats a token", lines, switch=True),
+        Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
+        Chart(
+            "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
+        ),
+        Chart("Padding", "share of the tokens computed, in %", _padding(steps), zero=True),
+        Chart("Learning rate", "", [Line("lr", values(steps, "lr"), "train")], zero=True),
+        _memory(values(steps, "memory_bytes")),
+    ]
+    return _drawn(charts)
+
+
+def _padding(steps: Sequence[Row]) -> list[Line]:
+    def share(name: str) -> Points:
+        both = ((row["step"], row.get("tokens"), row.get(name)) for row in steps)
+        return [
+            (step, 100 * (1 - tokens / padded))
+            for step, tokens, padded in both
+            if is_number(tokens) and is_number(padded) and padded > 0
+        ]
+
+    lines = [
+        Line("in the usual order", share("padded_in_order"), "validation"),
+        Line("here", share("padded_tokens"), "train"),
+    ]
+    return [line for line in lines if line.points]
+
+
+def _memory(points: Points) -> Chart:
+    unit, name = (2**30, "GiB") if max((size for _, size in points), default=0) >= 2**30 else (2**20, "MiB")
+    peaks = accumulate((size for _, size in points), max)  # a process that resumed the run begins anew
+    line = Line("peak", [(step, size / unit) for (step, _), size in zip(points, peaks, strict=True)], "train")
+    return Chart("Memory", f"peak so far, {name}", [line], zero=True)
+
+
+def of_several(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list[Chart]:
+    """The same numbers of each run: its name, steps and validations; in its own colour."""
+
+    def lines(name: str, *, smooth: bool = False) -> list[Line]:
+        every = [values(steps, name) for _, steps, _ in runs]
+        found = [smoothed(points) or points for points in every] if smooth else every
+        return [
+            Line(run, points, f"run{number}")
+            for number, ((run, _, _), points) in enumerate(zip(runs, found, strict=True))
+        ]
+
+    measured = [Line(run, values(rows, "loss"), f"run{number}") for number, (run, _, rows) in enumerate(runs)]
+    charts = [
+        Chart("Loss", "smoothed, nats a token", lines("loss", smooth=True), switch=True),
+        Chart("Validation", "nats a token", measured, switch=True),
+        Chart("Throughput", "smoothed, tokens a second", lines("tokens_per_second", smooth=True), zero=True),
+        Chart("Learning rate", "", lines("lr"), zero=True),
+        Chart("Gradient norm", "smoothed, before clipping", lines("grad_norm", smooth=True), may_be_log=True),
+    ]
+    return _drawn(charts)
+
+
+def _drawn(charts: Sequence[Chart]) -> list[Chart]:
+    """Those that have anything to draw."""
+    return [chart for chart in charts if any(line.points for line in chart.lines)]

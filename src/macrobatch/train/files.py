@@ -1,0 +1,95 @@
+"""Files of a run that are whole at any moment, whenever a process is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from macrobatch.errors import UsageError
+
+logger = logging.getLogger("macrobatch")
+
+
+def replace_whole(path: Path, text: str) -> None:
+    """Write a file aside, wait until it is on the disk, and give it its name."""
+    aside = path.with_name(f"{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+class Lines:
+    """A file of JSON objects, one a line, each with its ``step``.
+
+    Args:
+        path: of the file.
+        resume_step: lines of later steps are dropped; None: there must be none.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        self.path = path
+        if resume_step is not None:
+            replace_whole(path, "".join(_line(row) for row in rows(path) if row["step"] <= resume_step))
+        elif path.exists() and path.stat().st_size:
+            raise UsageError(f"{path} holds the steps of another run. Name another folder, or resume that run.")
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a line, or none where the disk is full."""
+        line = _line(row).encode()
+        size = os.fstat(self._handle).st_size
+        try:
+            while line:
+                line = line[os.write(self._handle, line) :]
+        except OSError:
+            os.ftruncate(self._handle, size)
+            raise
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """No line is added any more."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of such a file that are whole; a run that was killed may have left a torn one."""
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            found.append(row)
+        else:
+            logger.warning("%s, line %d, is not a whole line: passed over", path, number)
+    return found
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can have it: no NaN, no infinity."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value

@@ -1,0 +1,163 @@
+"""How settings are read: flags, a TOML file, and the run that is resumed.
+
+What is said last counts: defaults, then the run that is resumed or a configuration file, then flags. tyro, which makes
+the command line of the dataclass, is imported when there is one to parse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from macrobatch.errors import UsageError
+from macrobatch.train.settings import ALTERNATIVES, DEFAULT_STEPS, ONCE, Settings, flag_of
+
+NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+
+
+def parsed(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line."""
+    import tyro
+
+    _check_flags(arguments)
+    chosen = tyro.cli(Settings, args=list(arguments), default=_basis(arguments), prog="macrobatch train")
+    if chosen.epochs is None:
+        chosen.check_warmup(chosen.steps or DEFAULT_STEPS)
+    return chosen
+
+
+# What other trainers call it.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "output_dir": "out",
+    "output": "out",
+    "dataset": "data",
+    "train_file": "data",
+    "train_data": "data",
+    "validation_file": "validation_data",
+    "val_data": "validation_data",
+    "model_name_or_path": "model",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_seq_length": "seq_len",
+    "max_length": "seq_len",
+    "block_size": "seq_len",
+    "context": "seq_len",
+    "lr_scheduler_type": "schedule",
+    "lr_scheduler": "schedule",
+    "warmup_steps": "warmup",
+    "max_grad_norm": "max_norm",
+    "grad_clip": "max_norm",
+    "gradient_clip_val": "max_norm",
+    "per_device_train_batch_size": "micro",
+    "gradient_accumulation_steps": "batch_size",
+    "dtype": "precision",
+    "gradient_checkpointing": "checkpoint_activations",
+    "save_steps": "save_every",
+    "eval_steps": "validate_every",
+    "patience": "early_stop",
+    "resume_from_checkpoint": "resume",
+}
+
+
+_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    """Refuse a flag that does not exist, and name the one that was probably meant."""
+    hints = typing.get_type_hints(Settings)
+    known = {*NAMES, *(f"no_{name}" for name in NAMES if hints[name] is bool), "help"}
+    for word in arguments:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if not _FLAG.fullmatch(word) or name in known or name.startswith("tyro"):
+            continue
+        meant = _meant(name)
+        hint = f"did you mean {flag_of(meant)}?" if meant else "macrobatch train --help lists them."
+        raise UsageError(f"there is no {flag}: {hint}")
+
+
+def _meant(name: str) -> str | None:
+    """The setting that somebody who writes this one probably means."""
+    close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS}), 1)), None)
+    return SYNONYMS.get(close, close) if close else None
+
+
+def _basis(arguments: Sequence[str]) -> Settings:
+    """What flags are said on top of."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--resume", action="store_true")
+    for name in ("config", "out", *(name for pair in ALTERNATIVES for name in pair)):
+        first.add_argument(flag_of(name), f"--{name}", dest=name)
+    known, _ = first.parse_known_args(arguments)
+    if known.config is not None:
+        basis = loaded(Path(known.config))
+    elif known.resume and known.out is None:
+        raise UsageError("--resume goes on with a run: say which, with --out RUN.")
+    elif known.resume and (saved := Path(known.out, "run.json")).is_file():
+        basis = of_run(saved)
+    else:
+        basis = Settings()
+    for pair in ALTERNATIVES:
+        if any(getattr(known, name) is not None for name in pair):  # said instead of the other
+            unsaid: dict[str, Any] = dict.fromkeys(pair)
+            basis = dataclasses.replace(basis, **unsaid)
+    return basis
+
+
+def loaded(file: Path) -> Settings:
+    """The settings in a TOML file, over the defaults."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {file} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} is not TOML: {error}.") from None
+    return _from(values, str(file))
+
+
+def of_run(file: Path) -> Settings:
+    """The settings that a run was begun with."""
+    try:
+        return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError(
+            f"{file} does not tell the settings of a run. Give them all, or choose another --out."
+        ) from None
+
+
+def _from(values: Mapping[str, Any], where: str) -> Settings:
+    given = {name.replace("-", "_"): value for name, value in values.items()}
+    for name in given:
+        _check_name(name, where)
+    try:
+        return Settings(**{name: _listed(name, value) for name, value in given.items()})
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _check_name(name: str, where: str) -> None:
+    possible = [known for known in NAMES if known not in ONCE]
+    if name in possible:
+        return
+    if name in ONCE:
+        raise UsageError(f"{where} has no setting {name!r}: it belongs to a call, as the flag {flag_of(name)}.")
+    if meant := _meant(name):
+        raise UsageError(f"{where} has no setting {name!r}: did you mean {meant!r}?")
+    raise UsageError(f"{where} has no setting {name!r}. There are {', '.join(possible)}.")
+
+
+def _listed(name: str, value: Any) -> Any:
+    """A list as a tuple; and one text where several may stand: data = "texts"."""
+    if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,802 @@
+"""What torch keeps private: for each name of the contract, that it is there, and that it does what is relied on.
+
+A probe says with `@probes` which names it looks at; a test makes sure that none is left out. Those that need several
+ranks are scenarios, of which every rank must come to its end.
+"""
+
+import importlib
+import math
+import operator
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel.ddp  # loads the modules that the contract names
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+import macrobatch._torch.contract as contract
+from harness.ranks import Outcome, all_well, run
+from macrobatch._step.graph import run_backward
+from macrobatch._torch import autograd, cuda, ddp, distributed, fsdp1, fsdp2, modules, optimizers, tensors
+from macrobatch._torch.contract import CONTRACT, PrivateName, is_there, warn_about_unknown_torch
+
+PROBED: list[str] = []
+SCENARIOS: dict[str, Callable[[], Outcome]] = {}
+
+
+def probes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Says which names a test looks at: class and name, or the name of a module's function."""
+    PROBED.extend(names)
+    return lambda probe: probe
+
+
+def on_two_ranks(scenario: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[scenario.__name__] = lambda: scenario() or {}
+    return scenario
+
+
+def short(private: PrivateName) -> str:
+    """As in `@probes`."""
+    *_, owner, name = private.path.split(".")
+    return f"{owner}.{name}" if owner[:1].isupper() or owner.startswith("_FSDP") else name
+
+
+def test_every_name_is_probed():
+    assert sorted(map(short, CONTRACT)) == sorted(PROBED)
+
+
+loads_dynamo = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by torch itself
+
+
+@loads_dynamo
+@pytest.mark.parametrize("private", CONTRACT, ids=operator.attrgetter("path"))
+def test_versions_of_torch_that_have_it(private):
+    torch.compile(nn.Identity())  # loads it
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    expected = (private.since or version) <= version <= (private.until or version)
+    assert is_there(private) is expected
+
+
+# ------------------------------------------------------------------------------------------------ a newer torch
+
+
+@pytest.fixture
+def newer_torch(monkeypatch):
+    """This torch, with all that it has."""
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(contract, "CONTRACT", tuple(filter(is_there, CONTRACT)))
+    monkeypatch.setattr(contract, "_reported", set())
+
+
+@pytest.mark.usefixtures("newer_torch")
+def test_a_newer_torch_that_keeps_the_contract_works_without_a_warning():
+    warn_about_unknown_torch()
+
+
+@pytest.mark.usefixtures("newer_torch")
+@pytest.mark.parametrize(
+    "path", ["torch._gone", "torch.Tensor._gone", "torch.nn.Gone._name", "torch.distributed._gone.Gone._name"]
+)
+def test_a_newer_torch_without_a_name_warns_once(monkeypatch, path):
+    gone = PrivateName(path=path, without="all goes slower")
+    monkeypatch.setattr(contract, "CONTRACT", (*contract.CONTRACT, gone))
+    with pytest.warns(UserWarning, match=rf"torch 2\.99\.0 is newer .* {path} \(without it: all goes slower\)"):
+        warn_about_unknown_torch()
+    warn_about_unknown_torch()
+
+
+def test_nothing_is_looked_for_on_a_torch_that_was_tested(monkeypatch):
+    monkeypatch.setattr(contract, "missing_names", lambda: pytest.fail("this takes milliseconds"))
+    warn_about_unknown_torch()
+
+
+def test_a_module_that_nobody_has_loaded_is_not_loaded_for_the_question(monkeypatch, tmp_path):
+    (tmp_path / "a_package").mkdir()
+    for name in ("__init__.py", "unloaded.py"):
+        (tmp_path / "a_package" / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("a_package")
+    assert is_there(PrivateName(path="a_package.unloaded.Some._name", without="")) is None
+    assert is_there(PrivateName(path="a_package.gone.Some._name", without="")) is False
+    assert "a_package.unloaded" not in sys.modules
+
+
+# ------------------------------------------------------------------------------------------------------ tensors
+
+
+@probes("Tensor._version")
+def test_every_write_counts():
+    x = torch.ones(2)
+    versions = [tensors.version_of(x)]
+    for write in (lambda: x.mul_(2), lambda: tensors.multiply_all([x], 2.0), lambda: x[:1].zero_()):
+        write()
+        versions.append(tensors.version_of(x))
+    assert versions == sorted(set(versions))
+    _ = x + x
+    assert tensors.version_of(x) == versions[-1]
+
+
+@probes("_foreach_mul_", "_foreach_copy_", "_foreach_zero_", "_foreach_norm")
+def test_arithmetic_on_many_is_that_on_each():
+    some = [torch.randn(3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)]
+    before = [x.clone() for x in some]
+    norms = tensors.norms_of_all(some, math.inf)
+    assert [n.item() for n in norms] == [x.abs().max().item() for x in before]
+    tensors.multiply_all(some, torch.tensor(3.0, dtype=torch.float64))
+    assert all(torch.equal(x, 3 * old) for x, old in zip(some, before, strict=True))
+    tensors.copy_all(some, before)
+    assert all(torch.equal(x, old) for x, old in zip(some, before, strict=True))
+    tensors.zero_all(some)
+    assert not any(x.any() for x in some)
+
+
+@probes("_amp_foreach_non_finite_check_and_unscale_")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_unscaling_keeps_the_digits_of_its_factor_and_sees_infinity(dtype):
+    x, found, factor = torch.tensor([257.0], dtype=dtype), torch.zeros(()), torch.tensor(1 / 257)
+    expected = (x.float() * factor).to(dtype)
+    tensors.unscale_all([x], found, factor)
+    assert torch.equal(x, expected)
+    assert not found
+    tensors.unscale_all([torch.tensor([math.inf], dtype=dtype)], found, factor)
+    assert found
+
+
+@probes("DisableTorchFunction")
+def test_unobserved_functions_pass_by_modes():
+    class Watching(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen += 1
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(())
+    with Watching() as watching:
+        with tensors.unobserved():
+            x.data_ptr()
+        assert watching.seen == 0
+        x.data_ptr()
+        assert watching.seen == 1
+
+
+@probes("Tensor._post_accumulate_grad_hooks", "Tensor._backward_hooks")
+def test_hooks_of_tensors_run_in_the_order_of_their_dictionary():
+    x, ran = nn.Parameter(torch.ones(())), []
+    assert not tensors.hooks_after_accumulation(x)
+    assert not tensors.hooks_on_gradient(x)
+    first = x.register_post_accumulate_grad_hook(lambda _: ran.append("first"))
+    x.register_post_accumulate_grad_hook(lambda _: ran.append("second"))
+    hooks = tensors.hooks_after_accumulation(x)
+    hooks[first.id] = hooks.pop(first.id)  # to the end
+    doubles = x.register_hook(lambda gradient: 2 * gradient)
+    assert list(tensors.hooks_on_gradient(x)) == [doubles.id]
+    x.backward()
+    assert ran == ["second", "first"]
+    assert x.grad == 2
+
+
+# ------------------------------------------------------------------------------------------------------ modules
+
+
+@probes("Module._parameters", "Module._buffers", "Module._modules")
+def test_a_module_uses_what_its_dictionaries_hold():
+    outer = nn.Sequential(nn.BatchNorm1d(2, affine=True))
+    inner = modules.children_of(outer)["0"]
+    assert inner is outer[0]
+    modules.parameters_of(inner)["weight"] = nn.Parameter(torch.full((2,), 5.0))
+    modules.buffers_of(inner)["running_mean"] = torch.full((2,), 7.0)
+    assert outer.eval()(torch.full((1, 2), 8.0)).detach().round().tolist() == [[5.0, 5.0]]
+
+
+@probes("Module._forward_hooks", "Module._forward_pre_hooks", "Module._backward_hooks", "Module._backward_pre_hooks")
+def test_hooks_of_modules_are_seen():
+    forward = ("register_forward_hook", "register_forward_pre_hook")
+    backward = ("register_full_backward_hook", "register_full_backward_pre_hook")
+    for name in (*forward, *backward):
+        module = nn.Linear(1, 1)
+        assert not modules.has_forward_hooks(module)
+        assert not modules.has_backward_hooks(module)
+        getattr(module, name)(lambda *_: None)
+        assert modules.has_forward_hooks(module) == (name in forward)
+        assert modules.has_backward_hooks(module) == (name in backward)
+
+
+@probes("_BatchNorm")
+def test_every_batch_norm_is_one():
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
+    assert all(issubclass(kind, modules.BatchNorm) for kind in kinds)
+    assert not issubclass(nn.LayerNorm, modules.BatchNorm)
+
+
+class Misleading(nn.Module):
+    """A module of a user's own whose children are called as those of torch's wrappers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in modules.CHILD_OF.values():
+            self.add_module(name, nn.Linear(1, 1))
+
+
+@probes("Module._compiled_call_impl", "OptimizedModule._orig_mod", "ActivationWrapper._checkpoint_wrapped_module")
+@loads_dynamo
+def test_wrappers_are_known_by_their_classes():
+    plain = nn.Linear(1, 1)
+    wrapped = torch.compile(checkpoint_wrapper(plain), backend="eager")
+    layers = list(map(modules.wrapper_of, modules.layers_around(wrapped)))
+    assert layers == ["OptimizedModule", "ActivationWrapper", None]
+    assert modules.unwrapped(wrapped) is plain
+    assert [modules.plain_name(wrapped, name) for name in wrapped.state_dict()] == ["weight", "bias"]
+    assert [modules.plain_name(wrapped, name) for name, _ in wrapped.named_parameters()] == ["weight", "bias"]
+
+
+@loads_dynamo
+def test_wrappers_are_not_known_by_the_names_of_their_children():
+    plain = Misleading()
+    wrapped = torch.compile(plain, backend="eager")
+    assert modules.unwrapped(wrapped) is plain
+    assert modules.unwrapped(plain) is modules.without_compile(plain) is plain
+    assert [modules.plain_name(wrapped, name) for name in wrapped.state_dict()] == list(plain.state_dict())
+    assert modules.is_compiled(wrapped)
+    assert not modules.is_compiled(plain)
+    plain._orig_mod.compile(backend="eager")
+    assert modules.has_compiled_call(plain._orig_mod)
+    assert modules.is_compiled(plain)
+
+
+# ------------------------------------------------------------------------------------------------------ autograd
+
+
+@probes("AccumulateGrad")
+def test_graphs_end_in_nodes_that_know_their_leaf():
+    x = nn.Parameter(torch.ones(()))
+    ((end, _),) = x.exp().grad_fn.next_functions
+    assert type(end) is autograd.AccumulateGrad
+    assert end.variable is x
+
+
+@probes("_engine_run_backward")
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_a_backward_by_its_last_line_is_a_backward(monkeypatch, has_engine):
+    if has_engine:
+        assert autograd.engine_run_backward is not None
+    else:
+        monkeypatch.setattr("macrobatch._step.graph.engine_run_backward", None)
+    x, y = (nn.Parameter(torch.tensor(value)) for value in (2.0, 3.0))
+    for inputs, expected in ((None, (6.0, 4.0)), ([x], (12.0, 4.0))):
+        run_backward(x * y, torch.tensor(2.0), inputs)
+        assert (x.grad.item(), y.grad.item()) == expected
+
+
+@probes("Variable._execution_engine", "_current_graph_task_id")
+def test_callbacks_run_at_the_end_of_the_backward_that_is_under_way():
+    x, y, ran = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True), []
+
+    def hook(_: Tensor) -> None:
+        assert autograd.backward_under_way() >= 0
+        autograd.queue_callback(lambda: ran.append("first") or autograd.queue_callback(lambda: ran.append("last")))
+        autograd.queue_callback(lambda: ran.append("second"))
+
+    x.register_hook(hook)
+    y.register_hook(lambda _: ran.append("y"))
+    assert autograd.backward_under_way() == -1
+    (x * y).backward()
+    assert ran[-3:] == ["first", "second", "last"]
+    assert "y" in ran[:-3]
+
+
+@probes("BackwardCFunction._forward_cls")
+def test_nodes_of_python_know_their_function():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    x = torch.ones((), requires_grad=True)
+    assert autograd.python_function_of(type(Twice.apply(x).grad_fn)) is Twice
+    assert autograd.python_function_of(type((2 * x).grad_fn)) is None
+
+
+@probes("MulBackward0._saved_other")
+def test_a_product_knows_its_factor():
+    x, factor = torch.ones((), requires_grad=True), torch.tensor(3.0)
+    assert autograd.factor_of(x * factor).data_ptr() == factor.data_ptr()
+    assert autograd.factor_of(x + factor) is None
+    assert autograd.factor_of(factor) is None
+
+
+@probes("get_interpreter_stack", "TransformType")
+def test_vmap_is_noticed_and_other_transforms_are_not():
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(autograd.is_mapped())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.grad(lambda x: torch.func.vmap(look)(x).sum())(torch.ones(2, 2))
+    assert seen == [False, True, False, True]
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    parameter = nn.Parameter(torch.ones(()))
+    parameter.grad = torch.ones(())
+    return torch.optim.SGD([parameter], lr=1.0)
+
+
+@probes("Optimizer._optimizer_step_pre_hooks", "Optimizer._optimizer_step_post_hooks")
+def test_hooks_of_one_optimizer_are_seen():
+    optimizer, hook = an_optimizer(), lambda *_: None
+    assert not list(optimizers.hooks_before_step(optimizer))
+    assert not optimizers.has_hooks_after_step(optimizer)
+    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_post_hook(hook)
+    assert list(optimizers.hooks_before_step(optimizer)) == [hook]
+    assert optimizers.has_hooks_after_step(optimizer)
+
+
+@probes("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+def test_hooks_of_all_optimizers_are_seen():
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *_: None)
+        try:
+            assert optimizers.has_hooks_on_all_optimizers()
+        finally:
+            handle.remove()
+        assert not optimizers.has_hooks_on_all_optimizers()
+
+
+@probes("GradScaler._scale", "GradScaler._per_optimizer_states")
+def test_a_scaler_believes_what_is_noted_in_it():
+    optimizer, scaler = an_optimizer(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert optimizers.scale_of(scaler) is None
+    loss = scaler.scale(torch.ones((), requires_grad=True))
+    assert autograd.factor_of(loss).data_ptr() == optimizers.scale_of(scaler).data_ptr()
+    assert not optimizers.has_unscaled(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert optimizers.has_unscaled(scaler, optimizer)
+    optimizers.forget_unscaling(scaler, optimizer)
+    assert not optimizers.has_unscaled(scaler, optimizer)
+    optimizers.note_overflow(scaler, optimizer, torch.ones(()))
+    scaler.update()
+    assert optimizers.scale_of(scaler) == 4.0
+    optimizers.note_overflow(scaler, optimizer, torch.zeros(()))
+    scaler.update()
+    assert optimizers.scale_of(scaler) == 4.0
+
+
+# ---------------------------------------------------------------------------------------------------------- CUDA
+
+
+@probes("_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
+@pytest.mark.gpu
+def test_all_threads_allocate_from_a_pool_while_it_is_claimed():
+    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
+
+    class Allocates(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # on another thread
+            made.append(torch.empty(2**22, device="cuda"))
+            return gradient
+
+    made, x = [], torch.ones((), device="cuda", requires_grad=True)
+    Allocates.apply(x).backward()
+    cuda.begin_allocating(device, pool)
+    Allocates.apply(x).backward()
+    cuda.end_allocating(device, pool)
+    Allocates.apply(x).backward()
+    of_pool = [s["address"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    assert [tensor.data_ptr() in of_pool for tensor in made] == [False, True, False]
+    cuda.release_pool(device, pool)
+    with pytest.raises(RuntimeError):
+        cuda.end_allocating(device, torch.cuda.graph_pool_handle())  # nobody had begun
+
+
+# ------------------------------------------------------------------------------------------------ scenarios: groups
+
+
+@probes("ProcessGroup._get_backend")
+@on_two_ranks
+def groups_know_whether_tensors_on_the_host_can_travel() -> None:
+    assert distributed.has_cpu_backend(dist.group.WORLD)
+    assert not distributed.has_cpu_backend(dist.new_group(backend="cuda:gloo"))
+
+
+@probes("DeviceMesh._flatten")
+@on_two_ranks
+def meshes_are_flattened() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("flattened-a", "flattened-b"))
+    flat = distributed.flattened(mesh)
+    assert flat.ndim == 1
+    assert dist.get_process_group_ranks(flat.get_group()) == [0, 1]
+    assert distributed.flattened(flat) is flat
+
+
+@probes("_get_default_store", "_abort_process_group")
+@on_two_ranks
+def ranks_that_wait_learn_of_one_that_aborts() -> None:
+    if dist.get_rank() == 0:
+        distributed.default_store().set("why", "because")
+        distributed.abort_process_groups()
+        return
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+    assert time.monotonic() - began < 5, "it has waited for its time-out"
+    assert distributed.default_store().get("why") == b"because"
+
+
+# --------------------------------------------------------------------------------------------------- scenarios: DDP
+
+
+class Counted(nn.Module):
+    """Two parameters, one of them frozen, and a buffer that differs from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("rank", torch.tensor(float(dist.get_rank())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * self.frozen * x).sum()
+
+
+@probes("DistributedDataParallel._module_parameters", "Reducer._get_zeros_like_grad_buckets")
+@on_two_ranks
+def ddp_knows_what_it_reduces() -> None:
+    plain = Counted()
+    model = DistributedDataParallel(plain)
+    assert list(ddp.parameters_in_care(model)) == [plain.weight, plain.frozen]
+    plain.frozen.requires_grad_(True)
+    assert ddp.reduced_parameters([model]) == {id(plain.weight)}
+    assert modules.unwrapped(model) is plain
+
+
+@probes("DistributedDataParallel._sync_buffers", "Reducer._rebuild_buckets")
+@on_two_ranks
+def ddp_does_beforehand_what_a_forward_does_with_other_ranks() -> None:
+    plain = Counted()
+    model = DistributedDataParallel(plain)
+    x = torch.full((2,), 1.0 + dist.get_rank())
+    model(x).backward()  # synchronised: the buckets are laid out after it
+    plain.rank.fill_(dist.get_rank())
+    plain.weight.grad = None
+    ddp.prepare_forward(model)
+    assert plain.rank == 0, "the buffer of the first rank"
+    plain.rank.fill_(dist.get_rank())
+    if dist.get_rank() == 0:  # so this rank alone may do a forward
+        with model.no_sync():
+            model(x)
+    assert plain.rank == dist.get_rank(), "no forward has sent it again"
+    model.require_forward_param_sync = True
+    model(x).backward()
+    assert plain.weight.grad.tolist() == [1.5, 1.5]
+
+
+@probes("DistributedDataParallel._join_config")
+@on_two_ranks
+def ddp_knows_that_it_joins() -> None:
+    model = DistributedDataParallel(Counted())
+    assert not ddp.is_joining(model)
+    with model.join():
+        assert ddp.is_joining(model)
+        model(torch.ones(2)).backward()
+
+
+@probes("DistributedDataParallel._static_graph_delay_allreduce_enqueued")
+@on_two_ranks
+def ddp_knows_whether_it_has_seen_a_static_graph() -> None:
+    model = DistributedDataParallel(Counted(), static_graph=True)
+    assert not ddp.knows_static_graph(model)
+    model(torch.ones(2)).backward()
+    assert ddp.knows_static_graph(model)
+
+
+@probes("DistributedDataParallel._comm_hooks", "DistributedDataParallel._get_ddp_logging_data")
+@on_two_ranks
+def ddp_tells_its_communication_hooks() -> None:
+    def model_with(register: Callable[[Any], object]) -> Any:
+        model = DistributedDataParallel(Counted())
+        register(model)
+        return model
+
+    for register, expected in (
+        (lambda model: None, False),
+        (lambda model: model._comm_hooks.append((bf16_compress_hook, None)), False),  # no CPU lets it be registered
+        (lambda model: model.register_comm_hook(None, fp16_compress_hook), True),
+        (lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS), True),
+        (lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE), False),
+    ):
+        model = model_with(register)
+        model(torch.ones(2)).backward()
+        assert ddp.may_compress_to_half(model) == expected
+
+
+@probes("_st_info")
+@on_two_ranks
+def ddp_hides_the_layout_of_dtensors() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("hidden-data", "hidden-tensor"))
+    plain = parallelize_module(nn.Linear(2, 2), mesh["hidden-tensor"], ColwiseParallel())
+    placements = plain.weight.placements
+    DistributedDataParallel(plain, device_mesh=mesh["hidden-data"])
+    assert not isinstance(plain.weight, DTensor)
+    layout = tensors.layout_before_ddp(plain.weight)
+    assert layout.placements == placements
+    assert layout.mesh.size() == 2
+    assert tensors.layout_before_ddp(torch.ones(1)) is None
+
+
+# ------------------------------------------------------------------------------------------------- scenarios: FSDP1
+
+
+def fsdp1_model(**options: Any) -> Any:
+    return FullyShardedDataParallel(
+        nn.Linear(2, 2, bias=False), use_orig_params=True, device_id=torch.device("cpu"), **options
+    )
+
+
+@probes(
+    "FullyShardedDataParallel._fsdp_wrapped_module",
+    "_FSDPState._handle",
+    "_FSDPState._gradient_predivide_factor",
+    "_FSDPState._gradient_postdivide_factor",
+    "FlatParameter._saved_grad_shard",
+)
+@on_two_ranks
+def fsdp1_drops_what_it_holds() -> None:
+    torch.manual_seed(0)
+    model, x = fsdp1_model(), torch.full((1, 2), 1.0 + dist.get_rank())
+    assert type(modules.unwrapped(model)) is nn.Linear
+    assert fsdp1.divisor_of(model) == 2
+    (flat,) = fsdp1.flat_parameters([model])
+    assert not any(gradient is not None for gradient in fsdp1.held_gradients([model]))
+
+    def window() -> list[float]:
+        model(x).sum().backward()
+        return flat.grad.tolist()
+
+    expected = window()
+    with model.no_sync():  # beside a shard that was reduced, whole gradients
+        model(x).sum().backward()
+    assert [gradient is not None for gradient in fsdp1.held_gradients([model])] == [True, True]
+    model.zero_grad()
+    assert any(gradient is not None for gradient in fsdp1.held_gradients([model]))
+    fsdp1.drop_held_gradients([model])
+    assert not any(gradient is not None for gradient in fsdp1.held_gradients([model]))
+    assert window() == expected
+
+
+@probes("FlatParamHandle._fwd_bwd_param_dtype", "FlatParamHandle._reduce_dtype", "_FSDPState._comm_hook")
+@on_two_ranks
+def fsdp1_tells_its_precision() -> None:
+    half = torch.float16
+    for options, expected in (
+        ({}, False),
+        ({"mixed_precision": MixedPrecision(param_dtype=half, reduce_dtype=torch.float32)}, True),
+        ({"mixed_precision": MixedPrecision(reduce_dtype=half)}, True),
+        ({"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}, False),
+    ):
+        assert fsdp1.may_use_float16([fsdp1_model(**options)]) == expected
+    hooked = fsdp1_model(sharding_strategy=torch.distributed.fsdp.ShardingStrategy.NO_SHARD)
+    hooked.register_comm_hook(None, lambda state, gradient: None)
+    assert fsdp1.may_use_float16([hooked])
+
+
+@probes("FlatParameter._param_extensions")
+@on_two_ranks
+def fsdp1_knows_that_it_has_flattened_dtensors() -> None:
+    assert not fsdp1.flattens_dtensors(fsdp1_model())
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("flat-data", "flat-tensor"))
+    plain = parallelize_module(nn.Linear(2, 2), mesh["flat-tensor"], ColwiseParallel())
+    model = FullyShardedDataParallel(plain, device_mesh=mesh["flat-data"], use_orig_params=True, device_id="cpu")
+    assert fsdp1.flattens_dtensors(model)
+
+
+# ------------------------------------------------------------------------------------------------- scenarios: FSDP2
+
+
+def fsdp2_model(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def own_input() -> Tensor:
+    return torch.full((1, 2), 1.0 + dist.get_rank(), dtype=torch.float64)
+
+
+def whole_gradient(times: int = 1) -> list[Tensor]:
+    """Of the mean over both ranks, in one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    for rank in (0, 1):
+        (times * model(torch.full((1, 2), 1.0 + rank, dtype=torch.float64)).square().sum() / 2).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def hold(model: Any) -> None:
+    """A backward whose gradients stay where they are."""
+    model.set_requires_gradient_sync(False)
+    model(own_input()).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+
+
+def is_held(model: Any) -> bool:
+    return any(gradient is not None for gradient in fsdp2.held_gradients([model]))
+
+
+def require_gradients(model: Any, expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    found = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
+
+
+@probes(
+    "FSDPModule._get_fsdp_state",
+    "FSDPState._fsdp_param_groups",
+    "FSDPState._fsdp_param_group",
+    "FSDPState._is_root",
+    "FSDPParamGroup.fsdp_params",
+    "FSDPParam._unsharded_param",
+    "FSDPParam.unsharded_accumulated_grad",
+)
+@on_two_ranks
+def fsdp2_drops_what_it_holds() -> None:
+    wider = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    for policy, tolerance in ((MixedPrecisionPolicy(), 1e-12), (wider, 1e-6)):
+        model = fsdp2_model(mp_policy=policy)
+        hold(model)
+        model.zero_grad()
+        assert is_held(model), "what zero_grad() reaches needs no private name"
+        fsdp2.drop_held_gradients([model])
+        assert not is_held(model)
+        model(own_input()).square().sum().backward()
+        require_gradients(model, whole_gradient(), tolerance)
+
+
+@probes("FSDPState._root_post_backward_final_callback", "FSDPState._modules", "FSDPStateContext.all_states")
+@on_two_ranks
+def fsdp2_reduces_what_it_holds() -> None:
+    model = fsdp2_model()
+    hold(model)
+    hold(model)
+    assert is_held(model)
+    fsdp2.reduce_held_gradients([model, model])
+    assert not is_held(model)
+    require_gradients(model, whole_gradient(2))
+    model.zero_grad()
+    model(own_input()).square().sum().backward()  # torch ends this backward itself, as before
+    require_gradients(model, whole_gradient())
+
+
+@probes("FSDPParamGroup._partial_reduce_output", "FSDPParamGroup.mesh_info")
+@on_two_ranks
+def fsdp2_drops_what_only_its_shards_have_added_up() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("partial-replicate", "partial-shard"))
+    model = fsdp2_model(mesh=mesh)
+    assert fsdp2.has_replicas([model])
+    assert not fsdp2.has_replicas([fsdp2_model()])
+    assert fsdp2.mesh_of(model).size() == 2
+    model.set_requires_all_reduce(False)
+    model(own_input()).square().sum().backward()
+    model.set_requires_all_reduce(True)
+    assert is_held(model)
+    fsdp2.drop_held_gradients([model])
+    assert not is_held(model)
+    model(own_input()).square().sum().backward()
+    require_gradients(model, whole_gradient())
+
+
+@probes("FSDPParam.sharded_param", "FSDPState._lazy_init", "FSDPState._state_ctx")
+@on_two_ranks
+def fsdp2_knows_its_parameters() -> None:
+    model = fsdp2_model()
+    fsdp2.initialize([model])
+    assert not fsdp2.gathered_parameters([model])
+    assert fsdp2.parameters_in_care([model]) == {id(p) for p in model.parameters()}
+    hold(model)
+    gathered = fsdp2.gathered_parameters([model])
+    assert len(gathered) == 4
+    hooks = [leaf.register_hook(torch.zeros_like) for leaf in gathered]  # a backward that adds nothing
+    model(own_input()).square().sum().backward()
+    for hook in hooks:
+        hook.remove()
+    require_gradients(model, whole_gradient())
+    assert all(gradient is not None for gradient in fsdp2.sharded_gradients([model]))
+    for module in fsdp2.modules_of([model]):
+        module.unshard()
+    assert {id(p) for p in model.parameters()} <= fsdp2.parameters_in_care([model])
+
+
+@probes("FSDPParamGroup.gradient_divide_factor", "FSDPState._mp_policy")
+@on_two_ranks
+def fsdp2_tells_how_it_divides_and_in_which_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fsdp2_model(mp_policy=policy)
+    assert fsdp2.divisors_of([model]) == {2}
+    model.set_gradient_divide_factor(3.0)
+    assert fsdp2.divisors_of([model]) == {2, 3.0}
+    assert [(p.param_dtype, p.reduce_dtype) for p in fsdp2.precisions_of([model])] == 2 * [
+        (torch.bfloat16, torch.float32)
+    ]
+
+
+@probes(
+    "FSDPParamGroup.reduce_grads",
+    "FSDPParamGroup.all_reduce_grads",
+    "FSDPParamGroup.reshard_after_backward",
+    "FSDPParamGroup.post_forward_mesh_info",
+    "FSDPState._auto_reshard_after_forward",
+    "FSDPStateContext.is_last_backward",
+    "FSDPStateContext.manual_backward_finalization",
+)
+@on_two_ranks
+def fsdp2_gets_its_flags_back() -> None:
+    for has_set in (False, True):
+        model = fsdp2_model()
+        fsdp2.initialize([model])
+        if has_set:
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+            model.set_is_last_backward(False)
+            if hasattr(model, "set_manual_backward_finalization"):
+                model.set_manual_backward_finalization(True)
+        before = [vars(group).copy() for group in fsdp2.param_groups([model])]
+        context = [vars(root._state_ctx).copy() for root in fsdp2.states_of([model])]
+        auto = [state._auto_reshard_after_forward for state in fsdp2.states_of([model])]
+        flags = fsdp2.Flags([model])
+        fsdp2.finish_every_backward([model])
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
+        model.set_reshard_after_backward(True)
+        model.set_reshard_after_forward(False)
+        assert before != [vars(group) for group in fsdp2.param_groups([model])]
+        model(own_input()).square().sum().backward()
+        require_gradients(model, whole_gradient())
+        flags.restore()
+        for group, values in zip(fsdp2.param_groups([model]), before, strict=True):
+            assert {name: vars(group)[name] for name in fsdp2._GROUP_FLAGS} == {
+                name: values[name] for name in fsdp2._GROUP_FLAGS
+            }
+        assert [state._auto_reshard_after_forward for state in fsdp2.states_of([model])] == auto
+        for state, values in zip(fsdp2.states_of([model]), context, strict=True):
+            for name in fsdp2._ROOT_FLAGS:
+                assert vars(state._state_ctx).get(name) == values.get(name)
+
+
+# ---------------------------------------------------------------------------------------------------- and their ends
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, list[Outcome]]:
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_on_two_ranks(outcomes, scenario):
+    all_well(outcomes[scenario])

@@ -1,0 +1,71 @@
+"""Run the tests on the torch that is installed, and leave what came of them in results/torch.json.
+
+`python tests/versions.py` runs all, as `make test TORCH=2.15.0` does; others only the folders that they name.
+"""
+
+import argparse
+import json
+import platform
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "torch.json"
+WHAT = "the tests on each version of torch, by folder; those that need a GPU are among the skipped"
+
+
+class Counts:
+    """A plugin of pytest: how each test ended, and which of them failed."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.skipped or report.when == "call":
+            before = self._ends.get(report.nodeid)
+            self._ends[report.nodeid] = before if before == "failed" else report.outcome
+
+    def by_folder(self) -> dict[str, dict[str, Any]]:
+        counts: dict[str, Counter[str]] = {}
+        for test, end in self._ends.items():
+            counts.setdefault(folder_of(test), Counter(passed=0, failed=0, skipped=0))[end] += 1
+        failures = {folder_of(test): [] for test, end in self._ends.items() if end == "failed"}
+        for test, end in self._ends.items():
+            if end == "failed":
+                failures[folder_of(test)].append(test)
+        return {
+            folder: {"date": datetime.now(UTC).date().isoformat(), **counts[folder]}
+            | ({"failures": failures[folder]} if folder in failures else {})
+            for folder in sorted(counts)
+        }
+
+
+def folder_of(test: str) -> str:
+    """The first two parts of its path: tests/unit, src/macrobatch."""
+    return "/".join(test.partition("::")[0].split("/")[:2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", default=["tests", "src"], help="whole folders of tests")
+    parser.add_argument("--numprocesses", type=int, default=2, help="how many at a time")
+    options = parser.parse_args()
+    counts = Counts()
+    at_a_time = [f"--numprocesses={options.numprocesses}", "--dist=loadfile", "--no-loadscope-reorder"]
+    status = pytest.main([*at_a_time, "--rootdir", str(ROOT), *options.folders], plugins=[counts])
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"what": WHAT, "versions": {}}
+    version = f"torch {torch.__version__}, python {platform.python_version()}"
+    report["versions"].setdefault(version, {}).update(counts.by_folder())
+    report["versions"] = dict(sorted(report["versions"].items()))
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
