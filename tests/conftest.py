@@ -18,6 +18,7 @@ LONGEST = (
     "ranks/test_failing",
     "unit/test_verify_mistakes",
     "ranks/test_fuzz",
+    "contract/test_torch",
     "unit/test_fit",
     "unit/test_macrostep",
     "train/test_checkpoint",

@@ -63,6 +63,7 @@ def main() -> int:
     version = f"torch {torch.__version__}, python {platform.python_version()}"
     report["versions"].setdefault(version, {}).update(counts.by_folder())
     report["versions"] = dict(sorted(report["versions"].items()))
+    report |= {"date": datetime.now(UTC).date().isoformat(), "processor": platform.processor() or platform.machine()}
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
     return int(status)
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 import macrobatch._torch.contract as contract
 from harness.ranks import Outcome, all_well, run
+from macrobatch import Accumulator
 from macrobatch._step.graph import run_backward
 from macrobatch._torch import autograd, cuda, ddp, distributed, fsdp1, fsdp2, modules, optimizers, tensors
 from macrobatch._torch.contract import CONTRACT, PrivateName, is_there, warn_about_unknown_torch
@@ -787,6 +788,25 @@ def fsdp2_gets_its_flags_back() -> None:
         for state, values in zip(fsdp2.states_of([model]), context, strict=True):
             for name in fsdp2._ROOT_FLAGS:
                 assert vars(state._state_ctx).get(name) == values.get(name)
+
+
+@on_two_ranks
+def windows_are_exact_whatever_a_program_has_set() -> None:
+    for manual in (False, True):
+        model = fsdp2_model()
+        model.set_is_last_backward(False)
+        if manual and hasattr(model, "set_manual_backward_finalization"):
+            model.set_manual_backward_finalization(True)
+        acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), steps=2, reduction="sum")
+        before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+        for _ in acc.batches(range(2)):
+            acc.backward(model(own_input()).square().sum(), items=1)
+            acc.step()
+        moved = [old - now.full_tensor() for old, now in zip(before, model.parameters(), strict=True)]
+        torch.testing.assert_close(moved, whole_gradient(), rtol=1e-12, atol=0)
+        context = vars(next(fsdp2.states_of([model]))._state_ctx)
+        assert not context["is_last_backward"]
+        assert context.get("manual_backward_finalization", manual) == manual
 
 
 # ---------------------------------------------------------------------------------------------------- and their ends

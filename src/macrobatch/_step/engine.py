@@ -274,6 +274,8 @@ class Engine:
                 return self.closing.close(window, gradients, shared=self._parameters.shared)
         finally:
             self._typical.update(window)
+            if self.closing.leaves_gradients:
+                self._gradients = None
             self._drop_window()
             self._lifecycle.end_step()
 
