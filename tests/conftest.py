@@ -40,6 +40,7 @@ QUICK = (
     "unit/test_verify",
     "unit/test_plan",
     "unit/test_public",
+    "contract/test_fence",
     "gpu/test_cuda_graph",
     "unit/test_split",
     "unit/test_accelerate",
