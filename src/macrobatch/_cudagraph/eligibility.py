@@ -102,7 +102,7 @@ def unwrapped(model: Any) -> Any:
     """The same model, or models, without DDP around them, which does things in Python that a replay leaves out."""
     if isinstance(model, list | tuple):
         return type(model)(unwrapped(one) for one in model)
-    return inside.unwrapped(model, ("DistributedDataParallel",))
+    return inside.without_ddp(model)
 
 
 def is_compiled_around_ddp(model: nn.Module) -> bool:
