@@ -46,8 +46,9 @@ chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitw
 FIRST ?= 0
 PROGRAMS ?= 2000
 RANK_PROGRAMS ?= 100
+PROCESSES ?= 1
 fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PROGRAMS=1000 FIRST=5000000 (the first seed)
-	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) \
+	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
 	  --out ../results/fuzz.json
 
 venv: $(VENV)/.complete  ## a .venv with all extras
