@@ -6,13 +6,11 @@ Every seed is a program of its own. One that fails is made smaller and printed, 
 import argparse
 import contextlib
 import json
-import logging
 import multiprocessing
 import platform
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,15 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import macrobatch
-from fuzzing import MismatchError, Program, describe, draw_program, failure, shrink
+from fuzzing import describe
+from fuzzing.many import Failed, be_quiet, count, in_one_process
 from fuzzing.on_ranks import run_programs
 from fuzzing.rank_program import draw_rank_program
 
 PART = 20  # programs that a process is given at a time
 LAUNCH = 50  # programs in one launch of two ranks
-SHRUNK = 20  # failures that are made smaller; a fault that hits every other program would take hours
-
-Failed = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,12 +80,6 @@ def section(seeds: range, counts: Counter[str], failures: list[Failed], seconds:
     }
 
 
-def be_quiet() -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # memory runs out often here
-    torch.set_num_threads(1)
-
-
 def side_by_side(
     seeds: range, processes: int, progress: Progress, console: Console
 ) -> tuple[Counter[str], list[Failed]]:
@@ -110,19 +100,6 @@ def side_by_side(
             for one in failed:
                 show(console, one)
             progress.advance(bar, len(part))
-    return counts, failures
-
-
-def in_one_process(seeds: range) -> tuple[Counter[str], list[Failed]]:
-    counts: Counter[str] = Counter()
-    failures: list[Failed] = []
-    for seed in seeds:
-        program = draw_program(seed)
-        count(counts, program)
-        wrong = failure(program)
-        if wrong is not None:
-            small = smaller(program, wrong) if len(failures) < SHRUNK else program
-            failures.append({"seed": seed, "wrong": str(wrong), "program": describe(small)})
     return counts, failures
 
 
@@ -149,22 +126,6 @@ def on_two_ranks(seeds: range, progress: Progress, console: Console) -> tuple[Co
 def show(console: Console, failed: Failed) -> None:
     text = f"seed {failed['seed']}: {failed['wrong']}\n    {failed['program']}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def count(counts: Counter[str], program: Program) -> None:
-    counts[program.driver] += 1
-    counts.update({f"with {what!r}" for *_, what in program.events})
-
-
-def smaller(program: Program, wrong: MismatchError) -> Program:
-    """One that fails in the same way."""
-    words = wrong.what.split()[:4]
-
-    def fails(candidate: Program) -> bool:
-        found = failure(candidate)
-        return found is not None and found.kind == wrong.kind and found.what.split()[:4] == words
-
-    return shrink(program, fails)
 
 
 if __name__ == "__main__":
