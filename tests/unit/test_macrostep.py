@@ -542,7 +542,7 @@ def test_an_exception_leaves_nothing_behind(micro, turn, error, where):
 def test_memory_that_recordings_hold_is_given_up_first(micro, holds):
     """A micro-batch that cannot be made smaller does not fit: once without them, then it is an error."""
     own, given, hoard = trainee(Tied), batch(1 if micro == "auto" else 5, seed=1), Hoard()
-    hoard.holds, failed = holds, []
+    hoard.has_recordings, failed = holds, []
 
     def loss_fn(model: nn.Module, micro_batch: Batch) -> Any:
         loss, items = count_loss(model, micro_batch)
@@ -560,7 +560,7 @@ def test_memory_that_recordings_hold_is_given_up_first(micro, holds):
         return
     compare(run.over([given, given]), trainee(Tied), [given, given], Counting(), None)
     assert failed
-    assert not hoard.holds
+    assert not hoard.has_recordings
     assert hoard.refused == ["memory ran out beside what had been recorded"]
 
 
@@ -804,5 +804,5 @@ def test_cuda_graph_on_a_cpu_is_accepted_and_says_once_that_it_is_eager():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         recorded = trained(cuda_graph=True)
-    assert ["run eagerly, as without it: the model is on cpu" in str(one.message) for one in caught] == [True]
+    assert ["run eagerly, because the model is on cpu" in str(one.message) for one in caught] == [True]
     assert all(map(torch.equal, recorded, trained()))
