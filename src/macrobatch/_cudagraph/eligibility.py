@@ -102,7 +102,7 @@ def without_ddp(model: Any) -> Any:
     """The model or models without their DDP wrappers, whose Python code a replay would leave out."""
     if isinstance(model, list | tuple):
         return type(model)(without_ddp(one) for one in model)
-    return inside.unwrapped(model, ("DistributedDataParallel",))
+    return inside.without_ddp(model)
 
 
 def is_compiled_around_ddp(model: nn.Module) -> bool:

@@ -35,10 +35,12 @@ class Closing(Protocol):
     """What becomes of the gradients of a complete window; and what nobody may do to them before.
 
     Attributes:
-        taken: how many steps were taken, where this takes them.
+        taken: how many steps were taken; by a program itself, how many windows were left to it.
+        leaves_gradients: whether they stay in ``.grad`` after the close.
     """
 
     taken: int
+    leaves_gradients: bool
 
     def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
         """From now on, refuse steps that others take while a window is open. A bound method, kept weakly."""
@@ -60,7 +62,7 @@ class Closing(Protocol):
 
 
 class TakeStep(Closing):
-    """Divides, clips, guards, and takes the optimizer step, with all that belongs to it.
+    """The policy of `Accumulator`: divides, clips, guards, and takes the optimizer step, with all that belongs to it.
 
     Args:
         counts_on_host: whether the host must know after each window how many steps were taken.
@@ -77,6 +79,7 @@ class TakeStep(Closing):
         nonfinite: NonFinite,
         counts_on_host: bool,
     ) -> None:
+        self.leaves_gradients = False
         self._optimizers = optimizers
         self._guards: list[StepGuard] = []
         self._schedulers = schedulers

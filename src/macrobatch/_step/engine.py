@@ -139,9 +139,11 @@ class Engine:
         self._lifecycle.require_backward(self._window)
         loss, items = validation.checked_loss(loss), validation.checked_items(items)
         self.closing.check_loss(loss)
-        self._typical.agree(items, loss.device, self._window)
+        if self._typical.is_missing:
+            self._typical.agree(items, loss.device, self._window)
         window, gradients = self.window, self.open_gradients()
-        self._require_untouched(gradients)
+        gradients.check_untouched()
+        self.closing.check_untouched()
         confinement, awaited = self._backward.plan(loss, gradients, is_first=not window.turns)
         if self.is_repeat:
             seed, counts = window.add_nothing(loss), False
@@ -259,7 +261,8 @@ class Engine:
             self._lifecycle.end_step()
             return None
         window, gradients = self.window, self.open_gradients()
-        self._require_untouched(gradients)
+        gradients.check_untouched()
+        self.closing.check_untouched()
         if not self.is_last:
             self._send(window)
         window.receive()
@@ -274,6 +277,8 @@ class Engine:
                 return self.closing.close(window, gradients, shared=self._parameters.shared)
         finally:
             self._typical.update(window)
+            if self.closing.leaves_gradients:
+                self._gradients = None
             self._drop_window()
             self._lifecycle.end_step()
 
@@ -381,10 +386,6 @@ class Engine:
 
     def _is_accumulating(self) -> bool:
         return self.has_accumulated
-
-    def _require_untouched(self, gradients: Gradients) -> None:
-        gradients.check_untouched()
-        self.closing.check_untouched()
 
     def open_gradients(self) -> Gradients:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ class Gradients:
         self._own_of_all = dict(zip(map(id, named.values()), named, strict=True))
         self._plain = Spread(shards)
         self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
+        self._spread_by_id: dict[int, Spread] = {}  # of those that were asked for
         self._held = held
         self._may_move = may_move
         self._are_views = are_views
@@ -187,21 +188,19 @@ class Gradients:
         Parameters that reach the loss through views, e.g. ``a.squeeze() + b.squeeze()``, get views of one gradient as
         theirs: adding to the one, or dividing it, would change the other.
         """
+        own = zip(self._left, range(len(self.parameters)), strict=False)  # without what the backend holds
         with unobserved():  # an address is no number that the device has computed
-            taken = sorted(
-                (gradient.data_ptr(), index)
-                for index, gradient in enumerate(map(GRADIENT_OF, self.parameters))
-                if gradient is not None and not isinstance(gradient, DTensor) and gradient.layout == torch.strided
-            )
-        end = 0
-        for start, index in taken:
-            gradient = self.parameters[index].grad
-            assert gradient is not None
+            taken = sorted([(g.data_ptr(), g.nbytes, i) for g, i in own if _has_address(g)])
+        end, has_moved = 0, False
+        for start, nbytes, index in taken:
             if start < end and start:  # 0: without memory, as tensors without elements are
+                gradient = self.parameters[index].grad
+                assert gradient is not None
                 self.parameters[index].grad = gradient.clone()
+                has_moved = True
             else:
-                end = start + gradient.nbytes
-        return self._as_they_are()
+                end = start + nbytes
+        return self._as_they_are() if has_moved else self._left
 
     # Two kinds of writing leave no version behind: to a list of DTensors at once, as clip_grad_norm_ does, and to views
     # that a backend has made of what it holds. There the sizes tell.
@@ -256,17 +255,19 @@ class Gradients:
         """Group what is there, for the methods below: no backward comes any more."""
         groups: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
-            spread = self._spread_of(name, parameter)
+            spread = self._spread_by_id.get(id(parameter)) or self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
-            if gradient.layout != torch.strided:
+            if gradient.layout is not torch.strided:
                 raise BackendError(
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
                     "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
                 )
-            if (placed := redistribute_like(gradient, parameter)) is not gradient:
-                parameter.grad = gradient = placed
-            part = local_tensor(gradient)
+            part = gradient
+            if type(gradient) is not Tensor:
+                if (placed := redistribute_like(gradient, parameter)) is not gradient:
+                    parameter.grad = gradient = placed
+                part = local_tensor(gradient)
             groups[part.device, part.dtype, id(parameter) in self._widened, spread].append(part)
         self._groups = {Kind(*kind): group for kind, group in groups.items()}
 
@@ -274,6 +275,7 @@ class Gradients:
         layout = layout_of(parameter)
         if (spread := self._spreads.get(layout)) is None:
             spread = self._spreads[layout] = self._plain if layout is None else spread_over(*layout, name)
+        self._spread_by_id[id(parameter)] = spread
         return spread
 
     @property
@@ -347,12 +349,13 @@ class Gradients:
             parameter.grad = narrowed
 
 
+def _has_address(gradient: object) -> TypeGuard[Tensor]:
+    return isinstance(gradient, Tensor) and not isinstance(gradient, DTensor) and gradient.layout == torch.strided
+
+
 def _versions(gradients: Sequence[Any]) -> list[int]:
     """How often each was written to; -1 for none."""
-    try:
-        return list(map(version_of, gradients))
-    except AttributeError:
-        return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
+    return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
 
 
 def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,7 +60,10 @@ def _walk(loss: Tensor) -> Reach:
                 else:
                     note(kind)
                     push(node)
-    return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, kinds)))  # type: ignore[arg-type]
+    may_nest = not kinds <= _PLAIN and any(map(_may_nest, kinds))
+    if not may_nest:
+        _PLAIN.update(kinds)
+    return Reach([node.variable for node in ends], may_nest)
 
 
 class Walker:
@@ -89,7 +91,9 @@ class Walker:
             walk.exception()  # the graph must not be freed before
 
 
-@functools.lru_cache(maxsize=1024)
+_PLAIN: set[type] = set()  # kinds of nodes that are known not to nest
+
+
 def _may_nest(kind: type) -> bool:
     """Whether nodes of this kind may run a backward inside theirs: any function written in Python may.
 

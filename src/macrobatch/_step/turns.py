@@ -39,7 +39,9 @@ class Turn(NamedTuple):
     is_told: bool = False
 
 
+PLAIN = Turn()
 IN_BETWEEN = Turn(last=False)
+LAST_OF_ALL = Turn(last=True, ends=True)
 
 
 def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
@@ -67,8 +69,11 @@ def plan_turns(
         remainder: what becomes of a short last window.
         lockstep: whether all ranks take equally many turns.
     """
-    source = with_remaining(loader)
     own = length_of(loader)
+    if own is not None and longest is None and remainder == "step":
+        yield from _plan_alone(loader)
+        return
+    source = with_remaining(loader)
     longest = own if longest is None else longest
     slot = 0
     fetched: tuple[Batch, int | None] | None = None
@@ -95,6 +100,12 @@ def plan_turns(
         slot += slots
         yield fetched[0], Turn(last, last and slot == longest and remainder == "step", mine < 1, slots)
     next(source, None)  # complains if there is more than the length said
+
+
+def _plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
+    """In one process, where a short last window is closed: the window's length decides, or the end of the loader."""
+    for batch, left in with_remaining(loader):
+        yield batch, LAST_OF_ALL if left == 0 else PLAIN
 
 
 def negotiate_turns(

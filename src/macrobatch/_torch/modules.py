@@ -89,6 +89,11 @@ def without_compile(model: nn.Module) -> Any:
     return unwrapped(model, ("OptimizedModule",))
 
 
+def without_ddp(model: nn.Module) -> Any:
+    """The module that `DistributedDataParallel` was given."""
+    return unwrapped(model, ("DistributedDataParallel",))
+
+
 def plain_name(model: nn.Module, name: str) -> str:
     """The name of a parameter or buffer without those under which wrappers hold their modules.
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from macrobatch._cut.trees import map_tensors
-from macrobatch._torch.modules import without_compile
+from macrobatch._torch.modules import without_compile, without_ddp
 from macrobatch.accelerate.settings import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from macrobatch.accelerate.state import AcceleratorState
 from macrobatch.errors import UsageError
@@ -109,7 +109,7 @@ def unwrapped(model: nn.Module, *, keep_precision: bool, keep_compiled: bool) ->
     """
     inner: Any = without_compile(model)
     if isinstance(inner, DistributedDataParallel):
-        inner = inner.module
+        inner = without_ddp(inner)
     elif keep_compiled:
         inner = model
     bare = without_compile(inner)

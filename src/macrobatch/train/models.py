@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from macrobatch._torch.modules import unwrapped
+from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.train.pretrained import (
     CONFIG,
@@ -340,7 +340,7 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept,
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.is_first:
-        plain = unwrapped(model, ("DistributedDataParallel",))
+        plain = without_ddp(model)
         aside = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

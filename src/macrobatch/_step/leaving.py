@@ -1,0 +1,71 @@
+"""Closing a window for programs that clip and step by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from macrobatch._step.closing import Closing
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.optimizers import StepGuard
+from macrobatch._step.totals import Window
+from macrobatch.types import StepResult
+
+
+class LeaveMean(Closing):
+    """Brings ``.grad`` to the mean over the window's items and leaves it there; under a scaler, still scaled.
+
+    The program clips, steps and clears it. A step inside an open window is an error.
+
+    Args:
+        optimizers: that the program steps.
+        scaler: whose scale the gradients keep, for the program to undo.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None) -> None:
+        self.taken = 0
+        self.leaves_gradients = True
+        self._optimizers = optimizers
+        self._scaler = scaler
+        self._guards: list[StepGuard] = []
+
+    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
+        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
+
+    def begin_window(self) -> None:
+        pass
+
+    def check_loss(self, loss: Tensor) -> None:
+        pass
+
+    def check_untouched(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:  # noqa: ARG002
+        skipped: bool | Tensor = window.is_empty
+        if not skipped:
+            gradients.gather()
+            divisor = window.divisor()
+            if isinstance(divisor, Tensor):
+                skipped = divisor == 0
+                divisor = divisor.masked_fill(skipped, 1)  # without items there is nothing to divide
+            if self._scaler is not None:
+                divisor = divisor / self._scaler.scale(torch.ones((), device=window.device, dtype=torch.float32))
+            gradients.divide(divisor)
+        self.taken += 1
+        return StepResult(
+            step=self.taken,
+            micro_batches=window.micro_batches,
+            loss=window.loss(),
+            items=window.items(),
+            grad_norm=None,
+            lr=tuple(group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups),
+            skipped=skipped,
+        )

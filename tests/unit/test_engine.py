@@ -1,0 +1,162 @@
+"""The engine below `Accumulator` and `MacroStep`: other ways to close a window, and observers of its spans."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from macrobatch import Accumulator, MacroStep
+from macrobatch._ranks.backend import Local
+from macrobatch._step.closing import Closing
+from macrobatch._step.engine import Engine
+from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.turns import Turn
+from macrobatch.errors import UsageError
+from macrobatch.types import StepResult
+
+SIZES = (5, 2, 7, 4)
+
+
+def model_and_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def micro_batches():
+    torch.manual_seed(1)
+    return [(torch.randn(n, 3).double(), torch.randn(n, 1).double()) for n in SIZES]
+
+
+def mean_gradients():
+    """Of one big batch."""
+    model, _ = model_and_optimizer()
+    x, y = (torch.cat(column) for column in zip(*micro_batches(), strict=True))
+    nn.functional.mse_loss(model(x), y).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def accumulate(engine, model, items=len):
+    for x, y in micro_batches():
+        with engine.micro_batch(Turn()):
+            engine.backward(nn.functional.mse_loss(model(x), y), items(x))
+        result = engine.close()
+    return result
+
+
+def close_to(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("items", [len, lambda x: torch.tensor(len(x))], ids=["ints", "tensors"])
+def test_a_program_that_steps_by_itself_finds_the_mean(items):
+    model, optimizer = model_and_optimizer()
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), steps=len(SIZES))
+    result = accumulate(engine, model, items)
+    close_to([p.grad for p in model.parameters()], mean_gradients())
+    assert (result.step, result.micro_batches, result.items.item()) == (1, len(SIZES), sum(SIZES))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    close_to(list(model.parameters()), [p - 0.1 * g for p, g in zip(before, mean_gradients(), strict=True)])
+    optimizer.zero_grad()
+    assert accumulate(engine, model, items).step == 2
+
+
+def test_a_program_that_steps_by_itself_must_wait_for_the_close():
+    model, optimizer = model_and_optimizer()
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), steps=2)
+    x, y = micro_batches()[0]
+    with engine.micro_batch(Turn()):
+        engine.backward(nn.functional.mse_loss(model(x), y), len(x))
+    with pytest.raises(UsageError, match="inside the open window"):
+        optimizer.step()
+
+
+def test_the_mean_that_is_left_keeps_the_scale_of_a_scaler():
+    model, optimizer = model_and_optimizer()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer], scaler), steps=len(SIZES), scaler=scaler)
+    accumulate(engine, model)
+    close_to([p.grad / 1024 for p in model.parameters()], mean_gradients())
+
+
+class Collect(Closing):
+    """A policy of one's own: hands the mean gradients over, and steps nothing."""
+
+    def __init__(self):
+        self.taken, self.leaves_gradients, self.means = 0, False, []
+
+    def guard_steps(self, window_is_open):
+        pass
+
+    def begin_window(self):
+        pass
+
+    def check_loss(self, loss):
+        pass
+
+    def check_untouched(self):
+        pass
+
+    def settle(self):
+        pass
+
+    def close(self, window, gradients, *, shared):
+        gradients.gather()
+        gradients.divide(window.divisor())
+        self.means = [p.grad.clone() for p in gradients.parameters]
+        self.taken += 1
+        return StepResult(
+            step=self.taken,
+            micro_batches=window.micro_batches,
+            loss=window.loss(),
+            items=window.items(),
+            grad_norm=None,
+            lr=(),
+            skipped=False,
+        )
+
+
+def test_a_closing_policy_of_ones_own():
+    model, optimizer = model_and_optimizer()
+    closing = Collect()
+    accumulate(Engine([model], [optimizer], Local(), closing, steps=len(SIZES)), model)
+    close_to(closing.means, mean_gradients())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_observer_sees_each_span_once_and_in_order():
+    model, optimizer = model_and_optimizer()
+    train = MacroStep(model, optimizer, lambda model, batch: model(batch).square().mean(), micro=2)
+    seen = []
+
+    @contextlib.contextmanager
+    def watch(span, loss):
+        seen.append(span)
+        assert (loss is not None) == (span == "backward")
+        yield
+
+    train.observe(watch)
+    train(torch.randn(3, 3).double())
+    turn = ["data", "forward", "backward"]
+    assert seen == ["communication", *turn, *turn, "communication", "update"]
+
+
+def test_what_an_observer_raises_is_not_lost():
+    model, optimizer = model_and_optimizer()
+    acc = Accumulator(model, optimizer)
+    train = MacroStep(model, optimizer, lambda model, batch: model(batch).square().mean(), micro=2)
+
+    @contextlib.contextmanager
+    def watch(span, loss):
+        if span == "backward":
+            raise ValueError("an observer's own")
+        yield
+
+    train.observe(watch)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="own"):
+        train(torch.randn(3, 3).double())
+    close_to(list(model.parameters()), before)
+    assert acc.optimizer_step == train.optimizer_step == 0
