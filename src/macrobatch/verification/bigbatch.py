@@ -170,9 +170,7 @@ class BigBatch:
         else:
             assert self.samples is not None, "called only where the batch can be cut into samples"
             part = self.samples.take(Part(sorted(samples)))
-        return map_tensors(
-            part, _to_double if self.is_float64_copy else lambda tensor: tensor
-        )  # loss_fn may empty its containers
+        return map_tensors(part, _to_double if self.is_float64_copy else lambda x: x)  # loss_fn may empty containers
 
     def gradient(self, terms: Sequence[Term]) -> Gradient:
         """The weighted sum of the terms' gradients over all ranks."""

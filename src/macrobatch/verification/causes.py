@@ -67,9 +67,7 @@ def _measure_bounds(case: Case, notes: list[str]) -> None:
         window.bound = case.precision.bound_for(case, window)
     most = max((window.bound for window in wrong), default=0.0)
     if most > max(1e-3, case.precision.bound):
-        notes.append(
-            f"one big batch itself is inexact in the step's precision, so errors up to {most:.2g} were allowed"
-        )
+        notes.append(f"one big batch is inexact in the step's precision, so errors up to {most:.2g} were allowed")
 
 
 def _scaling_error(case: Case, window: Comparison, times: float) -> float:
@@ -94,15 +92,13 @@ def _add_notes(case: Case, notes: list[str]) -> None:
         names = _name_list(observation.unoptimized_names)
         notes.append(f"no optimizer that stepped holds {names}: they were not compared")
     if observation.added_names:
-        notes.append(
-            f"the step gave the model new parameters, {_name_list(observation.added_names)}: they were not compared"
-        )
+        names = _name_list(observation.added_names)
+        notes.append(f"the step gave the model new parameters, {names}: they were not compared")
     if foreign := case.big.foreign_leaves:
         notes.append(f"the loss trains {len(foreign)} tensors outside of the model: they were not compared")
     if observation.partly_trainable_names:
-        notes.append(
-            f"{_name_list(observation.partly_trainable_names)} learned in some micro-batches and were frozen in others"
-        )
+        names = _name_list(observation.partly_trainable_names)
+        notes.append(f"{names} learned in some micro-batches and were frozen in others")
     if observation.changed_batch_paths:
         notes.append(f"the step changed the batch that it was given: {_name_list(observation.changed_batch_paths)}")
     if observation.num_reevaluations:
@@ -138,13 +134,13 @@ def _add_sample_notes(case: Case, notes: list[str]) -> None:
 
 def _step_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
     """The first cause, if any, that weights of micro-batches cannot explain."""
+    cause = _foreign_optimizer_cause(case) or _replaced_parameter_cause(case) or _idle_step_cause(case)
     cause = (
-        _foreign_optimizer_cause(case)
-        or _replaced_parameter_cause(case)
-        or _idle_step_cause(case)
+        cause
         or _nonfinite_reference_cause(case)
+        or rank_items_cause(case)
+        or (_cause_of_wrong_windows(case, wrong) if wrong else None)
     )
-    cause = cause or rank_items_cause(case) or (_cause_of_wrong_windows(case, wrong) if wrong else None)
     if cause is not None:
         yield cause
 
@@ -209,10 +205,8 @@ def _replaced_parameter_cause(case: Case) -> Cause | None:
 def _idle_step_cause(case: Case) -> Cause | None:
     """The cause, if the step ran no backward: gradients from before are not its own, even if they are right."""
     observation = case.observation
-    changed = any(
-        _differs(gradient, observation.initial_gradients.get(name))
-        for name, gradient in observation.final_gradients.items()
-    )
+    before, after = observation.initial_gradients, observation.final_gradients
+    changed = any(_differs(gradient, before.get(name)) for name, gradient in after.items())
     if case.big.ranks.largest(float(observation.has_stepped or observation.num_backwards > 0 or changed)):
         return None
     return Cause(

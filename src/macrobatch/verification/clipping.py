@@ -9,9 +9,7 @@ from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.report import Cause
 
 CLIPPING_CAUSE = "clip per micro-batch"
-CLIP_ONCE_CURE = (
-    "Clip once a window, between its last backward and optimizer.step(): Accumulator(..., max_norm=1.0) does."
-)
+CLIP_ONCE_CURE = "Clip once per window, after its last backward, as Accumulator(..., max_norm=1.0) does."
 
 
 # ---------------------------------------------------------------------------------------------- at the end of a window
@@ -67,11 +65,9 @@ def _looks_clipped(case: Case, window: Comparison, size: float, candidates: list
         for other, other_size in candidates
     )
     rounded = float(f"{size:.{2 if close < 1e-4 else 1}g}")  # nobody clips to 0.9137
-    return (
-        alike
-        or abs(rounded / size - 1) < close
-        or (_had_expected_norm(case, window) and not _is_whole_fraction(window))
-    )
+    if alike or abs(rounded / size - 1) < close:
+        return True
+    return _had_expected_norm(case, window) and not _is_whole_fraction(window)
 
 
 def _is_whole_fraction(window: Comparison) -> bool:

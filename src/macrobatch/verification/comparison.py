@@ -86,8 +86,8 @@ class Precision:
 
     bound: float
     reference: str
-    why_not: str | None  # the reason why there is no float64 copy
-    autocast_dtype: torch.dtype | None
+    why_not: str | None = None  # the reason why there is no float64 copy
+    autocast_dtype: torch.dtype | None = None
 
     @staticmethod
     def of(big: BigBatch, observation: Observation) -> Precision:
@@ -97,23 +97,16 @@ class Precision:
         lowest = min({*dtypes, observation.lowest_dtype}, key=lambda dtype: dtype.itemsize)
         name = str(lowest).removeprefix("torch.")
         if dtypes == {torch.float64}:
-            return Precision(
-                bound=_smallest_bound(lowest), reference="one big batch in float64", why_not=None, autocast_dtype=None
-            )
+            return Precision(bound=_smallest_bound(lowest), reference="one big batch in float64")
         why_not = big.copy()
         if why_not is not None:  # the reference is rounded too
             bound = _smallest_bound(lowest) * (5 if lowest == torch.float32 else 1)
-            return Precision(
-                bound=bound,
-                reference=f"one big batch in {name}",
-                why_not=why_not,
-                autocast_dtype=observation.autocast_dtype,
-            )
+            autocast, reference = observation.autocast_dtype, f"one big batch in {name}"
+            return Precision(bound=bound, reference=reference, why_not=why_not, autocast_dtype=autocast)
         weights = max(_smallest_bound(p.dtype.to_real()) for p in big.trained_model.parameters() if p.requires_grad)
         return Precision(
             bound=max(weights, _smallest_bound(lowest) / 4),
             reference=f"one big batch in float64 (the step ran in {name})",
-            why_not=None,
             autocast_dtype=observation.autocast_dtype,
         )
 

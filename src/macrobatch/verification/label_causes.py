@@ -27,6 +27,7 @@ MASK_CURE = "Give padding the label -100: labels = input_ids.masked_fill(attenti
 SHIFT_CURE = "Shift once: cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())"
 OFFSETS = (0, 1, -1)  # from a position in one big batch to the position in the step with the same target
 NO_TOKEN = -1
+EVERY = slice(None)
 
 
 def label_causes(case: Case, wrong: list[Comparison]) -> list[Cause]:
@@ -153,9 +154,7 @@ def _target_pairs(case: Case, windows: list[Comparison]) -> Iterator[TargetPair]
             width = max(own.is_trained.shape[1], whole.is_trained.shape[1])
             yield TargetPair(
                 _resize_targets(own, width),
-                _resize_targets(
-                    LossTargets(whole.is_trained[samples], whole.targets[samples], whole.num_classes), width
-                ),
+                _resize_targets(whole, width, samples),
                 _resize_rows(tokens[samples], width, NO_TOKEN),
                 _is_padding(case, whole, width)[samples],
             )
@@ -178,16 +177,11 @@ def _big_batch_targets(case: Case) -> dict[int, tuple[LossTargets, Tensor]]:
 
 def _targets_of_call(call: Call, count: int | None) -> LossTargets | None:
     """The targets of the first output with `count` sequences, over all backwards through it."""
-    aims = [
-        arrival
-        for arrival in call.output_gradients
-        if arrival.targets is not None and len(arrival.targets.is_trained) == count
-    ]
-    if not aims:
+    found = [(arrival.path, arrival.targets) for arrival in call.output_gradients if arrival.targets is not None]
+    found = [(path, targets) for path, targets in found if len(targets.is_trained) == count]
+    if not found:
         return None
-    first, *others = (
-        arrival.targets for arrival in aims if arrival.path == aims[0].path and arrival.targets is not None
-    )
+    first, *others = (targets for path, targets in found if path == found[0][0])
     trained, targets = first.is_trained, first.targets
     for other in others:
         trained, targets = trained | other.is_trained, torch.where(other.is_trained, other.targets, targets)
@@ -242,10 +236,10 @@ def sequence_leaves(case: Case) -> Iterator[tuple[str, Tensor]]:
             yield path, leaf.cpu()
 
 
-def _resize_targets(aim: LossTargets, width: int) -> LossTargets:
-    return LossTargets(
-        _resize_rows(aim.is_trained, width, False), _resize_rows(aim.targets, width, NO_TOKEN), aim.num_classes
-    )
+def _resize_targets(targets: LossTargets, width: int, rows: list[int] | slice = EVERY) -> LossTargets:
+    """Cut or pad the targets of some rows to a width."""
+    is_trained = _resize_rows(targets.is_trained[rows], width, False)
+    return LossTargets(is_trained, _resize_rows(targets.targets[rows], width, NO_TOKEN), targets.num_classes)
 
 
 def _resize_rows(rows: Tensor, width: int, value: float) -> Tensor:

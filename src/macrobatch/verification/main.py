@@ -236,16 +236,8 @@ def compare(
     expected_windows: int | None,
 ) -> Case:
     """Compare every window with the gradient of one big batch of its samples."""
-    case = Case(
-        observation,
-        reruns,
-        big,
-        reduction,
-        divides_by_samples,
-        expected_windows,
-        Precision.of(big, observation),
-        big.calls(),
-    )
+    precision = Precision.of(big, observation)
+    case = Case(observation, reruns, big, reduction, divides_by_samples, expected_windows, precision, big.calls())
     if not case.has_equal_step_counts:
         return case
     is_only_window = len(observation.windows) == 1 and not case.is_open

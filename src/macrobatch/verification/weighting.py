@@ -75,11 +75,8 @@ def _best_fit(case: Case, window: Comparison) -> Fit | None:
 
 def _gradients_without_leftovers(case: Case, window: Comparison) -> list[tuple[str, Gradient]]:
     """The gradient of a window minus gradients that may have been in ``.grad`` before it began."""
-    held, before, what = (
-        window.observed.names,
-        case.observation.initial_gradients,
-        "what was in .grad when step was called",
-    )
+    held, before = window.observed.names, case.observation.initial_gradients
+    what = "what was in .grad when step was called"
     for number, other in enumerate(case.windows[: case.windows.index(window)], start=1):
         if other.observed.names & held:
             before, what = other.observed.gradients, f"the gradient of window {number}"
@@ -269,9 +266,7 @@ DIVIDE = "Divide once: (loss / number_of_micro_batches).backward(), or better by
 DIVIDE_LESS = "Divide once: the backward() of a library, or a mean loss, already divides."
 COUNT_LABELS = "Count labels, not positions: (labels != -100).sum(), after any shift."
 COUNT_SHIFTED = "Count labels after the shift: (labels[..., 1:] != -100).sum()."
-UNSCALE = (
-    "Call scaler.unscale_(optimizer) before reading gradients, and scaler.step(optimizer) instead of optimizer.step()."
-)
+UNSCALE = "Call scaler.unscale_(optimizer) before reading gradients, and scaler.step(optimizer) to step."
 MULTIPLY = (
     "DDP and FSDP divide by the number of ranks. Multiply by it where you divide by the items of all ranks, and "
     "nowhere else."
