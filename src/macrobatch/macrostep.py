@@ -23,7 +23,7 @@ from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_dd
 from macrobatch._cut.label_watch import LabelWatch
 from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import Part
-from macrobatch._cut.policies import ByCount, ByTokens, Cut
+from macrobatch._cut.policies import ByCount, ByTokens, Cut, Policy, require_each_once
 from macrobatch._cut.prefetch import Prefetcher
 from macrobatch._cut.samples import Collate, Samples, samples_of
 from macrobatch._cut.trees import copy_shared
@@ -79,7 +79,7 @@ class MacroStep:
         optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: Loss,
         *,
-        micro: int | ByCount | ByTokens | Literal["auto"] = "auto",
+        micro: int | Policy | Literal["auto"] = "auto",
         collate: Collate | None = None,
         cuda_graph: bool = False,
         fit_file: str | os.PathLike[str] | None = None,
@@ -175,6 +175,8 @@ class MacroStep:
         try:
             samples = samples_of(batch, self._collate)
             parts = [] if self._micro is None else self._micro.parts(samples, few_shapes=self._graphs is not None)
+            if not isinstance(self._micro, ByCount | ByTokens | None):
+                require_each_once(parts, samples.count)
             row = self._row(samples, parts)
         except Exception:
             self._exchange(Row(failed=1))
@@ -324,9 +326,9 @@ class MacroStep:
         return None
 
 
-def _checked_micro(micro: object) -> ByCount | ByTokens | None:
+def _checked_micro(micro: object) -> Policy | None:
     """How to cut; None: whatever fits."""
-    if isinstance(micro, ByCount | ByTokens):
+    if isinstance(micro, Policy):
         return micro
     if micro == "auto":
         return None

@@ -7,13 +7,33 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from macrobatch._cut.plans import LengthPerGroup, Part, plan_by_count, plan_few_shapes, plan_sequences
 from macrobatch._cut.samples import SampleList, Samples
 from macrobatch.errors import BatchError, UsageError
 
 logger = logging.getLogger("macrobatch")
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """How to cut a batch."""
+
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
+        """The micro-batches of these samples, each sample in exactly one of them.
+
+        `few_shapes`: they are recorded, shape by shape, so few different ones are wanted.
+        """
+
+
+def require_each_once(parts: Sequence[Part], count: int) -> None:
+    """An error if a policy of somebody else's leaves samples out, or takes some twice."""
+    taken = sorted(index for part in parts for index in part.samples)
+    if taken != list(range(count)):
+        raise BatchError(
+            f"micro= must put each of the {count} samples exactly once into a micro-batch: its parts() gave {taken}."
+        )
 
 
 @dataclass(frozen=True)
