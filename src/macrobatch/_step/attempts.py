@@ -23,7 +23,8 @@ from macrobatch._cut.memory import (
 from macrobatch._cut.policies import Cut
 from macrobatch._ranks import collectives
 from macrobatch._ranks.agreement import Agreement, Status
-from macrobatch._step.engine import Engine, Mark
+from macrobatch._step.engine import Engine
+from macrobatch._step.lifecycle import Mark
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import BackendError, FitError
 
