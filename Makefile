@@ -11,7 +11,7 @@ BUILD ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 VENV := $(if $(TORCH),.venvs/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
 
-.PHONY: train test check format venv bench chaos fuzz clean
+.PHONY: train test quick check format venv bench chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -23,6 +23,9 @@ ifdef TORCH
 else
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
+
+quick: venv  ## the tests to run while editing: under a minute
+	$(BIN)/python -m pytest tests --quick --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: venv  ## lint, format and strict types
 	$(BIN)/ruff check .
@@ -43,8 +46,9 @@ chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitw
 FIRST ?= 0
 PROGRAMS ?= 2000
 RANK_PROGRAMS ?= 100
+PROCESSES ?= 1
 fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PROGRAMS=1000 FIRST=5000000 (the first seed)
-	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) \
+	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
 	  --out ../results/fuzz.json
 
 venv: $(VENV)/.complete  ## a .venv with all extras

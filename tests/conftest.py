@@ -31,13 +31,73 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(place)))
+# What `make quick` runs: files with something from each room, in this order, without the slow ones of their tests.
+QUICK = (
+    "ranks/test_one_of_each",
+    "unit/test_macrostep",
+    "unit/test_traps",
+    "unit/test_losses",
+    "unit/test_verify",
+    "unit/test_plan",
+    "unit/test_public",
+    "contract/test_fence",
+    "gpu/test_cuda_graph",
+    "unit/test_split",
+    "unit/test_accelerate",
+    "unit/test_accumulator",
+    "unit/test_unexpected",
+    "unit/test_recordable",
+    "unit/test_own_parts",
+    "unit/test_errors",
+    "train/test_settings",
+)
+SLOW = {
+    "test_a_language_model_of_transformers",
+    "test_an_exception_leaves_nothing_behind",
+    "test_an_overflow_inside_a_window_skips_it_and_backs_off_once",
+    "test_any_batch_and_any_cut_train_as_the_whole",
+    "test_attention_and_convolutions_cut_by_samples",
+    "test_bitwise_as_eager",
+    "test_by_tokens_rounds_to_few_shapes",
+    "test_lists_of_samples",
+    "test_models_of_transformers",
+    "test_models_that_are_not_what_they_seem",
+    "test_no_cut_of_the_sorted_samples_is_shorter_nor_as_short_with_less_padding",
+    "test_no_model_is_kept",
+    "test_no_plan_has_fewer_micro_batches_nor_as_few_with_less_padding",
+    "test_nothing_is_read_inside_a_window",
+    "test_other_libraries_leave_no_trace",
+    "test_the_core_starts_without_what_the_trainer_needs",
+    "test_torch_is_imported_when_it_is_needed",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="the tests to run while editing, and no others")
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_other = collection_path.suffix == ".py" and name_of(collection_path) not in QUICK
+    return True if config.getoption("--quick") and is_other else None
+
+
+def pytest_collection_modifyitems(config, items):
+    is_quick = config.getoption("--quick")
+    place = {name: number for number, name in enumerate(QUICK if is_quick else LONGEST)}
+    items.sort(key=lambda item: place.get(name_of(item.path), len(place)))
+    if is_quick:
+        slow = [item for item in items if getattr(item, "originalname", None) in SLOW]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def name_of(path):
+    """As in the lists above."""
+    return f"{path.parent.name}/{path.stem}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,8 @@
-"""`causal_lm_loss`: the loss of a causal language model, with the tokens that it is a mean over.
+"""`causal_lm_loss`: the loss of a causal language model, and the number of tokens that it is a mean over.
 
-What takes the memory of such a loss is the logits, tokens x words of the vocabulary, several times over and in float32.
-A model that returns its projection of the last hidden states untouched need not make them: it is run with a projection
-of one position only (`_Watch`), and the rest is projected here, a few tokens at a time, in the forward and once more in
-the backward (`_ProjectedLoss`). Any other model returns its logits, and those are used.
+Logits (tokens x vocabulary), several times and in float32, take most of the memory of such a loss. If a model returns
+the plain output of its head, `_HeadWatch` lets the head compute one position only, and `_ChunkedLoss` computes the rest
+a few tokens at a time, in the forward and again in the backward. For other models the loss uses the returned logits.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from macrobatch._torch.tensors import version_of
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Reduction
 
-CHUNK = 2048  # tokens: enough rows for fast products and few additions of a weight's gradient; 1 GB for 128,000 words
+CHUNK = 2048  # tokens: large enough for fast matrix products; the logits take 1 GB for a vocabulary of 128,000
 
-# Settings of transformers' models that change the logits after the projection, where they are not None.
+# Settings of transformers' models that change the logits after the head, unless they are None.
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -44,83 +43,88 @@ def causal_lm_loss(
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of predicting each token from those before it, and the number of tokens predicted.
 
-    It is what `MacroStep` wants for its `loss_fn`, for any model that takes ``input_ids`` and returns logits: those of
-    transformers, or a module of your own. With options: ``functools.partial(causal_lm_loss, chunk=256)``.
+    Use it as the `loss_fn` of `MacroStep`, for any model that takes ``input_ids`` and returns logits: a transformers
+    model, or a module of your own. To set options, pass ``functools.partial(causal_lm_loss, chunk=256)``.
 
     >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
     >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]]),
     ...          "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
     >>> loss, items = causal_lm_loss(model, batch)
-    >>> items                       # 6, 7, 8 and 3: nothing stands before a first token, and padding does not count
+    >>> items                       # 6, 7, 8 and 3: a first token has nothing before it, and padding does not count
     tensor(4)
 
-    The host reads nothing of what it computes. A batch without a token to predict has loss 0 and 0 items.
+    The host never waits for the device. A batch without a token to predict has loss 0 and 0 items.
 
-    The logits of the whole batch are never in memory at once, neither forward nor backward, if the model's
-    ``get_output_embeddings()`` is a plain ``nn.Linear`` whose result the model returns as it is: most models of
-    transformers, in DDP too. The rest is as exact, and needs the memory: models that cap or scale their logits,
-    compiled models, FSDP, heads with hooks.
+    The logits of the whole batch are never in memory at once, in the forward or in the backward, if the model's
+    ``get_output_embeddings()`` is a plain ``nn.Linear`` whose output the model returns unchanged. This holds for most
+    transformers models, in DDP too. Models that cap or scale their logits, compiled models, FSDP and heads with hooks
+    give the same loss, but need the memory for all logits.
 
     Args:
-        model: wrapped or not. It is called with the batch, but for ``labels``.
-        batch: ``input_ids`` (samples, length); ``attention_mask``, 0 where there is padding, where the model takes one;
-            ``labels`` of the same shape, -100 where nothing is to be predicted, not shifted; by default ``input_ids``,
-            where the mask has both the token and the one before it. Whatever else it holds is handed to the model.
-        chunk: how many tokens are projected on the vocabulary at a time; None: all, and nothing twice.
+        model: the model, wrapped or not. It is called with the batch except ``labels``.
+        batch: a mapping with ``input_ids`` (samples, length). Optional: ``attention_mask``, 0 in padding; ``labels`` of
+            the same shape, not shifted, -100 where nothing is to be predicted. Default labels: ``input_ids``, wherever
+            the mask shows both the token and the one before it. All other entries are passed to the model.
+        chunk: the number of tokens whose logits are computed at a time; None: all, and only once.
         reduction: "mean" over the tokens, or their "sum".
 
     Returns:
-        The loss, in float32 (float64 where the logits are), and its items, both on the device.
+        The loss in float32 (in float64 if the logits are), and the number of predicted tokens, both on the device.
+
+    Raises:
+        UsageError: `chunk` or `reduction` is invalid.
+        BatchError: the batch has no ``input_ids``, or its tensors have the wrong shapes.
+        BackendError: the model does not return logits of the expected shape.
     """
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction must be 'mean' or 'sum': got {reduction!r}.")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise UsageError(f"chunk must be a number of tokens, at least 1, or None for all at once: got {chunk!r}.")
-    targets = _targets(batch)
-    args, kwargs = _inputs(unwrapped(model), batch)
+    targets = _shifted_targets(batch)
+    args, kwargs = _model_inputs(unwrapped(model), batch)
     loss = None
-    if chunk is not None and targets.numel() > chunk and (head := _untouched_head(model)) is not None:
-        loss = _chunked(model, head, args, kwargs, targets, chunk)
+    if chunk is not None and targets.numel() > chunk and (head := _plain_head(model)) is not None:
+        loss = _loss_in_chunks(model, head, args, kwargs, targets, chunk)
     if loss is None:
-        loss = _plain(model(*args, **kwargs), targets)
+        loss = _loss_of_output(model(*args, **kwargs), targets)
     items = (targets != IGNORED).sum().to(loss.device)
     return (loss / items.clamp(min=1) if reduction == "mean" else loss), items
 
 
-# ---------------------------------------------------------------------------------------------------- what goes in
+# ---------------------------------------------------------------------------------------------------- inputs
 
 
-def _targets(batch: Mapping[str, Any]) -> Tensor:
-    """(samples, length): the token that each position should predict, IGNORED where there is none."""
-    tokens = _tensor(batch, "input_ids")
+def _shifted_targets(batch: Mapping[str, Any]) -> Tensor:
+    """(samples, length): the token that each position should predict, or IGNORED."""
+    tokens = _required_tensor(batch, "input_ids")
     if tokens.dim() != 2:
         raise BatchError(f"batch['input_ids'] must have the shape (samples, length): found {tuple(tokens.shape)}.")
     if batch.get("labels") is not None:
-        labels = _tensor(batch, "labels")
+        labels = _required_tensor(batch, "labels")
         if labels.shape != tokens.shape or labels.is_floating_point() or labels.is_complex():
             raise BatchError(
-                f"batch['labels'] must be token ids of the shape of input_ids, {tuple(tokens.shape)}, which are "
-                f"shifted here: found {labels.dtype} of shape {tuple(labels.shape)}."
+                f"batch['labels'] must be token ids of the same shape as input_ids, {tuple(tokens.shape)}, not "
+                f"shifted: found {labels.dtype} of shape {tuple(labels.shape)}."
             )
         shifted = labels[:, 1:]
     else:
         shifted = tokens[:, 1:]
         if batch.get("attention_mask") is not None:
-            mask = _tensor(batch, "attention_mask")
+            mask = _required_tensor(batch, "attention_mask")
             if mask.shape != tokens.shape:
                 raise BatchError(
-                    f"batch['attention_mask'] has the shape {tuple(mask.shape)}, input_ids {tuple(tokens.shape)}: it "
-                    "does not tell which tokens are padding. Add labels to the batch, -100 where there is padding."
+                    f"batch['attention_mask'] has the shape {tuple(mask.shape)}, but input_ids {tuple(tokens.shape)}: "
+                    "it does not show which tokens are padding. Add labels to the batch, with -100 in padding."
                 )
             attended = mask != 0
-            # A first token is predicted by nothing, whether padding stands before it or not.
+            # Nothing predicts a first token, even if there is padding before it.
             shifted = shifted.masked_fill(~(attended[:, 1:] & attended[:, :-1]), IGNORED)
     return F.pad(shifted.long(), (0, min(1, tokens.shape[1])), value=IGNORED)  # the last position predicts nothing
 
 
-def _tensor(batch: Mapping[str, Any], name: str) -> Tensor:
+def _required_tensor(batch: Mapping[str, Any], name: str) -> Tensor:
     if not isinstance(batch, Mapping):
-        raise BatchError(f"causal_lm_loss wants a mapping with 'input_ids' for its batch: got {type(batch).__name__}.")
+        raise BatchError(f"the batch of causal_lm_loss must be a mapping with 'input_ids': got {type(batch).__name__}.")
     if name not in batch:
         raise BatchError(f"the batch has no {name!r}: found {', '.join(map(repr, batch)) or 'nothing'}.")
     if not isinstance(batch[name], Tensor):
@@ -129,32 +133,32 @@ def _tensor(batch: Mapping[str, Any], name: str) -> Tensor:
     return tensor
 
 
-def _inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with: the batch without its labels, and without a mask that the model cannot take."""
+def _model_inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for the model: the batch without its labels, and without a mask that the model does not accept."""
     if inspect.ismethod(inner.forward) and "forward" not in vars(inner):
-        accepted, kinds = _accepted_by_method(type(inner).forward)
-    else:  # of its own, which may hold anything
-        accepted, kinds = _described(inspect.signature(inner.forward).parameters.values())
+        accepted, kinds = _accepted_arguments(type(inner).forward)
+    else:  # a forward of the instance, which may hold references: not cached
+        accepted, kinds = _names_and_kinds(inspect.signature(inner.forward).parameters.values())
     kwargs = {key: value for key, value in batch.items() if key not in ("labels", "input_ids")}
     if "attention_mask" not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
         kwargs.pop("attention_mask", None)
     if "use_cache" in accepted:
-        kwargs.setdefault("use_cache", False)  # keys and values for tokens that will never come: copies of them all
+        kwargs.setdefault("use_cache", False)  # a cache would copy all keys and values, which training never uses
     if "input_ids" in accepted or kinds == {inspect.Parameter.VAR_KEYWORD}:
         return (), {"input_ids": batch["input_ids"], **kwargs}
     return (batch["input_ids"],), kwargs
 
 
-Accepted = tuple[frozenset[str], frozenset[Any]]  # the names and the kinds of what a forward takes
+Accepted = tuple[frozenset[str], frozenset[Any]]  # the names and kinds of a forward's parameters
 
 
-@functools.lru_cache(maxsize=16)  # to look takes longer than all the rest here
-def _accepted_by_method(forward: Callable[..., Any]) -> Accepted:
+@functools.lru_cache(maxsize=16)  # the inspection takes longer than everything else here
+def _accepted_arguments(forward: Callable[..., Any]) -> Accepted:
     own, *others = inspect.signature(forward).parameters.values()
-    return _described([own, *others] if own.kind is inspect.Parameter.VAR_POSITIONAL else others)
+    return _names_and_kinds([own, *others] if own.kind is inspect.Parameter.VAR_POSITIONAL else others)
 
 
-def _described(parameters: Iterable[inspect.Parameter]) -> Accepted:
+def _names_and_kinds(parameters: Iterable[inspect.Parameter]) -> Accepted:
     parameters = list(parameters)
     return frozenset(one.name for one in parameters), frozenset(one.kind for one in parameters)
 
@@ -162,20 +166,20 @@ def _described(parameters: Iterable[inspect.Parameter]) -> Accepted:
 # ------------------------------------------------------------------------------------------------------ plain logits
 
 
-def _plain(output: Any, targets: Tensor) -> Tensor:
-    """The summed loss, of the logits that a model returned."""
+def _loss_of_output(output: Any, targets: Tensor) -> Tensor:
+    """The summed loss of the logits that a model returned."""
     logits = _logits_in(output)
     if logits is None:
         raise BackendError(
-            "causal_lm_loss found no logits in what the model returned: it must be a tensor, a tuple that begins with "
-            f"one, or have a field 'logits'; got {type(output).__name__}."
+            "causal_lm_loss found no logits in the output of the model. It must be a tensor, a tuple that begins with "
+            f"one, or have a field 'logits': got {type(output).__name__}."
         )
     if logits.dim() != 3 or logits.shape[:2] != targets.shape:
         raise BackendError(
             f"for input_ids of shape {tuple(targets.shape)} the model's logits must have the shape "
             f"{(*targets.shape, 'vocabulary')}: found {tuple(logits.shape)}."
         )
-    return _sum(logits.flatten(0, 1), targets.to(logits.device).flatten())
+    return _summed_loss(logits.flatten(0, 1), targets.to(logits.device).flatten())
 
 
 def _logits_in(output: Any) -> Tensor | None:
@@ -189,24 +193,24 @@ def _logits_in(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.to(_wide(logits.dtype)), targets, ignore_index=IGNORED, reduction="sum")
+def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.to(_sum_dtype(logits.dtype)), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# ------------------------------------------------------------------------------------------- without the whole logits
+# ------------------------------------------------------------------------------------------- logits in chunks
 
 
-def _untouched_head(model: nn.Module) -> nn.Linear | None:
-    """The projection on the vocabulary, where nothing is known to need all its logits, or to run anything but it."""
+def _plain_head(model: nn.Module) -> nn.Linear | None:
+    """The output layer of the model, if its logits can be computed in chunks; otherwise None."""
     *outer, inner = layers_around(model)
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return None  # traced; tensors that do not count how often they were changed
-    # Static graphs hang a callback on what the model returns, and DDP's mixed precision swaps the weights.
-    # Compiled ones are traced, checkpointed ones run their forward again, and shards are whole only inside of it.
+        return None  # no hooks under tracing; inference tensors have no version counter
+    # DDP's static graph puts a callback on the model's output, and its mixed precision swaps the weights. Compiled
+    # models are traced, checkpointed ones run their forward again, and sharded weights are whole only in the forward.
     if not all(isinstance(w, DistributedDataParallel) and not (w.static_graph or w.mixed_precision) for w in outer):
         return None
     if is_fully_sharded(inner):
@@ -218,21 +222,21 @@ def _untouched_head(model: nn.Module) -> nn.Linear | None:
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
         return None  # adapters, quantised or sharded weights
-    if any(map(_is_rewired, (*outer, inner, head))) or has_forward_hooks(head):
+    if any(map(_runs_other_code, (*outer, inner, head))) or has_forward_hooks(head):
         return None
     return head
 
 
-def _is_rewired(module: nn.Module) -> bool:
-    """Whether a call runs something else than the forward of its class, or a backward something that it should see."""
+def _runs_other_code(module: nn.Module) -> bool:
+    """Whether a call runs other code than the forward of the class, or a backward runs hooks."""
     return "forward" in vars(module) or has_compiled_call(module) or has_backward_hooks(module)
 
 
-class _Watch:
-    """Hooks for one forward, in which the head projects one position only.
+class _HeadWatch:
+    """Hooks for one forward, in which the head computes one position only.
 
-    Afterwards `hidden` holds what the head was to project, and `is_faithful` says whether the model returned the head's
-    result as it was. If it did not, or called the head more than once, only the model itself can make its logits.
+    Afterwards `hidden` is the input of the head, and `is_faithful` says whether the model called the head once and
+    returned its output unchanged. If not, only the model itself can compute its logits.
     """
 
     def __init__(self, inner: nn.Module, head: nn.Linear) -> None:
@@ -244,7 +248,7 @@ class _Watch:
         self._version = 0
         self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _HeadWatch:
         self._handles.append(self._head.register_forward_pre_hook(self._narrow))
         self._handles.append(self._head.register_forward_hook(self._note))
         self._handles.append(self._inner.register_forward_hook(self._compare))
@@ -259,7 +263,7 @@ class _Watch:
         if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() != 3:
             return None
         self.hidden = args[0]
-        return (args[0][:, -1:],)  # as in generation, so every model can do with that
+        return (args[0][:, -1:],)  # as in generation, which every model supports
 
     def _note(self, _head: nn.Module, _args: object, projected: Tensor) -> None:
         self._projected, self._version = projected, version_of(projected)
@@ -274,7 +278,7 @@ class _Watch:
         )
 
 
-def _chunked(
+def _loss_in_chunks(
     model: nn.Module,
     head: nn.Linear,
     args: tuple[Any, ...],
@@ -282,18 +286,18 @@ def _chunked(
     targets: Tensor,
     chunk: int,
 ) -> Tensor | None:
-    """The summed loss, without the logits as a whole; None where the model turns out to need them."""
-    with _Watch(unwrapped(model), head) as watch:
-        output = model(*args, **kwargs)  # through its wrappers: DDP prepares its reducer there
+    """The summed loss without the whole logits; None if the model turns out to need them."""
+    with _HeadWatch(unwrapped(model), head) as watch:
+        output = model(*args, **kwargs)  # through the wrappers: DDP prepares its reducer there
     hidden = watch.hidden
     if hidden is None:
-        return _plain(output, targets)  # the head was not asked: these are the logits
+        return _loss_of_output(output, targets)  # the model did not call the head: the output has the logits
     if not watch.is_faithful or hidden.shape[:2] != targets.shape:
         name = type(unwrapped(model)).__name__
         warnings.warn(
-            f"causal_lm_loss ran the forward of {name} twice: the model does not return what "
-            "its output embeddings compute as it is, so that its logits cannot be made in chunks. Hand over chunk=None "
-            "to run it once: functools.partial(causal_lm_loss, chunk=None).",
+            f"causal_lm_loss ran the forward of {name} twice, because the model changes the output of its head, so "
+            "that its logits cannot be computed in chunks. Pass chunk=None to run it once: "
+            "functools.partial(causal_lm_loss, chunk=None).",
             stacklevel=3,
         )
         return None
@@ -301,20 +305,19 @@ def _chunked(
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
-    loss: Tensor = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, 1), head.weight, head.bias, targets.to(device).flatten(), chunk, dtype
     )
     return loss
 
 
-class _ProjectedLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")``, a few rows at a time.
 
-    The logits are computed again in the backward. Of one row they are z, with p = softmax(z), and the derivative of its
-    loss by z is p less 1 at the target. Products are taken in `dtype`, as the layer itself would; the gradients of
-    weight and bias are summed up in float32 at least, so that more chunks do not mean more rounding. What concerns
-    whole rows, the seed of the backward and which are ignored, is applied where rows are `hidden` wide, not as wide as
-    the vocabulary.
+    The backward computes the logits again. For a row with logits z and p = softmax(z), the derivative of its loss by z
+    is p, minus 1 at the target. Matrix products use `dtype`, as the layer itself would. The gradients of weight and
+    bias are summed in float32 at least, so that more chunks do not mean more rounding. Factors of whole rows (the seed
+    of the backward, ignored rows) are applied to rows of the hidden size, which is smaller than the vocabulary.
     """
 
     @staticmethod
@@ -323,19 +326,19 @@ class _ProjectedLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.chunk, ctx.dtype = chunk, dtype
-        total = torch.zeros((), dtype=_wide(dtype), device=hidden.device)
+        total = torch.zeros((), dtype=_sum_dtype(dtype), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(hidden), chunk):
                 part = slice(start, start + chunk)
-                total += _sum(F.linear(hidden[part].to(dtype), weight, bias), targets[part])
+                total += _summed_loss(F.linear(hidden[part].to(dtype), weight, bias), targets[part])
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        dtype, wide = ctx.dtype, _wide(ctx.dtype)
+        dtype, wide = ctx.dtype, _sum_dtype(ctx.dtype)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from macrobatch._cudagraph.cache import RecordingCache, eager_message
 from macrobatch._cudagraph.capture import capturer_for
-from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, unwrapped
+from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_ddp
 from macrobatch._cut.label_watch import LabelWatch
 from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import Part
-from macrobatch._cut.policies import ByCount, ByTokens, Cut
+from macrobatch._cut.policies import ByCount, ByTokens, Cut, Policy, require_each_once
 from macrobatch._cut.prefetch import Prefetcher
 from macrobatch._cut.samples import Collate, Samples, samples_of
 from macrobatch._cut.trees import copy_shared
@@ -79,7 +79,7 @@ class MacroStep:
         optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: Loss,
         *,
-        micro: int | ByCount | ByTokens | Literal["auto"] = "auto",
+        micro: int | Policy | Literal["auto"] = "auto",
         collate: Collate | None = None,
         cuda_graph: bool = False,
         fit_file: str | os.PathLike[str] | None = None,
@@ -175,6 +175,8 @@ class MacroStep:
         try:
             samples = samples_of(batch, self._collate)
             parts = [] if self._micro is None else self._micro.parts(samples, few_shapes=self._graphs is not None)
+            if not isinstance(self._micro, ByCount | ByTokens | None):
+                require_each_once(parts, samples.count)
             row = self._row(samples, parts)
         except Exception:
             self._exchange(Row(failed=1))
@@ -208,7 +210,7 @@ class MacroStep:
         if self._micro is not None or not samples.count:
             return Row(samples.count, len(parts), has_spare=has_spare)
         shape = samples.shape
-        return Row(samples.count, 0, self._sizes.proposed(shape), self._sizes.proven(shape), has_spare)
+        return Row(samples.count, 0, self._sizes.proposal(shape), self._sizes.proven_size(shape), has_spare)
 
     def _exchange(self, row: Row) -> list[Row]:
         with self._engine.spans.of("communication"):
@@ -238,7 +240,7 @@ class MacroStep:
             with engine.micro_batch(Turn(last=is_final and not cut.is_held, repeat=is_repeat)):
                 recording = None
                 if graphs is not None and not is_repeat and engine.window.knows_multiplier:
-                    recording = graphs.of(micro_batch, samples, cut.parts[index].key)
+                    recording = graphs.find(micro_batch, samples, cut.parts[index].key)
                 if recording is not None:
                     engine.replay(recording, micro_batch)
                 else:
@@ -294,7 +296,7 @@ class MacroStep:
 
     def _make_graphs(self) -> RecordingCache | None:
         """Where micro-steps can be recorded; else a warning says why they run eagerly."""
-        engine, bare = self._engine, unwrapped(self._model)
+        engine, bare = self._engine, without_ddp(self._model)
 
         def loss_of(micro_batch: Any, samples: int) -> tuple[Tensor, Items]:
             loss, items = self._loss(bare, micro_batch)
@@ -306,7 +308,7 @@ class MacroStep:
             warnings.warn(eager_message(str(why)), stacklevel=3)
             return None
         return RecordingCache(
-            engine.models, loss_of, reduction=engine.reduction, scaled=engine.scaler is not None, capturer=capturer
+            engine.models, loss_of, reduction=engine.reduction, has_scaler=engine.scaler is not None, capturer=capturer
         )
 
     def _why_eager(self) -> str | None:
@@ -324,9 +326,9 @@ class MacroStep:
         return None
 
 
-def _checked_micro(micro: object) -> ByCount | ByTokens | None:
+def _checked_micro(micro: object) -> Policy | None:
     """How to cut; None: whatever fits."""
-    if isinstance(micro, ByCount | ByTokens):
+    if isinstance(micro, Policy):
         return micro
     if micro == "auto":
         return None

@@ -71,7 +71,7 @@ def test_the_guard_sees_what_is_private_to_torch(planted):
         "train._accumulator",
         "self._engine._totals_of_another",
         "super()._x._y_of_another",
-        "from macrobatch._cut.plans import _least_padding",
+        "from macrobatch._cut.plans import _tight_ends",
     ],
 )
 def test_the_guard_sees_what_nobody_may_touch(planted):

@@ -98,6 +98,15 @@ def test_a_newer_torch_without_a_name_warns_once(monkeypatch, path):
     warn_about_unknown_torch()
 
 
+@pytest.mark.usefixtures("newer_torch")
+def test_who_makes_an_accumulator_is_warned(monkeypatch):
+    gone = PrivateName(path="torch._gone_too", without="all goes slower")
+    monkeypatch.setattr(contract, "CONTRACT", (*contract.CONTRACT, gone))
+    model = nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="_gone_too"):
+        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_nothing_is_looked_for_on_a_torch_that_was_tested(monkeypatch):
     monkeypatch.setattr(contract, "missing_names", lambda: pytest.fail("this takes milliseconds"))
     warn_about_unknown_torch()

@@ -4,15 +4,16 @@ Every seed is a program of its own. One that fails is made smaller and printed, 
 """
 
 import argparse
+import contextlib
 import json
-import logging
+import multiprocessing
 import platform
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import macrobatch
-from fuzzing import MismatchError, Program, describe, draw_program, failure, shrink
+from fuzzing import describe
+from fuzzing.many import Failed, be_quiet, count, in_one_process
 from fuzzing.on_ranks import run_programs
 from fuzzing.rank_program import draw_rank_program
 
+PART = 20  # programs that a process is given at a time
 LAUNCH = 50  # programs in one launch of two ranks
-SHRUNK = 20  # failures that are made smaller; a fault that hits every other program would take hours
-
-Failed = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,19 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=2000, help="how many in one process")
     parser.add_argument("--rank-programs", type=int, default=100, help="how many on two ranks")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--processes", type=int, default=1, help="how many of those in one process run side by side")
     parser.add_argument("--out", type=Path, help="where to write the result, as JSON")
     options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # memory runs out often here
-    torch.set_num_threads(1)
-
+    be_quiet()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     seeds = range(options.first, options.first + options.programs)
     rank_seeds = range(options.first, options.first + options.rank_programs)
     with Progress(*columns, console=console) as progress:
         started = time.monotonic()
-        alone, failed = in_one_process(progress.track(seeds, description="one process"), console)
+        alone, failed = side_by_side(seeds, options.processes, progress, console)
         between = time.monotonic()
         on_ranks, failed_on_ranks = on_two_ranks(rank_seeds, progress, console)
     report = {
@@ -82,17 +80,26 @@ def section(seeds: range, counts: Counter[str], failures: list[Failed], seconds:
     }
 
 
-def in_one_process(seeds: Iterable[int], console: Console) -> tuple[Counter[str], list[Failed]]:
+def side_by_side(
+    seeds: range, processes: int, progress: Progress, console: Console
+) -> tuple[Counter[str], list[Failed]]:
+    """Programs in one process each, so many processes at a time."""
     counts: Counter[str] = Counter()
     failures: list[Failed] = []
-    for seed in seeds:
-        program = draw_program(seed)
-        count(counts, program)
-        wrong = failure(program)
-        if wrong is not None:
-            small = smaller(program, wrong) if len(failures) < SHRUNK else program
-            failures.append({"seed": seed, "wrong": str(wrong), "program": describe(small)})
-            show(console, seed, str(wrong), small)
+    parts = [seeds[begin : begin + PART] for begin in range(0, len(seeds), PART)]
+    bar = progress.add_task("one process", total=len(seeds))
+    with contextlib.ExitStack() as stack:
+        results: Iterable[tuple[Counter[str], list[Failed]]] = map(in_one_process, parts)
+        if processes > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(processes, context, initializer=be_quiet))
+            results = pool.map(in_one_process, parts)
+        for part, (counted, failed) in zip(parts, results, strict=True):
+            counts += counted
+            failures += failed
+            for one in failed:
+                show(console, one)
+            progress.advance(bar, len(part))
     return counts, failures
 
 
@@ -111,29 +118,14 @@ def on_two_ranks(seeds: range, progress: Progress, console: Console) -> tuple[Co
             if seed in complaints:
                 wrong = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(complaints[seed]) if said)
                 failures.append({"seed": seed, "wrong": wrong, "program": describe(program)})
-                show(console, seed, wrong, program)
+                show(console, failures[-1])
         progress.advance(bar, len(launched))
     return counts, failures
 
 
-def show(console: Console, seed: int, wrong: str, program: Program) -> None:
-    console.print(f"seed {seed}: {wrong}\n    {describe(program)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def count(counts: Counter[str], program: Program) -> None:
-    counts[program.driver] += 1
-    counts.update({f"with {what!r}" for *_, what in program.events})
-
-
-def smaller(program: Program, wrong: MismatchError) -> Program:
-    """One that fails in the same way."""
-    words = wrong.what.split()[:4]
-
-    def fails(candidate: Program) -> bool:
-        found = failure(candidate)
-        return found is not None and found.kind == wrong.kind and found.what.split()[:4] == words
-
-    return shrink(program, fails)
+def show(console: Console, failed: Failed) -> None:
+    text = f"seed {failed['seed']}: {failed['wrong']}\n    {failed['program']}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

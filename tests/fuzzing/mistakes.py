@@ -33,6 +33,7 @@ def set_a_gradient(run: Run, to: Callable[[Tensor], Tensor | None]) -> None:
 
 def unscale(run: Run) -> None:
     if run.own.scaler is not None:
+        run.own.scaler.scale(torch.ones(()))  # else torch's own error says that nothing has been scaled yet
         run.own.scaler.unscale_(run.own.optimizers[0])
 
 

@@ -202,7 +202,8 @@ class Piece(nn.Module):
     def route(self, h: Tensor) -> Tensor:
         """Only samples that the stem sent this way reach the expert; in other batches it has no gradient."""
         chosen = torch.nonzero(self.routed, as_tuple=True)
-        return h.index_put(chosen, self.residual(h[chosen])) if len(chosen[0]) else h
+        # A tensor of its own in any case: a hook on `h` would else run, or not, with the samples of a micro-batch.
+        return h.index_put(chosen, self.residual(h[chosen])) if len(chosen[0]) else h.clone()
 
     def hooked(self, h: Tensor) -> Tensor:
         output = self.residual(h)

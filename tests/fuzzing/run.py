@@ -27,7 +27,10 @@ class MismatchError(AssertionError):
 
 
 class SpoiledError(Exception):
-    """The program itself has made its weights NaN, or stepped by itself: nothing is left to compare."""
+    """The program itself has made its weights NaN, stepped by itself or diverged: nothing is left to compare."""
+
+
+DIVERGED = 1e20  # a loss that will overflow soon, here or there
 
 
 class Run:
@@ -158,6 +161,8 @@ class Run:
             same_number("result.grad_norm", result.grad_norm, expected.grad_norm, 10 * bound)
             self.same_gradients(expected)
         self.same_state()
+        if abs(float(expected.loss)) > DIVERGED:
+            raise SpoiledError
 
     def same_gradients(self, expected: Expected) -> None:
         if self.p.hook == "watch":

@@ -17,6 +17,6 @@ def nccl(tmp_path):
 @pytest.fixture
 def captures(monkeypatch):
     """All recordings are kept, whatever they gain: these models are small, and machines are noisy."""
-    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 1e9)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_TIME_SHARE", 1e9)
     if DEVICE == "cpu":
         monkeypatch.setitem(CAPTURERS, "cpu", PretendedCapturer)

@@ -125,7 +125,7 @@ def test_shapes_come_and_go_and_mix_with_eager_ones(monkeypatch):
             return super().capture(*what)
 
     monkeypatch.setitem(CAPTURERS, DEVICE, Counting)
-    monkeypatch.setattr(cuda_graph_module, "AT_ONCE", 1)
+    monkeypatch.setattr(cuda_graph_module, "MAX_AT_ONCE", 1)
 
     def run(model, cuda_graph):
         train = MacroStep(
@@ -404,7 +404,7 @@ def test_what_is_not_kept_costs_no_memory(monkeypatch):
             assert not recordings(train)
         return torch.cuda.memory_reserved()
 
-    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 0.0)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_TIME_SHARE", 0.0)
     reserved(False)
     assert reserved(True) <= 1.15 * reserved(False)
 

@@ -72,10 +72,10 @@ def test_padding_is_told_by_masks_and_labels_wherever_they_are(where):
         "labels": labels.to(where[1]),
     }
     samples = samples_of(batch)
-    assert samples.rows(None) == [(4,), (5,), (3,), (5,)]
-    assert samples.rows(lambda batch: [4, 5, 3, 5]) == [(4,), (5,), (3,), (5,)]
+    assert samples.lengths(None) == [(4,), (5,), (3,), (5,)]
+    assert samples.lengths(lambda batch: [4, 5, 3, 5]) == [(4,), (5,), (3,), (5,)]
     with pytest.raises(BatchError, match="label that is not -100"):
-        samples.rows(lambda batch: batch["attention_mask"].sum(1))
+        samples.lengths(lambda batch: batch["attention_mask"].sum(1))
     parts = [samples.take(part) for part in by_tokens(10).parts(samples)]
     assert [tuple(part["labels"].shape) for part in parts] == [tuple(part["input_ids"].shape) for part in parts]
 

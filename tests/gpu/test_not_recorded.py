@@ -28,7 +28,7 @@ from harness.recorded import (
     trained,
 )
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
-from macrobatch._cudagraph.cache import LIMIT
+from macrobatch._cudagraph.cache import MAX_SHAPES
 
 pytestmark = pytest.mark.usefixtures("captures")
 
@@ -127,7 +127,7 @@ def test_a_buffer_that_is_replaced_is_seen():
 
 
 def test_a_shape_that_does_not_gain_stays_eager(monkeypatch):
-    monkeypatch.setattr("macrobatch._cudagraph.cache.FASTER", 0.0)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_TIME_SHARE", 0.0)
     _, train = trained(make(), cuda_graph=True)
     assert train._graphs._recordings
     assert not recordings(train)
@@ -136,13 +136,13 @@ def test_a_shape_that_does_not_gain_stays_eager(monkeypatch):
 def test_the_number_of_recordings_is_limited():
     model = make(layers=1)
     train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), causal_lm_loss, micro=200, cuda_graph=True)
-    sizes = [*range(1, LIMIT + 5)] * 2
+    sizes = [*range(1, MAX_SHAPES + 5)] * 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for samples in [*sizes, LIMIT + 2, LIMIT + 2]:
+        for samples in [*sizes, MAX_SHAPES + 2, MAX_SHAPES + 2]:
             train(batch_of(samples))
-    assert [f"{LIMIT} shapes" in str(one.message) for one in caught] == [True]
-    assert len(recordings(train)) == LIMIT
+    assert [f"{MAX_SHAPES} shapes" in str(one.message) for one in caught] == [True]
+    assert len(recordings(train)) == MAX_SHAPES
 
 
 def test_checkpointing_falls_back_or_is_right():
@@ -180,7 +180,7 @@ def test_a_nan_is_raised_and_named():
 
 
 def test_a_plan_of_many_shapes_is_limited_too(monkeypatch):
-    monkeypatch.setattr("macrobatch._cudagraph.cache.LIMIT", 3)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_SHAPES", 3)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train = MacroStep(model, optimizer, causal_lm_loss, micro=by_tokens(256), cuda_graph=True)
@@ -190,11 +190,11 @@ def test_a_plan_of_many_shapes_is_limited_too(monkeypatch):
             train(batch_of(64, 120, seed=seed))
     assert len(recordings(train)) == len(train._graphs._recordings) == 3
     assert len(said(caught)) == 1
-    assert "3 shapes of micro-batches have been tried, 3 of which are replayed" in said(caught)[0]
+    assert "3 shapes of micro-batches have been tried, and 3 of them are replayed" in said(caught)[0]
 
 
 def test_a_number_that_changes_in_every_batch_is_told(monkeypatch):
-    monkeypatch.setattr("macrobatch._cudagraph.cache.MOST_WAITING", 8)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_WAITING", 8)
 
     def loss_fn(model, batch):
         loss, items = causal_lm_loss(model, {name: batch[name] for name in ("input_ids", "labels")})
@@ -212,7 +212,7 @@ def test_a_number_that_changes_in_every_batch_is_told(monkeypatch):
     assert apart == 0.0
     assert waiting == 8
     assert len(said(caught)) == 1
-    assert "never came again" in said(caught)[0]
+    assert "came only once" in said(caught)[0]
 
 
 # ------------------------------------------------------------------------------------------ what a replay cannot do
@@ -428,7 +428,7 @@ def test_no_memory_for_a_recording_leaves_the_others_as_they_are():
 @pytest.mark.parametrize("micro", [4, "auto"])
 def test_memory_that_recordings_hold_is_given_back_before_anything_fails(micro, monkeypatch):
     """An eager micro-batch of one sample does not fit beside them: the window is done again without."""
-    monkeypatch.setattr("macrobatch._cudagraph.cache.AT_ONCE", 0)
+    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_AT_ONCE", 0)
 
     def run(model, cuda_graph):
         def does_not_fit(batch):

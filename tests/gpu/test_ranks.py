@@ -136,7 +136,7 @@ def shares(window, sizes):
 
 def scenario(micro, **options) -> Outcome:
     """Two ranks, whose shapes differ, as one that has all samples."""
-    cuda_graph.FASTER = 1e9
+    cuda_graph.MAX_TIME_SHARE = 1e9
     torch.manual_seed(0)
     model = Decoder().to("cuda", torch.float64)
     whole_model = copy.deepcopy(model)

@@ -429,20 +429,20 @@ class Hoard:
     """What recordings are to `MacroStep` when none is replayed: memory, held until it is given up."""
 
     def __init__(self) -> None:
-        self.holds = True
+        self.has_recordings = True
         self.refused: list[str] = []
 
     def open(self, *_: object, few_shapes: bool) -> None:
         pass
 
-    def of(self, *_: object) -> None:
+    def find(self, *_: object) -> None:
         return None
 
     def close(self, *_: object) -> None:
         pass
 
     def forget(self) -> None:
-        self.holds = False
+        self.has_recordings = False
 
     def refuse(self, why: str) -> None:
         self.refused.append(why)

@@ -146,7 +146,7 @@ def test_numbers_of_planted_mistakes():
         len(MISTAKES) + len(WRONG_ON_RANKS),
         len(RIGHT) + len(RIGHT_ON_RANKS),
     ]
-    patterns = (r"has the (\d+) causes", r"(\d+) planted mistakes", r"(\d+) right steps")
+    patterns = (r"lists the (\d+) causes", r"(\d+) planted mistakes", r"(\d+) right steps")
     assert [int(re.search(pattern, page)[1]) for pattern in patterns] == counts
 
 

@@ -160,3 +160,15 @@ def test_what_an_observer_raises_is_not_lost():
         train(torch.randn(3, 3).double())
     close_to(list(model.parameters()), before)
     assert acc.optimizer_step == train.optimizer_step == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_loss_whose_sign_is_not_in_its_memory(dtype):
+    """The imaginary part of a conjugate is a view with a note that it is negative."""
+    model = nn.Linear(2, 1, bias=False, dtype=dtype)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with acc.micro_batch():
+        loss = model(torch.ones(1, 2, dtype=dtype)).conj().imag[0, 0]
+        assert loss.is_neg()
+        acc.backward(loss, items=1)
+    torch.testing.assert_close(acc.step().loss.item(), loss.item())

@@ -545,7 +545,7 @@ def test_a_longer_list_of_samples_starts_no_higher():
 
 def test_a_size_that_the_allocator_had_to_struggle_for_is_left(monkeypatch):
     memory = Memory(capacity=float("inf"))
-    monkeypatch.setattr(Pressure, "rose", lambda pressure: memory.tried[-1][-1] > 5)
+    monkeypatch.setattr(Pressure, "has_risen", lambda pressure: memory.tried[-1][-1] > 5)
     assert [memory(16) for _ in range(4)] == [[16], [8], [4], [4]]
 
 

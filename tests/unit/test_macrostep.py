@@ -349,7 +349,7 @@ UNEVEN = FULL.where(torch.arange(4) < torch.tensor([4, 4, 2, 3, 1])[:, None], IG
 def test_a_mean_of_means_is_warned_of_once(collate):
     found = watched(UNEVEN, **({} if collate is None else {"collate": collate}))
     assert len(found) == 1
-    assert "8 labels other than -100 in 2 samples, and 5 in 2" in found[0]
+    assert "8 labels other than -100 in one micro-batch of 2 samples, and 5 in another of 2" in found[0]
     assert "return loss, (labels[:, 1:] != -100).sum()" in found[0]
 
 
@@ -542,7 +542,7 @@ def test_an_exception_leaves_nothing_behind(micro, turn, error, where):
 def test_memory_that_recordings_hold_is_given_up_first(micro, holds):
     """A micro-batch that cannot be made smaller does not fit: once without them, then it is an error."""
     own, given, hoard = trainee(Tied), batch(1 if micro == "auto" else 5, seed=1), Hoard()
-    hoard.holds, failed = holds, []
+    hoard.has_recordings, failed = holds, []
 
     def loss_fn(model: nn.Module, micro_batch: Batch) -> Any:
         loss, items = count_loss(model, micro_batch)
@@ -560,7 +560,7 @@ def test_memory_that_recordings_hold_is_given_up_first(micro, holds):
         return
     compare(run.over([given, given]), trainee(Tied), [given, given], Counting(), None)
     assert failed
-    assert not hoard.holds
+    assert not hoard.has_recordings
     assert hoard.refused == ["memory ran out beside what had been recorded"]
 
 
@@ -687,7 +687,7 @@ def test_what_a_loss_function_must_not_return(micro, spoil, message):
         ({"x": torch.ones(3), "y": torch.ones(4)}, {}, r"batch\['x'\] has 3.*batch\['y'\] has 4"),
         ([], {}, "no tensor that could be cut"),
         ({"x": torch.ones(3)}, {"collate": list}, "list of samples: got dict"),
-        ({"x": torch.ones(3)}, {"micro": by_tokens(4)}, "cannot tell the lengths"),
+        ({"x": torch.ones(3)}, {"micro": by_tokens(4)}, "cannot find the lengths"),
     ],
 )
 def test_batches_that_cannot_be_cut(given, options, message):
@@ -804,5 +804,5 @@ def test_cuda_graph_on_a_cpu_is_accepted_and_says_once_that_it_is_eager():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         recorded = trained(cuda_graph=True)
-    assert ["run eagerly, as without it: the model is on cpu" in str(one.message) for one in caught] == [True]
+    assert ["run eagerly, because the model is on cpu" in str(one.message) for one in caught] == [True]
     assert all(map(torch.equal, recorded, trained()))

@@ -4,18 +4,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
 
 from harness import reference
 from harness.reference import BY_COUNT, Trainee, mean_loss, relative_error, trainee, weights_of
 from macrobatch import MacroStep
 from macrobatch._cut.plans import Part, plan_by_count
-from macrobatch._cut.policies import ByCount
 from macrobatch._cut.samples import Samples
 from macrobatch._ranks.backend import Abilities, Local
 from macrobatch._step.closing import TakeStep
 from macrobatch._step.engine import Engine
 from macrobatch._step.turns import Turn
+from macrobatch.errors import BatchError
 
 BATCHES = [reference.batch(size, seed=size) for size in (3, 1, 4, 2, 5, 2)]
 
@@ -80,8 +81,10 @@ def test_a_backend_of_ones_own(max_norm):
 
 
 @dataclass(frozen=True)
-class EvenThenOdd(ByCount):
+class EvenThenOdd:
     """The samples at even places first, then the others."""
+
+    size: int
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         places = [*range(0, samples.count, 2), *range(1, samples.count, 2)]
@@ -103,3 +106,19 @@ def test_a_cut_of_ones_own():
     assert relative_error(weights_of(own.model), weights_of(whole.model)) <= 1e-12
     assert result.micro_batches == 3
     assert [x.tolist() for x in seen] == [batch.x[places].tolist() for places in ([0, 2, 4], [6, 1, 3], [5])]
+
+
+@pytest.mark.parametrize(
+    "places", [[[0, 1], [1, 2]], [[0, 1]], [[0, 1, 2], [3]]], ids=["twice", "left out", "too many"]
+)
+def test_a_cut_that_loses_samples_is_refused(places):
+    class Wrong:
+        def parts(self, samples, few_shapes=False):
+            return [Part(indices) for indices in places]
+
+    own = trainee()
+    step = MacroStep(own.model, own.optimizers, lambda model, x: mean_loss(model, x), micro=Wrong())
+    before = {name: value.clone() for name, value in weights_of(own.model).items()}
+    with pytest.raises(BatchError, match="each of the 3 samples exactly once"):
+        step(torch.zeros(3, 4))
+    assert relative_error(weights_of(own.model), before) == 0

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from macrobatch import by_count, by_tokens
-from macrobatch._cut.padding import IGNORED, Named, token_groups
+from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.samples import samples_of
+from macrobatch._cut.token_groups import LeafInfo, token_groups
 from macrobatch.errors import BatchError
 
 at_length = settings(max_examples=400, deadline=None, derandomize=True, database=None)
@@ -27,9 +28,9 @@ SHORT, LONG = [2, 3, 2, 1], [7, 5, 6, 7]  # lengths of four samples; none reache
 # ------------------------------------------------------------------------------------------------------- the rule
 
 
-def named(**sizes: int | tuple[int, ...]) -> tuple[Named, ...]:
+def named(**sizes: int | tuple[int, ...]) -> tuple[LeafInfo, ...]:
     """Tensors of one dict, by their dimensions beyond the samples."""
-    return tuple(Named((n,), size if isinstance(size, tuple) else (size,), True) for n, size in sizes.items())
+    return tuple(LeafInfo((n,), size if isinstance(size, tuple) else (size,), True) for n, size in sizes.items())
 
 
 TRIMMED: dict[str, tuple[dict[str, Any], list[set[str]]]] = {
@@ -98,7 +99,7 @@ TRIMMED: dict[str, tuple[dict[str, Any], list[set[str]]]] = {
 def test_which_tensors_are_trimmed(case):
     sizes, expected = TRIMMED[case]
     names = list(sizes)
-    groups = [{names[i] for i in group.members} for group in token_groups(named(**sizes)) if group.trims]
+    groups = [{names[i] for i in group.members} for group in token_groups(named(**sizes)) if group.can_trim]
     assert sorted(map(sorted, groups)) == sorted(map(sorted, expected))
 
 
@@ -114,8 +115,8 @@ def test_which_tensors_are_trimmed(case):
     ids=str,
 )
 def test_a_mask_belongs_to_its_own_dict(places, trimmed):
-    groups = token_groups(tuple(Named(tuple(place.split()), (8,), True) for place in places))
-    assert sum(len(group.members) for group in groups if group.trims) == trimmed
+    groups = token_groups(tuple(LeafInfo(tuple(place.split()), (8,), True) for place in places))
+    assert sum(len(group.members) for group in groups if group.can_trim) == trimmed
 
 
 # ---------------------------------------------------------------------------------------------- what is cut, by cases
@@ -307,7 +308,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def rows(samples: list[Any]) -> list[tuple[int, ...]]:
-    return samples_of(samples, collate).rows(None)
+    return samples_of(samples, collate).lengths(None)
 
 
 def sample(tokens: int, targets: int | None = None, **others: Any) -> dict[str, Any]:
@@ -383,9 +384,9 @@ def test_what_is_not_trimmed_is_said_once(caplog):
     for batch in (side(LONG), {**side(LONG), "features": ids()}, {**side(LONG), "features": ids()}):
         policy.parts(samples_of(batch))
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "batch['features'] may have one column for each of its positions" in caplog.text
+    assert "batch['features'] may or may not have a column for each position" in caplog.text
     by_tokens(16).parts(samples_of({"input_ids": ids(), "labels": labels(LONG)}))
-    assert "without an attention_mask it is not known whether the tokens there are padding" in caplog.text
+    assert "without an attention_mask the tokens there may not be padding" in caplog.text
 
 
 def test_where_there_is_no_padding_nothing_is_said(caplog):

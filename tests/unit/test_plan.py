@@ -99,13 +99,13 @@ def test_as_few_as_the_greedy_plan_and_no_more_padding(lengths, budget):
 @quickly
 @given(few_lengths, budgets)
 def test_where_a_search_would_take_too_long_still_the_fewest(lengths, budget):
-    with mock.patch("macrobatch._cut.plans.SEARCHED", 0):
+    with mock.patch("macrobatch._cut.plans.MAX_SEARCH_STEPS", 0):
         assert len(check_plan(lengths, budget)) == best(lengths, budget)[0]
 
 
 def test_a_large_window_is_planned_without_a_search():
     lengths = torch.randint(1, 65, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    with mock.patch("macrobatch._cut.plans._least_padding", side_effect=AssertionError("this takes minutes")):
+    with mock.patch("macrobatch._cut.plans._tight_ends", side_effect=AssertionError("this takes minutes")):
         assert len(check_plan(lengths, 8192)) == len(greedy(lengths, 8192))
 
 
@@ -177,15 +177,13 @@ def test_samples_of_one_sequence_are_planned_by_their_lengths(lengths, budget):
 @quickly
 @given(several, budgets)
 def test_where_a_search_of_several_would_take_too_long(rows, budget):
-    with mock.patch("macrobatch._cut.plans.SEARCHED", 0):
+    with mock.patch("macrobatch._cut.plans.MAX_SEARCH_STEPS", 0):
         check_rows(rows, budget)
 
 
 def test_a_large_window_of_several_is_planned_without_a_search():
     rows = [tuple(row) for row in torch.randint(1, 65, (20_000, 2)).tolist()]
-    with mock.patch(
-        "macrobatch._cut.plans._least_padding_of_several", side_effect=AssertionError("this takes minutes")
-    ):
+    with mock.patch("macrobatch._cut.plans._tight_ends_of_several", side_effect=AssertionError("this takes minutes")):
         check_rows(rows, 8192)
 
 

@@ -10,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._cudagraph.eligibility import (
     NotRecordableError,
-    hooked,
+    gradient_leaves,
     is_compiled_around_ddp,
-    leaves_for,
-    reached,
+    model_state,
+    owner_of_hook,
+    reached_parameters,
     require_leaves,
-    require_no_traces,
+    require_no_side_effects,
     signature,
-    situation,
-    unwrapped,
+    without_ddp,
 )
 from macrobatch._step.snapshot import modules_of
 
@@ -67,23 +67,23 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change):
     model = make()
-    before = situation(modules_of([model]))
+    before = model_state(modules_of([model]))
     model[0].weight.data.add_(1)  # what training does
-    assert situation(modules_of([model])) == before
+    assert model_state(modules_of([model])) == before
     CHANGES[change](model)
-    assert situation(modules_of([model])) != before
+    assert model_state(modules_of([model])) != before
 
 
 def test_settings_of_torch_are_seen():
     model = make()
-    before = situation(modules_of([model]))
+    before = model_state(modules_of([model]))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert situation(modules_of([model])) != before
+        assert model_state(modules_of([model])) != before
     finally:
         torch.set_float32_matmul_precision(precision)
-    assert situation(modules_of([model])) == before
+    assert model_state(modules_of([model])) == before
 
 
 HOOKS = {
@@ -100,11 +100,11 @@ HOOKS = {
 def test_hooks_are_found(kind):
     model = make()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    assert hooked(modules_of([model]), parameters) is None
+    assert owner_of_hook(modules_of([model]), parameters) is None
     hook = HOOKS[kind](model)
-    assert hooked(modules_of([model]), parameters) is not None
+    assert owner_of_hook(modules_of([model]), parameters) is not None
     hook.remove()
-    assert hooked(modules_of([model]), parameters) is None
+    assert owner_of_hook(modules_of([model]), parameters) is None
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be one
@@ -115,7 +115,7 @@ def test_hooks_are_found(kind):
     [
         ({"x": torch.ones(2)}, r"batch\['x'\] is a torch.strided tensor on cpu"),
         ({"x": torch.ones(2, requires_grad=True)}, "requires a gradient of its own"),
-        ([object()], "of type object, whose value a recording would keep"),
+        ([object()], "of type object, whose value a recording would freeze"),
     ],
 )
 def test_batches_that_cannot_be_recorded(batch, why):
@@ -130,10 +130,10 @@ def test_values_and_samples_make_another_shape():
 
 
 def test_traces_count_where_they_are_left_every_time():
-    require_no_traces([{"a", "b"}, set()])
-    require_no_traces([{"a"}, {"b"}])
+    require_no_side_effects([{"a", "b"}, set()])
+    require_no_side_effects([{"a"}, {"b"}])
     with pytest.raises(NotRecordableError, match=r"a micro-step does that; it does this$"):
-        require_no_traces([{"does that", "does this"}, {"does this", "does that", "once"}])
+        require_no_side_effects([{"does that", "does this"}, {"does this", "does that", "once"}])
 
 
 # ------------------------------------------------------------------------------------------------ under DDP
@@ -166,15 +166,15 @@ def test_a_parameter_that_gets_past_its_twin(past):
     model = DistributedDataParallel(Tied(past))
     parameters = list(model.parameters())
     x = torch.randn(4, 3)
-    with leaves_for([model], parameters) as leaves_of:
+    with gradient_leaves([model], parameters) as leaves_of:
         assert all(leaf is not parameter for parameter, leaf in leaves_of.items())
-        loss = unwrapped(model)(x).square().sum()
+        loss = without_ddp(model)(x).square().sum()
         if past:
             with pytest.raises(NotRecordableError, match="not taken from the model"):
                 require_leaves(loss, leaves_of)
         else:
             require_leaves(loss, leaves_of)
-            assert reached(lambda: loss.backward(), leaves_of) == set(parameters)
+            assert reached_parameters(lambda: loss.backward(), leaves_of) == set(parameters)
             twin = copy.deepcopy(model.module)
             twin(x).square().sum().backward()
             assert all(
@@ -187,8 +187,8 @@ def test_a_parameter_that_gets_past_its_twin(past):
 @pytest.mark.usefixtures("alone")
 def test_weights_that_a_forward_moves():
     model = DistributedDataParallel(nn.Linear(3, 3))
-    with leaves_for([model], list(model.parameters())) as leaves_of:
-        loss = unwrapped(model)(torch.ones(1, 3)).sum()
+    with gradient_leaves([model], list(model.parameters())) as leaves_of:
+        loss = without_ddp(model)(torch.ones(1, 3)).sum()
         model.module.weight.data = model.module.weight.detach().clone()  # as cuDNN does for nn.LSTM
         with pytest.raises(NotRecordableError, match="moves its weights"):
             require_leaves(loss, leaves_of)
@@ -201,4 +201,4 @@ def test_wrapped_in_which_order():
     assert not is_compiled_around_ddp(model)
     inside = DistributedDataParallel(torch.compile(nn.Linear(3, 3), backend="eager"))
     assert not is_compiled_around_ddp(inside)
-    assert unwrapped([inside, model.module]) == [inside.module, model.module]
+    assert without_ddp([inside, model.module]) == [inside.module, model.module]

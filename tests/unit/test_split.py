@@ -347,7 +347,7 @@ NAMED = {
 
 
 def lengths(batch: Any, length: Any = None) -> list[int]:
-    return [sum(row) for row in samples_of(batch).rows(length)]
+    return [sum(row) for row in samples_of(batch).lengths(length)]
 
 
 def said(batch: Any) -> list[int]:
@@ -479,7 +479,7 @@ def test_lists_of_samples_by_count_keep_their_order():
     ids=str,
 )
 def test_the_length_of_a_sample(sample, expected):
-    assert samples_of([sample], list).rows(None) == [(expected,)]
+    assert samples_of([sample], list).lengths(None) == [(expected,)]
 
 
 def test_samples_that_bring_their_padding_keep_the_budget_too():

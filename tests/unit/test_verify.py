@@ -16,8 +16,8 @@ from harness.reference import WIDTH, Attention, Batch, mean_loss
 from macrobatch import MacrobatchError, verify
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification import Report
-from macrobatch.verification.rows import rows_of
-from macrobatch.verification.seen import Arrival, Call
+from macrobatch.verification.observation import Arrival, Call
+from macrobatch.verification.sample_matching import match_samples
 
 BATCH = batch_of(items=UNEQUAL)
 
@@ -187,7 +187,7 @@ def test_a_batch_that_cannot_be_cut():
         Loop(weight=by_items)(model, batch.batch)
 
     assert verify(Attention(), loss_of, Opaque(), step=once).ok
-    with raises(BatchError, "3 optimizer steps", "Hand over a batch for one optimizer step"):
+    with raises(BatchError, "3 optimizer steps", "Pass a batch for one optimizer step"):
         verify(Attention(), loss_of, Opaque(), step=twice)
 
 
@@ -201,7 +201,7 @@ def test_steps_whose_backwards_nobody_saw():
                 parameter.grad = torch.full_like(parameter, number)
             optimizer.step()
 
-    with raises(BatchError, "2 optimizer steps", "cannot be told"):
+    with raises(BatchError, "2 optimizer steps", "cannot tell which samples"):
         verify(Attention(), loss_fn, BATCH, step=step)
 
 
@@ -211,7 +211,7 @@ def test_a_whole_batch_that_does_not_fit():
             raise torch.OutOfMemoryError("tried to allocate 7 GiB")
         return mean_loss(model, batch)
 
-    with raises(FitError, "whole batch does not fit", "Hand over fewer samples"):
+    with raises(FitError, "whole batch does not fit", "Pass fewer samples"):
         verify(Attention(), loss_of, BATCH)
 
 
@@ -333,13 +333,13 @@ def calls(*rows: list[list[int]], micro: list[int] | None = None) -> list[Call]:
     """One in each backward, or in the backwards `micro`."""
     backwards = micro or range(len(rows))
     return [
-        Call({"x": torch.tensor(each)}, arrived=[Arrival(backward, torch.ones(()))])
+        Call({"x": torch.tensor(each)}, output_gradients=[Arrival(backward, torch.ones(()))])
         for each, backward in zip(rows, backwards, strict=True)
     ]
 
 
 def parts(found: list[Call], whole: list[Call], used: set[int] | None = None) -> list[list[int]] | None:
-    rows = rows_of(found, whole, 4, set() if used is None else used)
+    rows = match_samples(found, whole, 4, set() if used is None else used)
     return None if rows is None else rows.parts
 
 

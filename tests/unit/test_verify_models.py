@@ -227,9 +227,9 @@ def test_parameters_that_are_not_there_yet():
                 self.late = nn.Parameter(torch.ones(3, 4, dtype=x.dtype))
             return self.last(x @ self.late)
 
-    with pytest.raises(UsageError, match="parameters without a shape yet"):
+    with pytest.raises(UsageError, match="parameters of the model have no shape yet"):
         verify(nn.LazyLinear(1), squares, numbers(torch.float32))
-    with pytest.raises(UsageError, match="made new parameters: late"):
+    with pytest.raises(UsageError, match="created new parameters: late"):
         verify(Late(), squares, numbers(torch.float32), step=by_hand())
 
 

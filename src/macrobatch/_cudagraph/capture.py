@@ -1,4 +1,4 @@
-"""What it takes to capture a CUDA graph: memory of one pool, nothing freed meanwhile, and an end to failed ones."""
+"""Captures CUDA graphs: allocates from one pool, frees nothing meanwhile, and cleans up after a failed capture."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-class Claim:
-    """Lets warming up use the memory of the recordings, which would else lie there beside it, and idle.
+class PoolClaim:
+    """Lets the warm-up allocate from the pool of the recordings, to save memory.
 
-    A pool that nobody claims any more is gone, so this lasts until the recording itself is there to claim it.
+    CUDA frees a pool that nobody uses, so the claim lasts until the recording uses the pool.
     """
 
     def __init__(self, pool: Any, device: torch.device) -> None:
@@ -31,12 +31,12 @@ class Claim:
         self._index = _index(device)
         self._claims = 0
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> PoolClaim:
         return self
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """From that pool, whatever the thread."""
+        """Allocate from the pool inside the block, on all threads."""
         begin_allocating(self._index, self._pool)
         self._claims += 1
         try:
@@ -50,8 +50,8 @@ class Claim:
 
 
 @contextlib.contextmanager
-def without_collecting() -> Iterator[None]:
-    """What Python's garbage collector frees in between may be something whose freeing a recording forbids."""
+def pause_gc() -> Iterator[None]:
+    """Pause Python's garbage collector inside the block: it might free something that a capture must not free."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,8 +62,8 @@ def without_collecting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """Weights that were cast before a recording began are no part of it."""
+def no_autocast_cache() -> Iterator[None]:
+    """Disable autocast's cache inside the block: weights that were cast earlier would not be recorded."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -73,16 +73,16 @@ def uncached_autocast() -> Iterator[None]:
 
 
 class Graph(Protocol):
-    """What was captured."""
+    """A captured graph."""
 
     def replay(self) -> None:
-        """Do it again, on the numbers that are in the same places now."""
+        """Run the captured kernels on the current values at the same addresses."""
 
 
 class Capturer:
-    """All that recordings ask of CUDA itself. `CAPTURERS` has one for each kind of device that can capture.
+    """All that recordings need from CUDA. `CAPTURERS` has one class for each type of device that can capture.
 
-    Tests without a GPU put their own there, for CPUs.
+    Tests without a GPU add a class for CPUs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,29 +90,31 @@ class Capturer:
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """One for all captures: libraries keep memory for each that they were used on."""
+        """One stream for all captures: libraries keep memory for each stream that they run on."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def new_pool(self) -> Any:
-        """The name of a memory pool, which lives as long as a capture in it."""
+        """The handle of a memory pool, which exists as long as a capture in it."""
         return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def claim(self, pool: Any) -> Iterator[Claim]:
-        """Around warming up and capturing, whose stream follows on what the current one was given before."""
-        with joined(self._stream, self.device), Claim(pool, self.device) as claim:
+    def claim(self, pool: Any) -> Iterator[PoolClaim]:
+        """Order the capture stream after the current one, and claim the pool, inside the block."""
+        with order_streams(self._stream, self.device), PoolClaim(pool, self.device) as claim:
             yield claim
 
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
-        """On the stream of the captures."""
+        """Run on the capture stream inside the block."""
         return torch.cuda.stream(self._stream)
 
     def capture(self, run: Callable[[], T], pool: Any) -> tuple[Graph, T]:
-        """What `run` does, as a graph, and what it returned."""
+        """Capture `run()` as a graph; return the graph and the result."""
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # is put back where the next one fails to
+                torch.cuda.stream(
+                    torch.cuda.current_stream(self.device)
+                ),  # restores the stream if the next line fails to
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 returned = run()
@@ -122,7 +124,7 @@ class Capturer:
         return graph, returned
 
     def milliseconds(self, run: Callable[[], object]) -> float:
-        """What the device needs for it, waiting for the host included."""
+        """The time of `run()` on the device, waiting for the host included."""
         with torch.cuda.device(self.device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
@@ -137,17 +139,17 @@ CAPTURERS: dict[str, type[Capturer]] = {"cuda": Capturer}
 
 
 def capturer_for(device: torch.device) -> Capturer | None:
-    """None where this kind of device cannot capture."""
+    """The capturer of a device; None if this type of device cannot capture."""
     capturer = CAPTURERS.get(device.type)
     return None if capturer is None else capturer(device)
 
 
 def _end_failed_capture(pool: Any, device: torch.device) -> None:
-    """What torch leaves undone when a capture cannot be ended: allocator and generator would take it for underway."""
+    """Reset the allocator and the generator, for which torch leaves a failed capture under way."""
     index = _index(device)
     try:
         end_allocating(index, pool)
-    except Exception:  # it could be ended: what failed was something else
+    except Exception:  # the capture did end: something else failed
         return
     release_pool(index, pool)
     generator = torch.cuda.default_generators[index]
@@ -156,8 +158,8 @@ def _end_failed_capture(pool: Any, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def joined(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
-    """Inside, `stream` follows on what the current one was given before; afterwards the current one follows on it."""
+def order_streams(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """Make `stream` wait for the current stream at the start of the block, and the other way round at its end."""
     current = torch.cuda.current_stream(device)
     stream.wait_stream(current)
     try:

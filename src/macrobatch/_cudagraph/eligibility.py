@@ -1,4 +1,4 @@
-"""What a recorded micro-step depends on, and what cannot be recorded."""
+"""Knows what a recorded micro-step depends on, and what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradien
 
 
 class NotRecordableError(Exception):
-    """Why micro-steps have to run eagerly."""
+    """The reason why micro-steps must run eagerly."""
 
 
-# ---------------------------------------------------------------------------------------------- of micro-batches
+# ---------------------------------------------------------------------------------------------- micro-batches
 
 
 def tensors_of(micro_batch: Any) -> list[tuple[str, Tensor]]:
-    """With where each is found."""
+    """The tensors of a micro-batch with their paths."""
     return [(path, leaf) for path, leaf in leaves(micro_batch, "batch") if isinstance(leaf, Tensor)]
 
 
 def signature(micro_batch: Any, samples: int, device_type: str = "cuda") -> Hashable:
-    """All that a recording of it depends on, but for the numbers in its tensors, which are on that kind of device."""
+    """All properties of a micro-batch that a recording depends on, except the values of its tensors."""
     parts: list[Hashable] = [samples]
     for path, leaf in leaves(micro_batch, "batch"):
         if isinstance(leaf, Tensor):
@@ -41,7 +41,7 @@ def signature(micro_batch: Any, samples: int, device_type: str = "cuda") -> Hash
         elif isinstance(leaf, bool | int | float | str | bytes | None):
             parts.append((path, type(leaf), leaf))
         else:
-            raise NotRecordableError(f"{path} is of type {type(leaf).__name__}, whose value a recording would keep")
+            raise NotRecordableError(f"{path} is of type {type(leaf).__name__}, whose value a recording would freeze")
     return tuple(parts)
 
 
@@ -50,16 +50,16 @@ def _require_plain(path: str, tensor: Tensor, device_type: str) -> None:
         raise NotRecordableError(f"{path} is a {tensor.layout} tensor on {tensor.device}")
 
 
-def copied(micro_batch: Any) -> Any:
-    """With tensors of its own, for a recording to read from."""
+def copy_tensors(micro_batch: Any) -> Any:
+    """Copy the tensors of a micro-batch, as the inputs of a recording."""
     return map_tensors(micro_batch, lambda leaf: leaf.clone(memory_format=torch.contiguous_format))
 
 
-# ---------------------------------------------------------------------------------------------- of models
+# ---------------------------------------------------------------------------------------------- models
 
 
-def situation(modules: Sequence[nn.Module]) -> object:
-    """All that recordings of these modules take for granted: where it has changed, they are worthless."""
+def model_state(modules: Sequence[nn.Module]) -> object:
+    """All that recordings of these modules depend on: if it changes, they are invalid."""
     held = [
         tensor
         for module in modules
@@ -69,7 +69,7 @@ def situation(modules: Sequence[nn.Module]) -> object:
     ]
     return (
         [(id(tensor), _address(tensor), tensor.requires_grad) for tensor in held],
-        [(module, module.training) for module in modules],  # kept, as another could get the address of one that is gone
+        [(module, module.training) for module in modules],  # the modules themselves: a new one could get an old id
         (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
     )
@@ -78,12 +78,12 @@ def situation(modules: Sequence[nn.Module]) -> object:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it is made of others, as quantised weights are
+    except RuntimeError:  # e.g. quantised weights consist of several tensors
         return 0
 
 
-def hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
-    """What has a hook of its user's, if anything."""
+def owner_of_hook(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> str | None:
+    """The module or parameter that has a hook, in words; None if there is none."""
     for module in modules:
         if inside.has_forward_hooks(module) or inside.has_backward_hooks(module):
             return f"a module of type {type(module).__name__}"
@@ -93,35 +93,35 @@ def hooked(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> 
     return None
 
 
-def buffers_of(models: Sequence[nn.Module]) -> list[Tensor | None]:
-    """All of them, in order."""
+def all_buffers(models: Sequence[nn.Module]) -> list[Tensor | None]:
+    """All buffers of the models, in order."""
     return [buffer for module in modules_of(models) for buffer in inside.buffers_of(module).values()]
 
 
-def unwrapped(model: Any) -> Any:
-    """The same model, or models, without DDP around them, which does things in Python that a replay leaves out."""
+def without_ddp(model: Any) -> Any:
+    """The model or models without their DDP wrappers, whose Python code a replay would leave out."""
     if isinstance(model, list | tuple):
-        return type(model)(unwrapped(one) for one in model)
+        return type(model)(without_ddp(one) for one in model)
     return inside.without_ddp(model)
 
 
 def is_compiled_around_ddp(model: nn.Module) -> bool:
-    """What cannot be unwrapped."""
+    """Whether `torch.compile` was applied to a DDP model, which cannot be unwrapped."""
     inner = inside.without_compile(model)
     return inner is not model and inside.wrapper_of(inner) == "DistributedDataParallel"
 
 
-# ---------------------------------------------------------------------------------------------- of their parameters
+# ---------------------------------------------------------------------------------------------- parameters
 
 
 @contextlib.contextmanager
-def leaves_for(
+def gradient_leaves(
     models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
 ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """The leaves that a recorded backward adds gradients to: the parameters, or, under DDP, twins of theirs.
+    """The leaf for each parameter that a recorded backward adds gradients to: itself, or, under DDP, a twin.
 
-    DDP keeps the end nodes of its parameters' graphs, which belong to the stream that it was made on: a backward
-    could not be recorded on another. Twins share the memory of the parameters, and are in their places meanwhile.
+    DDP keeps the gradient nodes of its parameters, which belong to the stream on which DDP was created: a backward
+    cannot be captured on another one. Twins share the memory of the parameters and replace them inside the block.
     """
     if not any(inside.wrapper_of(model) == "DistributedDataParallel" for model in models):
         yield {parameter: parameter for parameter in parameters}
@@ -145,18 +145,20 @@ def leaves_for(
 
 
 def require_leaves(loss: Tensor, leaves_of: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Where twins stand in for parameters, no part of the loss may have got past them."""
-    past = {id(parameter) for parameter, leaf in leaves_of.items() if leaf is not parameter}
-    if not past:
+    """Raise if a loss uses a parameter that a twin should replace."""
+    replaced = {id(parameter) for parameter, leaf in leaves_of.items() if leaf is not parameter}
+    if not replaced:
         return
-    if any(id(leaf) in past for leaf in reach_of(loss).leaves):
+    if any(id(leaf) in replaced for leaf in reach_of(loss).leaves):
         raise NotRecordableError("under DistributedDataParallel, the loss uses a parameter not taken from the model")
     if any(leaf.data_ptr() != parameter.data_ptr() for parameter, leaf in leaves_of.items()):
         raise NotRecordableError("under DistributedDataParallel, a forward moves its weights, as those of nn.LSTM do")
 
 
-def reached(micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters to whose gradients it adds."""
+def reached_parameters(
+    micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter]
+) -> set[nn.Parameter]:
+    """Run a micro-step, and return the parameters to which it adds gradients."""
     found: set[nn.Parameter] = set()
     hooks = [
         leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -172,41 +174,41 @@ def reached(micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.P
     return found
 
 
-# ---------------------------------------------------------------------------------------------- of what they do
+# ---------------------------------------------------------------------------------------------- side effects
 
 
-class Traces:
-    """What a micro-step leaves behind, besides gradients, and a replay would not.
+class SideEffects:
+    """Detects effects of a micro-step, besides gradients, that a replay would not have.
 
-    Once may be chance: what another thread does, or what is made once and kept. What it does every time counts.
+    A single occurrence may come from another thread, or from a cache. Only effects of every run count.
     """
 
-    KEEPS = "keeps a tensor that it made, which the next replay would overwrite"
-    DRAWS = "draws random numbers on the host, and a recording would keep them"
+    KEEPS = "keeps a tensor that it created, which the next replay would overwrite"
+    DRAWS = "draws random numbers on the host, which a recording would freeze"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._allocated = torch.cuda.memory_allocated(device)
         self._random = HostRandom()
 
-    def left(self) -> set[str]:
-        """What has been left behind since."""
+    def since_start(self) -> set[str]:
+        """The effects since the object was created."""
         found = set()
-        if self.has_kept():
+        if self.has_kept_memory():
             found.add(self.KEEPS)
         if self._random.has_moved():
             found.add(self.DRAWS)
         return found
 
-    def has_kept(self) -> bool:
-        """Whether more is allocated now."""
+    def has_kept_memory(self) -> bool:
+        """Whether more memory is allocated now."""
         if torch.cuda.memory_allocated(self._device) <= self._allocated:
             return False
-        gc.collect()  # what only a cycle holds is not kept
+        gc.collect()  # memory that only a reference cycle holds does not count
         return torch.cuda.memory_allocated(self._device) > self._allocated
 
 
-def require_no_traces(each: Collection[set[str]]) -> None:
-    """Of some runs of the same micro-step."""
+def require_no_side_effects(each: Collection[set[str]]) -> None:
+    """Raise if all runs of a micro-step have a side effect in common."""
     if found := set.intersection(*each):
         raise NotRecordableError(f"a micro-step {'; it '.join(sorted(found))}")

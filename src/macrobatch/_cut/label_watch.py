@@ -1,4 +1,4 @@
-"""A mean of means, noticed: losses without items, of micro-batches with uneven numbers of labels."""
+"""Warns of a mean of means: a loss without items, over micro-batches with uneven numbers of labels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.trees import children
 
 
-class Count(NamedTuple):
-    """How many labels a micro-batch has.
+class LabelCount(NamedTuple):
+    """The number of samples and labels in a micro-batch.
 
-    Attributes:
-        samples: that it has.
-        labels: two numbers: all that are not -100, and those beyond the first position, which nothing can predict.
+    `labels` has two numbers: all labels that are not -100, and those after the first position, which nothing predicts.
     """
 
     samples: int
@@ -25,10 +23,10 @@ class Count(NamedTuple):
 
 
 class LabelWatch:
-    """Compares the labels of micro-batches, for losses that are weighed by samples.
+    """Compares the numbers of labels in micro-batches whose losses are weighted by samples.
 
-    Labels on a device are looked at in the first window with several micro-batches alone, and read once, at its end;
-    those on the host in every window, until they are uneven.
+    It reads labels on a device only in the first window with several micro-batches, once, at its end; labels on the
+    host in every window, until it finds uneven ones.
     """
 
     def __init__(self) -> None:
@@ -36,12 +34,12 @@ class LabelWatch:
         self.begin_window()
 
     def begin_window(self) -> None:
-        """Forget what was noted of a window."""
-        self._counts: dict[tuple[Any, ...], list[Count]] = {}
-        self._has_labels = True  # until its first micro-batch says otherwise
+        """Forget the counts of the last window."""
+        self._counts: dict[tuple[Any, ...], list[LabelCount]] = {}
+        self._has_labels = True  # assumed until the first micro-batch
 
     def note(self, micro_batch: Any, samples: int) -> None:
-        """Count the labels of a micro-batch, which no host waits for."""
+        """Count the labels of a micro-batch, without making the host wait."""
         if self._has_labels:
             self._count(micro_batch, samples)
             self._has_labels = bool(self._counts)
@@ -52,27 +50,27 @@ class LabelWatch:
                 has_label = labels != IGNORED
                 predicted = has_label[:, 1:] if labels.dim() > 1 else has_label
                 numbers = torch.stack([has_label.sum(), predicted.sum()])
-                self._counts.setdefault(keys, []).append(Count(samples, numbers))
+                self._counts.setdefault(keys, []).append(LabelCount(samples, numbers))
 
     def uneven(self) -> str | None:
-        """At the end of a window: what a user should know, if samples are no measure of its labels."""
+        """The warning at the end of a window, if its labels are not proportional to its samples."""
         for keys, counts in self._counts.items():
             if len(counts) < 2:
                 continue
             self._has_read_device |= not counts[0].labels.is_cpu
             labels = torch.stack([count.labels for count in counts]).tolist()
             samples = [count.samples for count in counts]
-            # The loss may be over either number; where samples measure one of them, all may be well.
+            # The loss may be a mean over either number. If one of them is proportional to the samples, it may be right.
             other = [
-                next((i for i in range(1, len(samples)) if not _same(i, k, samples, labels)), None) for k in (0, 1)
+                next((i for i in range(1, len(samples)) if not _is_even(i, k, samples, labels)), None) for k in (0, 1)
             ]
             if None not in other:
-                return _message(keys, samples, labels, other[0] or 0)
+                return _uneven_message(keys, samples, labels, other[0] or 0)
         return None
 
 
-def _same(i: int, kind: int, samples: list[int], labels: list[list[int]]) -> bool:
-    """Whether a micro-batch has as many labels for each sample as the first one."""
+def _is_even(i: int, kind: int, samples: list[int], labels: list[list[int]]) -> bool:
+    """Whether a micro-batch has as many labels per sample as the first one."""
     return labels[i][kind] * samples[0] == labels[0][kind] * samples[i]
 
 
@@ -85,13 +83,13 @@ def _labels_in(tree: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
         yield keys, tree
 
 
-def _message(keys: tuple[Any, ...], samples: list[int], labels: list[list[int]], i: int) -> str:
+def _uneven_message(keys: tuple[Any, ...], samples: list[int], labels: list[list[int]], i: int) -> str:
     name = ".".join(map(str, keys))
     return (
-        f"loss_fn returned a loss without its items, so that micro-batches are weighed by their samples; but {name} "
-        f"has {labels[0][0]} labels other than {IGNORED} in {samples[0]} samples, and {labels[i][0]} in {samples[i]}. "
-        "A mean over labels is then a mean of means, not the mean of the whole batch. Return the number of labels too: "
-        f"`return loss, (labels[:, 1:] != {IGNORED}).sum()` where the model predicts the next token, "
-        f"`return loss, (labels != {IGNORED}).sum()` where it does not shift them. If the loss is a mean over samples, "
-        "return their number."
+        f"loss_fn returned a loss without its items, so micro-batches are weighted by their samples. But {name} has "
+        f"{labels[0][0]} labels other than {IGNORED} in one micro-batch of {samples[0]} samples, and {labels[i][0]} in "
+        f"another of {samples[i]}. A mean over labels becomes a mean of means, not the mean of the whole batch. Return "
+        f"the number of labels too: `return loss, (labels[:, 1:] != {IGNORED}).sum()` if the model predicts the next "
+        f"token, `return loss, (labels != {IGNORED}).sum()` if it does not shift labels. If the loss is a mean over "
+        "samples, return the number of samples."
     )

@@ -1,6 +1,6 @@
-"""Out of memory: recognised, explained, and remembered, so that the next micro-batches are of a size that fits.
+"""Recognises and explains a lack of memory, and remembers which micro-batch sizes fit.
 
-`FittingSizes` is what is known so far, by the shape of a sample. When a window is done again, `_step.attempts` decides.
+`FittingSizes` holds what is known so far for each shape of a sample. `_step.attempts` decides when to retry a window.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from macrobatch._cut.samples import Shape
 from macrobatch._io.files import replacing
 from macrobatch.errors import FitError, UsageError
 
-# What the allocators and libraries of torch's devices say when they have no memory left.
+# Messages of torch's allocators and libraries when there is no memory left.
 MESSAGES = re.compile(
     r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|bad_alloc"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
     re.IGNORECASE,
 )
-ASKED_FOR = re.compile(r"tried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
+REQUEST = re.compile(r"tried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 UNLIMITED = 2**62
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, is a lack of memory.
+    """Whether an error, or one of its causes, is a lack of memory.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     True
@@ -40,57 +40,57 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(
         isinstance(one, torch.OutOfMemoryError | MemoryError)
         or (isinstance(one, RuntimeError) and MESSAGES.search(str(one)) is not None)
-        for one in _with_causes(error)
+        for one in _error_chain(error)
     )
 
 
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def requested_memory(error: BaseException) -> str:
-    """How much was asked for, in the words of the allocator.
+    """The requested amount of memory, in the words of the allocator.
 
     >>> requested_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
     '2.00 GiB'
     """
-    for one in _with_causes(error):
-        if found := ASKED_FOR.search(str(one)):
+    for one in _error_chain(error):
+        if found := REQUEST.search(str(one)):
             return found[1]
     return f"an unknown amount ({(str(error) or type(error).__name__).splitlines()[0]})"
 
 
 def too_large_error(asked: str) -> FitError:
-    """A batch that does not fit, however it is cut."""
+    """The error for a batch that does not fit even in micro-batches of one sample."""
     return FitError(
-        f"not even one sample fits into memory: {asked} more was asked for in a micro-batch of its own. Make samples "
-        "smaller (shorter sequences, smaller images), keep fewer activations (torch.utils.checkpoint; for language "
-        "models macrobatch.causal_lm_loss, which projects in chunks), compute in bfloat16, shard the model "
-        "(fully_shard), or free what else holds memory."
+        f"not even one sample fits into memory: a micro-batch of one sample needed {asked} more. Make samples smaller "
+        "(shorter sequences, smaller images), keep fewer activations (torch.utils.checkpoint; for language models "
+        "macrobatch.causal_lm_loss, which computes logits in chunks), compute in bfloat16, shard the model "
+        "(fully_shard), or free other memory."
     )
 
 
-# ---------------------------------------------------------------------------------------------- what is known
+# ---------------------------------------------------------------------------------------------- sizes that fit
 
-PATIENCE = 50  # windows without trouble, until a larger size is tried
-SHAPES = 1000  # that are remembered at a time
-CLEAR = 0.9  # of a size that failed: above it fragments of memory decide, and the allocator frees and asks again
+PATIENCE = 50  # windows without a failure before a larger size is tried
+MAX_SHAPES = 1000  # remembered at a time
+SAFE_SHARE = 0.9  # of a size that failed: above it, memory fragments decide, and the allocator has to retry
 
 
 @dataclass
 class SizeRecord:
-    """What is known for samples of one shape.
+    """Which sizes fit for samples of one shape.
 
     Attributes:
-        size: how many of them to put into a micro-batch.
-        failed: the smallest number that did not fit, if any did not.
-        once: the largest number that went through a window.
-        fits: the largest that did so twice, the second time with an optimizer's state in memory: it is proven.
-        quiet: windows at `size` without trouble.
-        patience: after how many of them a larger size is tried.
-        rising: whether `size` is such a larger one, not known to fit.
+        size: the number of samples to put into a micro-batch.
+        failed: the smallest number that did not fit, if any.
+        once: the largest number that fitted in a window.
+        fits: the largest number that fitted twice, the second time with an optimizer's state in memory.
+        quiet: the number of windows at `size` without a failure.
+        patience: the number of quiet windows before a larger size is tried.
+        is_trial: whether `size` is such a larger size, which may not fit.
     """
 
     size: int
@@ -99,48 +99,51 @@ class SizeRecord:
     fits: int = 0
     quiet: int = 0
     patience: int = PATIENCE
-    rising: bool = False
+    is_trial: bool = False
 
-    def fitted(self, size: int) -> None:
-        """A window with micro-batches of that size went through."""
+    def note_success(self, size: int) -> None:
+        """Note that a window with micro-batches of that size fitted."""
         if size <= self.once:
             self.fits = max(self.fits, size)
         self.once = max(self.once, size)
         if size == self.size:
-            self.rising = False
+            self.is_trial = False
             self.quiet += 1
             if self.quiet >= self.patience:
-                self._go_up()
+                self._try_larger()
 
-    def _go_up(self) -> None:
-        """Try more: half-way to what failed, while that stays clear of it; then as if it had not failed."""
-        self.quiet, self.rising = 0, True
-        if self.failed is not None and self.size < (half_way := (self.size + self.failed) // 2) <= CLEAR * self.failed:
+    def _try_larger(self) -> None:
+        """Try half-way to the size that failed, unless that is too close to it; then forget the failure and double."""
+        self.quiet, self.is_trial = 0, True
+        if (
+            self.failed is not None
+            and self.size < (half_way := (self.size + self.failed) // 2) <= SAFE_SHARE * self.failed
+        ):
             self.size = half_way
         else:
             self.size, self.failed = 2 * self.size, None
 
-    def ran_out(self, size: int) -> None:
-        """One did not: half of it, or what is known to fit if that is more."""
-        if self.rising:
+    def note_failure(self, size: int) -> None:
+        """Note that a micro-batch of that size did not fit: try half of it, or a larger size that fitted before."""
+        if self.is_trial:
             self.patience *= 2
-        if size <= self.once:  # it did fit before: something else has taken memory since
+        if size <= self.once:  # it fitted before: something else uses memory now
             self.once = self.fits = 0
         self.size = max(size // 2, self.once, 1)
         self.failed = size if self.failed is None else min(self.failed, size)
-        self.quiet, self.rising = 0, False
+        self.quiet, self.is_trial = 0, False
 
 
 class FittingSizes:
-    """Which sizes of micro-batches fit, by the shape of a sample.
+    """Remembers which sizes of micro-batches fit, for each shape of a sample.
 
     >>> sizes, shape = FittingSizes(), Shape("x", (512,))
-    >>> sizes.ran_out(shape, 16)
-    >>> sizes.proposed(shape), sizes.proposed(Shape("x", (1024,)))    # the next try; a longer one fits no better
+    >>> sizes.note_failure(shape, 16)
+    >>> sizes.proposal(shape), sizes.proposal(Shape("x", (1024,)))    # the next try; a longer one fits no better
     (8, 8)
 
     Args:
-        file: where sizes that did not fit are kept for the next run; they are read from it now.
+        file: keeps the sizes that did not fit for the next run. It is read at once, if it exists.
     """
 
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
@@ -149,85 +152,87 @@ class FittingSizes:
             raise UsageError(f"fit_file must be the path of a file: got {file!r}.")
         self.file = None if file is None else Path(file)
         if self.file is not None:
-            self._known.update(_read(self.file))
+            self._known.update(_read_file(self.file))
 
-    def proposed(self, shape: Shape) -> int:
-        """How many samples of that shape to put into a micro-batch, by all that is known."""
+    def proposal(self, shape: Shape) -> int:
+        """The number of samples of that shape to put into a micro-batch."""
         if shape in self._known:
             return self._known[shape].size
         alike = {s: known for s, known in self._known.items() if s.kind == shape.kind}
         limits = {s: known.size for s, known in alike.items() if known.size < UNLIMITED}
         if not limits:
             return UNLIMITED
-        fit = max((limits.get(s, known.once) for s, known in alike.items() if _within(shape, s)), default=0)
-        return fit or min([size for s, size in limits.items() if _within(s, shape)] or limits.values())
+        fit = max((limits.get(s, known.once) for s, known in alike.items() if _is_within(shape, s)), default=0)
+        return fit or min([size for s, size in limits.items() if _is_within(s, shape)] or limits.values())
 
-    def proven(self, shape: Shape) -> int:
-        """The largest number of samples of that shape, or a larger one, that is known to fit."""
-        return max((known.fits for s, known in self._known.items() if _within(shape, s)), default=0)
+    def proven_size(self, shape: Shape) -> int:
+        """The largest number of samples of that shape, or of a larger shape, that is known to fit."""
+        return max((known.fits for s, known in self._known.items() if _is_within(shape, s)), default=0)
 
-    def fitted(self, shape: Shape, size: int) -> None:
-        """A window with micro-batches of so many samples went through."""
+    def note_success(self, shape: Shape, size: int) -> None:
+        """Note that a window with micro-batches of that size fitted."""
         known = self._of(shape)
         before = known.failed, known.size
-        known.fitted(size)
+        known.note_success(size)
         if (known.failed, known.size) != before:
             self.save()
 
-    def ran_out(self, shape: Shape, size: int) -> None:
-        """One did not."""
-        self._of(shape).ran_out(size)
+    def note_failure(self, shape: Shape, size: int) -> None:
+        """Note that a micro-batch of that size did not fit."""
+        self._of(shape).note_failure(size)
         self.save()
 
     def _of(self, shape: Shape) -> SizeRecord:
         if shape not in self._known:
-            self._known[shape] = SizeRecord(self.proposed(shape))
-            if len(self._known) > SHAPES:
-                del self._known[next(iter(self._known))]  # the one known longest
+            self._known[shape] = SizeRecord(self.proposal(shape))
+            if len(self._known) > MAX_SHAPES:
+                del self._known[next(iter(self._known))]  # the oldest
         return self._known[shape]
 
     def save(self) -> None:
-        """Write down what is limited, if a file was named; what others have written there stays."""
+        """Write the sizes that are limited to the file, if there is one. Sizes that others wrote there stay."""
         if self.file is None:
             return
-        kept = _read(self.file) | {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
+        merged = _read_file(self.file) | {
+            shape: known for shape, known in self._known.items() if known.size < UNLIMITED
+        }
         rows = [
             {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
-            for shape, known in kept.items()
+            for shape, known in merged.items()
         ]
         with replacing(self.file) as file:
             json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)
 
 
-def _within(shape: Shape, other: Shape) -> bool:
-    """Whether a sample of one shape is in no dimension larger than one of the other."""
+def _is_within(shape: Shape, other: Shape) -> bool:
+    """Whether no dimension of a shape is larger than in the other."""
     return shape.kind == other.kind and all(a <= b for a, b in zip(shape.sizes, other.sizes, strict=True))
 
 
-def _read(file: Path) -> dict[Shape, SizeRecord]:
+def _read_file(file: Path) -> dict[Shape, SizeRecord]:
     try:
         if file.exists() and not file.is_file():
-            raise ValueError("no regular file")  # a pipe would keep whoever reads it waiting
+            raise ValueError("no regular file")  # reading a pipe would wait forever
         rows = json.loads(file.read_text())["shapes"]
-        return {Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): _known(row) for row in rows}
+        return {Shape(str(row["kind"]), tuple(map(int, row["sizes"]))): _record_from_json(row) for row in rows}
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Name another, or delete it.") from None
+        raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Pass another or delete it.") from None
 
 
-def _known(row: dict[str, Any]) -> SizeRecord:
+def _record_from_json(row: dict[str, Any]) -> SizeRecord:
     known = SizeRecord(int(row["size"]), None if row["failed"] is None else int(row["failed"]))
     if known.size < 1 or (known.failed is not None and known.failed < 1):
         raise ValueError(f"sizes are 1 or more: {row}")
     return known
 
 
-# ---------------------------------------------------------------------------------------------- the cliff
+# ---------------------------------------------------------------------------------------------- memory pressure
 
 
 class Pressure:
-    """How often the allocator of a CUDA device had to free its cache and ask again: a size that barely fits is slow."""
+    """Counts how often the allocator of a CUDA device frees its cache and retries: a size that barely fits is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -238,12 +243,12 @@ class Pressure:
             return 0
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
-    def rose(self) -> bool:
-        """Whether it has happened since."""
+    def has_risen(self) -> bool:
+        """Whether the allocator has retried since."""
         return self._retries() > self._before
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give cached memory back, so that smaller micro-batches do not meet the fragments of larger ones."""
+    """Free the allocator's cache, so that smaller micro-batches do not get the fragments of larger ones."""
     if device.type in ("cuda", "xpu", "mps"):
         getattr(torch, device.type).empty_cache()

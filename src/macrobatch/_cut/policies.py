@@ -1,4 +1,4 @@
-"""How to cut a batch: `by_count` and `by_tokens`."""
+"""The ways to cut a batch: `by_count` and `by_tokens`."""
 
 from __future__ import annotations
 
@@ -7,81 +7,101 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from macrobatch._cut.plans import Part, Row, plan_by_count, plan_few_shapes, plan_sequences
-from macrobatch._cut.samples import Listed, Samples
+from macrobatch._cut.plans import LengthPerGroup, Part, plan_by_count, plan_few_shapes, plan_sequences
+from macrobatch._cut.samples import SampleList, Samples
 from macrobatch.errors import BatchError, UsageError
 
 logger = logging.getLogger("macrobatch")
 
 
+@runtime_checkable
+class Policy(Protocol):
+    """How to cut a batch."""
+
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
+        """The micro-batches of these samples, each sample in exactly one of them.
+
+        `few_shapes`: they are recorded, shape by shape, so few different ones are wanted.
+        """
+
+
+def require_each_once(parts: Sequence[Part], count: int) -> None:
+    """An error if a policy of somebody else's leaves samples out, or takes some twice."""
+    taken = sorted(index for part in parts for index in part.samples)
+    if taken != list(range(count)):
+        raise BatchError(
+            f"micro= must put each of the {count} samples exactly once into a micro-batch: its parts() gave {taken}."
+        )
+
+
 @dataclass(frozen=True)
 class ByCount:
-    """What `by_count` returns."""
+    """The result of `by_count`."""
 
     size: int
 
     def __post_init__(self) -> None:
         _check_whole(self.size, "a micro-batch must have a whole number of samples, 1 or more")
 
-    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:  # noqa: ARG002 (they are few)
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:  # noqa: ARG002 (there are two shapes)
         """The plan for these samples."""
         return [Part(indices) for indices in plan_by_count(samples.count, self.size)]
 
 
 @dataclass(frozen=True)
 class ByTokens:
-    """What `by_tokens` returns."""
+    """The result of `by_tokens`."""
 
     budget: int
     length: Callable[[Any], Any] | None = None
     oversize: Literal["warn", "raise"] = "warn"
-    _told: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # what was said already
+    _warnings_given: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by kind
 
     def __post_init__(self) -> None:
         _check_whole(self.budget, "a token budget must be a whole number, 1 or more")
         if self.length is not None and not callable(self.length):
-            raise UsageError(f"length must be a function that tells the lengths of samples: got {self.length!r}.")
+            raise UsageError(f"length must be a function that returns the lengths of samples: got {self.length!r}.")
         if self.oversize not in ("warn", "raise"):
             raise UsageError(f'oversize must be "warn" or "raise": got {self.oversize!r}.')
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
-        """The plan for these samples, with widths that are rounded up where few different shapes are wanted."""
-        rows = samples.rows(self.length)
-        self._judge_oversize([sum(row) for row in rows])
-        if "untrimmed" not in self._told and (why := samples.why_untrimmed()) is not None:
-            self._told["untrimmed"] = 1
+        """The plan for these samples; with `few_shapes`, widths are rounded up."""
+        rows = samples.lengths(self.length)
+        self._check_oversize([sum(row) for row in rows])
+        if "untrimmed" not in self._warnings_given and (why := samples.why_untrimmed()) is not None:
+            self._warnings_given["untrimmed"] = 1
             logger.warning("by_tokens: %s", why)
         if few_shapes:
             return _parts_of_few_shapes(samples, rows, self.budget)
         plan = plan_sequences(rows, self.budget)
-        # What was told of listed samples may be the length of something else than what is collated: nothing is trimmed.
-        if isinstance(samples, Listed) and self.length is not None:
+        # The user's lengths of listed samples need not be those of the collated tensors: nothing is trimmed.
+        if isinstance(samples, SampleList) and self.length is not None:
             return [Part(indices) for indices in plan]
-        return [Part(indices, _widest(rows, indices)) for indices in plan]
+        return [Part(indices, _widths_of(rows, indices)) for indices in plan]
 
-    def _judge_oversize(self, lengths: Sequence[int]) -> None:
-        """Say so where a sample is above the budget: once, and again where a larger one comes."""
+    def _check_oversize(self, lengths: Sequence[int]) -> None:
+        """Warn or raise if a sample is above the budget; warn again only for a larger one."""
         longest = max(lengths, default=0)
-        if longest <= self._told.get("oversize", self.budget):
+        if longest <= self._warnings_given.get("oversize", self.budget):
             return
         found = f"sample {lengths.index(longest)} has {longest} tokens, which is above the budget of {self.budget}"
         if self.oversize == "raise":
-            raise BatchError(f"{found}. Truncate it, raise the budget, or let it be a micro-batch of its own.")
-        self._told["oversize"] = longest
+            raise BatchError(f'{found}. Truncate it, raise the budget, or pass oversize="warn" to run it alone.')
+        self._warnings_given["oversize"] = longest
         warnings.warn(
-            f"{found}: it is a micro-batch of its own. (Said again only for a larger one.)",
+            f"{found}: it becomes a micro-batch of its own. (This warning comes again only for a larger sample.)",
             stacklevel=5,
         )
 
 
-def _widest(rows: Sequence[Row], indices: Sequence[int]) -> Row:
+def _widths_of(rows: Sequence[LengthPerGroup], indices: Sequence[int]) -> LengthPerGroup:
     return tuple(map(max, zip(*[rows[sample] for sample in indices], strict=True)))
 
 
-def _parts_of_few_shapes(samples: Samples, rows: Sequence[Row], budget: int) -> list[Part]:
-    """Every group of tokens gets the width of the longest, so that shapes do not multiply."""
+def _parts_of_few_shapes(samples: Samples, rows: Sequence[LengthPerGroup], budget: int) -> list[Part]:
+    """Parts in which every group of tokens has the width of the longest, so that there are few shapes."""
     groups = max(map(len, rows), default=1)
     plan, widths = plan_few_shapes([max(row) for row in rows], max(budget // groups, 1))
     samples.widen(max(widths, default=0))
@@ -89,13 +109,22 @@ def _parts_of_few_shapes(samples: Samples, rows: Sequence[Row], budget: int) -> 
 
 
 def by_count(n: int) -> ByCount:
-    """Micro-batches of `n` samples, in the order they come in. An int says the same.
+    """Cut a batch into micro-batches of `n` samples, in their order. ``micro=n`` means the same.
 
     >>> import torch
     >>> from macrobatch._cut.samples import samples_of
     >>> batch = samples_of(torch.zeros(5, 3))
     >>> [len(batch.take(part)) for part in by_count(2).parts(batch)]
     [2, 2, 1]
+
+    Args:
+        n: the number of samples in a micro-batch, at least 1. The last micro-batch may have fewer.
+
+    Returns:
+        A value for ``micro=`` of `MacroStep`.
+
+    Raises:
+        UsageError: `n` is not a whole number of at least 1.
     """
     return ByCount(n)
 
@@ -103,7 +132,7 @@ def by_count(n: int) -> ByCount:
 def by_tokens(
     budget: int, length: Callable[[Any], Any] | None = None, *, oversize: Literal["warn", "raise"] = "warn"
 ) -> ByTokens:
-    """Micro-batches of samples of about the same length, none with more than `budget` tokens, padding included.
+    """Cut a batch into micro-batches of samples of similar length, none with more than `budget` tokens.
 
     >>> import torch
     >>> from macrobatch._cut.samples import samples_of
@@ -112,18 +141,25 @@ def by_tokens(
     >>> [tuple(samples.take(part)["input_ids"].shape) for part in by_tokens(18).parts(samples)]
     [(2, 9), (2, 3)]
 
-    Only what is known to be padding is trimmed off: columns at the end that an attention mask hides in all samples of
-    the micro-batch, and only from tensors that belong to that mask by their names (`attention_mask`, `input_ids`,
-    `labels`, ... of one dict; `chosen_attention_mask`, `chosen_input_ids`, ...). Labels are never cut where they are
-    not -100. Where it is not known, nothing is trimmed, and samples are as long as their tensors are wide.
+    Only columns that are known to be padding are trimmed: those at the end that an attention mask hides in all samples
+    of the micro-batch, in tensors that belong to that mask by name (`attention_mask`, `input_ids`, `labels`, ... of one
+    dict; `chosen_attention_mask`, `chosen_input_ids`, ...). Labels other than -100 are never cut. If padding is not
+    known, nothing is trimmed, and a sample is as long as its tensor is wide.
 
     Args:
-        budget: the largest number of samples x longest of a micro-batch; where samples have several sequences (chosen
-            and rejected, encoder and decoder), summed over them. A longer sample is alone in its own.
-        length: the length of a sample of a list, or, of a batch of tensors, those of all its samples: you say that all
-            beyond is padding, and it is trimmed off every tensor of that width. A mask that is not 0 there, or labels
-            that are not -100, are an error.
-        oversize: what a sample above the budget does: "warn" (once, and again for a larger one) or "raise".
+        budget: the largest number of tokens in a micro-batch, padding included: number of samples x longest sample. If
+            samples have several sequences (chosen and rejected, encoder and decoder), it is summed over them. A longer
+            sample becomes a micro-batch of its own.
+        length: a function that returns the length of a sample of a list, or the lengths of all samples of a batch of
+            tensors. All tensors of that width are trimmed to these lengths. A mask that is not 0 beyond them, or a
+            label that is not -100, is an error. Default: lengths come from masks and labels.
+        oversize: what a sample above the budget causes: "warn" (once, and again for a larger one) or "raise".
+
+    Returns:
+        A value for ``micro=`` of `MacroStep`.
+
+    Raises:
+        UsageError: an argument is invalid. `MacroStep` raises BatchError for a batch that cannot be cut this way.
     """
     return ByTokens(budget, length, oversize)
 
@@ -135,14 +171,14 @@ def _check_whole(number: object, what: str) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How this rank does its part of one window.
+    """How this rank cuts its share of one window.
 
     Attributes:
-        samples: of its batch.
+        samples: its batch.
         parts: its micro-batches.
-        turns: how many it takes, with those that only keep other ranks company.
-        is_held: whether nothing may travel until all ranks have voted.
-        is_empty: whether no rank has any sample.
+        turns: the number of micro-steps, including those that only join the collectives of other ranks.
+        is_held: whether gradients stay on their ranks until all ranks have voted.
+        is_empty: whether no rank has a sample.
     """
 
     samples: Samples

@@ -12,6 +12,7 @@ from macrobatch._ranks.select import select_backend
 from macrobatch._step import validation
 from macrobatch._step.closing import TakeStep
 from macrobatch._step.engine import Engine
+from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch.types import NonFinite, Options, Reduction
 
 
@@ -24,6 +25,7 @@ def engine_for(
     **options: Unpack[Options],
 ) -> Engine:
     """The engine for these models, which takes a step at each close; the arguments are checked."""
+    warn_about_unknown_torch()
     validation.require_options(options, Options.__annotations__)
     models = validation.all_of(nn.Module, model, "model")
     optimizers = validation.all_of(Optimizer, optimizer, "optimizer")

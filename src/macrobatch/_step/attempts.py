@@ -23,7 +23,8 @@ from macrobatch._cut.memory import (
 from macrobatch._cut.policies import Cut
 from macrobatch._ranks import collectives
 from macrobatch._ranks.agreement import Agreement, Status
-from macrobatch._step.engine import Engine, Mark
+from macrobatch._step.engine import Engine
+from macrobatch._step.lifecycle import Mark
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import BackendError, FitError
 
@@ -36,7 +37,7 @@ class Recordings(Protocol):
     """Recorded micro-steps, as far as they hold memory."""
 
     @property
-    def holds(self) -> bool:
+    def has_recordings(self) -> bool:
         """Whether there is any."""
 
     def forget(self) -> None:
@@ -115,8 +116,8 @@ class Attempts:
         """Remember that this size fits, or that it barely does."""
         if self._sizes is None or self._pressure is None or not cut.parts:
             return
-        barely = cut.size > 1 and self._pressure.rose()
-        (self._sizes.ran_out if barely else self._sizes.fitted)(cut.samples.shape, cut.size)
+        barely = cut.size > 1 and self._pressure.has_risen()
+        (self._sizes.note_failure if barely else self._sizes.note_success)(cut.samples.shape, cut.size)
 
     def _vote(self, status: Status) -> list[Status]:
         if status != Status.DONE:
@@ -128,10 +129,10 @@ class Attempts:
         if self._sizes is None:
             return
         shape = cut.samples.shape
-        self._sizes.ran_out(shape, cut.size)
+        self._sizes.note_failure(shape, cut.size)
         if cut.size > 1:
             message = "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d"
-            logger.warning(message, cut.size, asked, self._sizes.proposed(shape))
+            logger.warning(message, cut.size, asked, self._sizes.proposal(shape))
 
     def _give_up(self, cut: Cut, mark: Mark, error: BaseException) -> None:
         """Leave nothing of the window behind, and no rank waiting for this one."""
@@ -160,4 +161,4 @@ class Attempts:
 
 
 def _holds_memory(recordings: Recordings | None) -> bool:
-    return recordings is not None and recordings.holds
+    return recordings is not None and recordings.has_recordings

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError,
 from macrobatch._step.closing import Closing
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
-from macrobatch._step.lifecycle import Lifecycle
+from macrobatch._step.lifecycle import Lifecycle, Mark
 from macrobatch._step.parameters import GradientSource, Parameters
 from macrobatch._step.scaling import Seeds, TypicalItems
 from macrobatch._step.snapshot import Snapshot
@@ -34,13 +33,6 @@ from macrobatch._step.totals import Window
 from macrobatch._step.turns import Turn
 from macrobatch.errors import UsageError
 from macrobatch.types import Items, Reduction, StepResult
-
-
-class Mark(NamedTuple):
-    """Where `Engine.roll_back` goes back to."""
-
-    windows: int
-    typical_items: float | Tensor | None
 
 
 class Engine:
@@ -85,10 +77,8 @@ class Engine:
         self.scaler = scaler
         self.steps = steps
         self.spans = Spans()
-        self.is_last = False
-        self.is_repeat = False
-        self.others_go_on = False
-        self.may_repeat = False
+        self.is_last = self.is_repeat = False
+        self.others_go_on = self.may_repeat = False
         self._drops_short = drops_short
         self._wrapping = wrapping(models)
         self._parameters = Parameters(models, optimizers)
@@ -322,12 +312,12 @@ class Engine:
         """Join the collectives of a window without samples: this rank adds nothing to it, and is there at its close."""
         self.catch_up()
         self._turn, self.is_last, self.is_repeat = Turn(), False, False
-        self.window.add_nothing(self._zero())
+        self.window.add_nothing(torch.zeros((), device=self.device, dtype=torch.float32))
         self.open_gradients()
 
     def skip(self) -> StepResult:
         """A window in which no rank has anything."""
-        self.window.add_nothing(self._zero())
+        self.window.add_nothing(torch.zeros((), device=self.device, dtype=torch.float32))
         try:
             return self.closing.close(self.window, self.open_gradients(), shared=False)
         finally:
@@ -406,6 +396,3 @@ class Engine:
         self._used = set()
         self._backward.begin_window()
         self._lifecycle.drop_window()
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=self.device, dtype=torch.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -188,21 +188,19 @@ class Gradients:
         Parameters that reach the loss through views, e.g. ``a.squeeze() + b.squeeze()``, get views of one gradient as
         theirs: adding to the one, or dividing it, would change the other.
         """
+        own = zip(self._left, range(len(self.parameters)), strict=False)  # without what the backend holds
         with unobserved():  # an address is no number that the device has computed
-            taken = sorted(
-                (gradient.data_ptr(), index)
-                for index, gradient in enumerate(map(GRADIENT_OF, self.parameters))
-                if gradient is not None and not isinstance(gradient, DTensor) and gradient.layout == torch.strided
-            )
-        end = 0
-        for start, index in taken:
-            gradient = self.parameters[index].grad
-            assert gradient is not None
+            taken = sorted([(g.data_ptr(), g.nbytes, i) for g, i in own if _has_address(g)])
+        end, has_moved = 0, False
+        for start, nbytes, index in taken:
             if start < end and start:  # 0: without memory, as tensors without elements are
+                gradient = self.parameters[index].grad
+                assert gradient is not None
                 self.parameters[index].grad = gradient.clone()
+                has_moved = True
             else:
-                end = start + gradient.nbytes
-        return self._as_they_are()
+                end = start + nbytes
+        return self._as_they_are() if has_moved else self._left
 
     # Two kinds of writing leave no version behind: to a list of DTensors at once, as clip_grad_norm_ does, and to views
     # that a backend has made of what it holds. There the sizes tell.
@@ -351,12 +349,13 @@ class Gradients:
             parameter.grad = narrowed
 
 
+def _has_address(gradient: object) -> TypeGuard[Tensor]:
+    return isinstance(gradient, Tensor) and not isinstance(gradient, DTensor) and gradient.layout == torch.strided
+
+
 def _versions(gradients: Sequence[Any]) -> list[int]:
     """How often each was written to; -1 for none."""
-    try:
-        return list(map(version_of, gradients))
-    except AttributeError:
-        return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
+    return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
 
 
 def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bool:

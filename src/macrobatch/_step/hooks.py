@@ -22,6 +22,8 @@ def guard_hooks(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """While a backward runs: an error if one of these hooks writes to a gradient, replaces or clears it."""
     handles = []
     for name, parameter in hooked.items():
+        if not parameter.requires_grad:  # frozen since: its hooks do not run
+            continue
         guard = _Guard(name)
         first = parameter.register_post_accumulate_grad_hook(guard.note)  # type: ignore[no-untyped-call]
         _put_first(hooks_after_accumulation(parameter), first.id)

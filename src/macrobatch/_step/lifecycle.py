@@ -6,10 +6,19 @@ so it raises before anything has changed. This class alone writes that state.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from macrobatch._step.totals import Window
 from macrobatch.errors import UsageError
+
+
+class Mark(NamedTuple):
+    """Where `Engine.roll_back` goes back to."""
+
+    windows: int
+    typical_items: float | Tensor | None
 
 
 class Lifecycle:

@@ -83,8 +83,11 @@ def number_on_host(loss: Tensor) -> float | None:
     """The value of a loss that lies in the host's memory: nobody is waited for. None for any other."""
     if type(loss) is not Tensor or loss.device.type != "cpu" or (kind := _ON_HOST.get(loss.dtype)) is None:
         return None
+    if loss.is_neg():  # what lies in memory has the other sign
+        return None
     with unobserved():  # this is no read of a device
-        return kind.from_address(loss.data_ptr()).value
+        address = loss.data_ptr()
+    return kind.from_address(address).value if address else None
 
 
 def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:

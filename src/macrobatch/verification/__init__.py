@@ -1,9 +1,9 @@
-"""`verify`: prove it on your own model, and name the cause where it fails.
+"""`verify`: compare a training step with one big batch, and name the cause if they differ.
 
-A step's way through: it is run under hooks (`witness`, which notes what was `seen`) and put back as it was (`keep`);
-its samples are found in the batch (`rows`); what one big batch gives is computed (`bigbatch`) and compared
-(`comparison`); what differs is explained (`causes`, `coupling`, `aims`, `clipping`, `weights`) and told (`report`).
-`names` says which parameter is which.
+`step_watcher` runs the step under hooks and fills an `observation`; `saved_state` restores everything afterwards.
+`sample_matching` finds the step's samples in the batch, `bigbatch` computes their gradient at once, and `comparison`
+compares. `causes` explains the difference, with `coupling`, `label_causes`, `clipping` and `weighting`; `report` holds
+the result. `names` gives parameters the same names in all copies of a model.
 """
 
 from macrobatch.verification.main import verify

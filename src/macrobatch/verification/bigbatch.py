@@ -1,7 +1,7 @@
-"""One big batch: the gradient that should have come out, and those that known mistakes would give.
+"""One big batch: the gradient that a step should have, and the gradients that known mistakes would give.
 
-`BigBatch` computes the gradient of any weighted sum of losses over parts of a batch, over all ranks, in float64 where
-the model can be copied.
+`BigBatch` computes the gradient of any weighted sum of losses over parts of a batch and over all ranks. It computes in
+float64 if the model can be copied.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from macrobatch._step.validation import checked_items, checked_loss
 from macrobatch._torch.modules import REPLICATED, unwrapped
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
-from macrobatch.verification.gradient import Gradient, Named, Ranks, dense, reduced
-from macrobatch.verification.keep import Attributes
+from macrobatch.verification.gradient import Gradient, NamedGradients, Ranks, as_dense, reduce_numbers
 from macrobatch.verification.names import Names
-from macrobatch.verification.seen import Call
-from macrobatch.verification.witness import eager, entries_of, recorded_calls, removed
+from macrobatch.verification.observation import Call
+from macrobatch.verification.saved_state import SavedAttributes
+from macrobatch.verification.step_watcher import calls_during, names_of_entries, run_eagerly, temporary_hooks
 
 WIDE = (torch.float64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
 
 
 class Term(NamedTuple):
-    """A part of the batch (None: all of it), and how much its loss weighs."""
+    """A part of the batch (None: all of it), and the weight of its loss."""
 
     samples: Sequence[int] | None
     weight: float
 
 
 class BigBatch:
-    """Gradients of a user's loss over parts of a batch, summed over all ranks.
+    """Computes gradients of the user's loss over parts of a batch, summed over all ranks.
 
     Args:
-        model: where the step runs. The gradients are computed on a float64 copy of it, or on itself.
-        collate: where the batch is a list of samples: what makes a batch of some of them.
+        model: the model that the step trains.
+        collate: turns a list of samples into a batch, if `batch` is a list of samples.
 
     Attributes:
         names: the parameters of the model, by name.
-        foreign: leaves outside of the model that the loss trains too; known once `entries` are.
-        copied: whether the gradients are computed in float64.
-        counted: whether loss_fn returns items.
+        foreign_leaves: leaves outside of the model that the loss trains too; set by `entries`.
+        is_float64_copy: whether the gradients are computed on a float64 copy of the model.
+        has_items: whether loss_fn returns items.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class BigBatch:
         self.ranks = ranks
         self._loss_fn = loss_fn
         self._outermost = model
-        self._own = model if ranks.shards else unwrapped(model, REPLICATED)
-        self._model = self._own
+        self._trained_model = model if ranks.is_sharded else unwrapped(model, REPLICATED)
+        self._model = self._trained_model
         self._autocast: torch.dtype | None = None
-        self._items: dict[tuple[int, ...] | None, float] = {}  # of the parts that were asked for
-        self.names = Names(self._own, fixed=ranks.shards)
-        self.foreign: list[Tensor] = []
-        self._reached: list[Tensor] = []  # leaves outside of the model that the last loss reached
-        self.copied = False
-        self.counted = False
+        self._items: dict[tuple[int, ...] | None, float] = {}  # of each part whose loss was computed
+        self.names = Names(self._trained_model, fixed=ranks.is_sharded)
+        self.foreign_leaves: list[Tensor] = []
+        self._last_foreign_leaves: list[Tensor] = []  # those of the last loss
+        self.is_float64_copy = False
+        self.has_items = False
         self._batch = batch if collate is None else collate(list(batch))
         try:
             self.samples: Samples | None = samples_of(batch, collate)
@@ -78,59 +78,59 @@ class BigBatch:
             self.samples = None
 
     def copy(self) -> str | None:
-        """Compute in float64 from now on. Returns why not, where that is impossible."""
-        if self.ranks.shards:
+        """Compute in float64 from now on. If that is impossible, return the reason."""
+        if self.ranks.is_sharded:
             return "a sharded model cannot be copied"
         try:
-            twin = copy.deepcopy(self._own).double()
+            twin = copy.deepcopy(self._trained_model).double()
             for parameter in twin.parameters():
-                parameter.data = _widened(parameter.data)  # complex ones too
+                parameter.data = _to_double(parameter.data)  # double() leaves complex parameters as they are
         except Exception as error:
             return f"the model cannot be copied ({_first_line(error)})"
         twin.zero_grad()
         _copy_hooks(self.names.parameters(), self.names.parameters_of(twin))
-        self._model, self.copied = twin, True
+        self._model, self.is_float64_copy = twin, True
         problem = None
         try:
-            gradient = self._own_gradient([Term(None, 1.0)])
+            gradient = self._rank_gradient([Term(None, 1.0)])
             if all(part is None for part in gradient.values()):
                 problem = "loss_fn does not use the model that it is given"
-            elif not _is_finite(gradient) and self._is_finite_itself():
+            elif not _is_finite(gradient) and self._trained_model_is_finite():
                 problem = "its gradient is not finite in float64"
         except Exception as error:
             problem = f"it does not run in float64 ({_first_line(error)})"
         if self.ranks.largest(float(problem is not None)):
-            self._model, self.copied = self._own, False
+            self._model, self.is_float64_copy = self._trained_model, False
             return problem or "it does not run in float64 on another rank"
         return None
 
-    def _is_finite_itself(self) -> bool:
+    def _trained_model_is_finite(self) -> bool:
         with self.in_own_precision(None):
-            return _is_finite(self._own_gradient([Term(None, 1.0)]))
+            return _is_finite(self._rank_gradient([Term(None, 1.0)]))
 
     @contextlib.contextmanager
     def in_own_precision(self, autocast: torch.dtype | None) -> Iterator[None]:
-        """Compute on the model itself, with autocast where the step had it on."""
-        saved = self._model, self.copied
-        self._model, self.copied, self._autocast = self._own, False, autocast
+        """Compute on the trained model inside the block, under autocast with this dtype if there is one."""
+        saved = self._model, self.is_float64_copy
+        self._model, self.is_float64_copy, self._autocast = self._trained_model, False, autocast
         try:
             yield
         finally:
-            self._model, self.copied = saved
+            self._model, self.is_float64_copy = saved
             self._autocast = None
 
     @property
     def model(self) -> nn.Module:
-        """The module that `loss_fn` is given: a copy, or the model itself."""
+        """The module that is passed to `loss_fn`: a copy, or the trained model."""
         return self._model
 
     @property
-    def model_itself(self) -> nn.Module:
+    def trained_model(self) -> nn.Module:
         """The plain module that is trained."""
-        return self._own
+        return self._trained_model
 
     def reseed(self, seed: int) -> None:
-        """Draw other random numbers from now on, also from generators that the model holds."""
+        """Seed torch's generator and all generators in the model's attributes."""
         torch.manual_seed(seed)
         for module in self._model.modules():
             for value in vars(module).values():
@@ -138,25 +138,25 @@ class BigBatch:
                     value.manual_seed(seed)
 
     def calls(self, *, hooks: bool = False) -> list[Call]:
-        """How the model is called for the whole batch; perhaps with hooks on all its modules."""
+        """The calls of the model for the whole batch; with `hooks`, all its modules get a hook."""
         entries = [self._model.get_submodule(name) for name in self._entries]
         modules = self._model.modules() if hooks else ()
-        with removed([module.register_forward_hook(lambda *_: None) for module in modules]), eager():
-            return recorded_calls(lambda: self.gradient([Term(None, 1.0)]), self._model, self.names, entries)
+        with temporary_hooks([module.register_forward_hook(lambda *_: None) for module in modules]), run_eagerly():
+            return calls_during(lambda: self.gradient([Term(None, 1.0)]), self._model, self.names, entries)
 
     def entries(self) -> list[nn.Module]:
-        """The modules that `loss_fn` calls: the model, as it is wrapped, or parts of it."""
-        self._entries = entries_of(lambda: self.gradient([Term(None, 0.0)]), self._model)
-        if self.ranks.largest(len(self._reached)):  # a loss may make some itself, anew each time
-            first = self._reached
+        """The modules that `loss_fn` calls directly: the wrapped model, or parts of it."""
+        self._entries = names_of_entries(lambda: self.gradient([Term(None, 0.0)]), self._model)
+        if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them anew in each call
+            first = self._last_foreign_leaves
             self.gradient([Term(None, 0.0)])
-            self.foreign = [leaf for leaf in first if any(leaf is other for other in self._reached)]
-        return [self._own.get_submodule(name) if name else self._outermost for name in self._entries]
+            self.foreign_leaves = [leaf for leaf in first if any(leaf is other for other in self._last_foreign_leaves)]
+        return [self._trained_model.get_submodule(name) if name else self._outermost for name in self._entries]
 
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
-        """What the loss of each part (None: all of it) is a mean over; its samples where `loss_fn` does not say.
+        """The number of items of each part (None: of the whole batch); of samples, if `loss_fn` returns no items.
 
-        Ranks may ask for different numbers of parts.
+        Ranks may pass different numbers of parts.
         """
         keys = [None if part is None else tuple(part) for part in parts]
         if self.ranks.largest(float(any(key not in self._items for key in keys))):
@@ -164,41 +164,43 @@ class BigBatch:
         return [self._items[key] for key in keys]
 
     def part(self, samples: Sequence[int] | None) -> Any:
-        """A part of the batch."""
+        """The part of the batch with these samples."""
         if samples is None:
             part = self._batch
         else:
-            assert self.samples is not None, "asked for where samples can be told apart"
+            assert self.samples is not None, "called only where the batch can be cut into samples"
             part = self.samples.take(Part(sorted(samples)))
-        return map_tensors(part, _widened if self.copied else lambda tensor: tensor)  # it may be taken apart
+        return map_tensors(part, _to_double if self.is_float64_copy else lambda x: x)  # loss_fn may empty containers
 
     def gradient(self, terms: Sequence[Term]) -> Gradient:
-        """The sum of the terms' gradients, each so many times, over all ranks."""
-        found = self._own_gradient(terms)
-        if self.ranks.group is not None and not self.ranks.shards:
-            found = _summed(found, self._parameters(), self.ranks.group)
+        """The weighted sum of the terms' gradients over all ranks."""
+        found = self._rank_gradient(terms)
+        if self.ranks.group is not None and not self.ranks.is_sharded:
+            found = _sum_over_ranks(found, self._parameters(), self.ranks.group)
         return Gradient(found, self.ranks.group)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.names.parameters_of(self._model).items() if p.requires_grad}
 
-    def _own_gradient(self, terms: Sequence[Term]) -> Named:
-        """Of this rank; or, where every backward communicates, of all."""
+    def _rank_gradient(self, terms: Sequence[Term]) -> NamedGradients:
+        """The gradient of this rank's terms; of all ranks' terms where every backward communicates."""
         parameters = self._parameters()
-        snapshot = Snapshot([self._model]), Attributes(self._model, shards=self.ranks.shards)
-        hooked = [] if self.ranks.shards else list(parameters.values())
-        with without_gradients(parameters.values()), _unhooked(hooked):
+        snapshot = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
+        hooked = [] if self.ranks.is_sharded else list(parameters.values())
+        with without_gradients(parameters.values()), _without_post_hooks(hooked):
             try:
-                for samples, weight in self._in_step(terms):
+                for samples, weight in self._pad_terms(terms):
                     self._backward(samples, weight * self.ranks.average)
                     _restore(snapshot)
-                return {name: None if p.grad is None else dense(local_tensor(p.grad)) for name, p in parameters.items()}
+                return {
+                    name: None if p.grad is None else as_dense(local_tensor(p.grad)) for name, p in parameters.items()
+                }
             finally:
                 _restore(snapshot)
 
-    def _in_step(self, terms: Sequence[Term]) -> Sequence[Term]:
-        """As many on every rank where every backward communicates: others weigh nothing."""
-        if not self.ranks.shards:
+    def _pad_terms(self, terms: Sequence[Term]) -> Sequence[Term]:
+        """Pad the terms with weights of 0 where every backward communicates, so that all ranks have equally many."""
+        if not self.ranks.is_sharded:
             return terms
         longest = int(self.ranks.largest(len(terms)))
         return [*terms, *[Term(None, 0.0)] * (longest - len(terms))]
@@ -206,42 +208,42 @@ class BigBatch:
     def _backward(self, samples: Sequence[int] | None, weight: float) -> None:
         try:
             loss = self._loss(samples) * weight
-            self._check_complete()
-            self._reached = self._foreign_leaves(loss)
-            with without_gradients(self._reached):
+            self._require_no_new_parameters()
+            self._last_foreign_leaves = self._leaves_outside_model(loss)
+            with without_gradients(self._last_foreign_leaves):
                 loss.backward()  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError as error:
             message = _first_line(error)
         else:
             return
         raise FitError(
-            f"the whole batch does not fit into memory at once, which is what the step is compared with ({message}). "
-            "Hand over fewer samples: the cut matters here, not the size."
+            f"the whole batch does not fit into memory at once ({message}), and verify compares the step with it. Pass "
+            "fewer samples: a few in each micro-batch are enough."
         )
 
     def _loss(self, samples: Sequence[int] | None) -> Tensor:
-        """The loss of a part. Its items are noted."""
+        """Compute the loss of a part, and note its items."""
         with self._autocasting():
             returned = self._loss_fn(self._model, self.part(samples))
         loss, items = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
         items = checked_items(items)
-        self.counted = items is not None
+        self.has_items = items is not None
         if items is None and (samples is not None or self.samples is not None):
             items = len(samples) if samples is not None else self.samples.count  # type: ignore[union-attr]
         self._items[None if samples is None else tuple(samples)] = 1.0 if items is None else float(items)
         return checked_loss(loss)
 
-    def _check_complete(self) -> None:
-        """Calling the model must not make parameters: no optimizer could hold them."""
-        made = self.names.strange() if self._model is self._own and not self.ranks.shards else []
-        if made:
+    def _require_no_new_parameters(self) -> None:
+        """Raise if calling the model created parameters: no optimizer could hold them."""
+        created = self.names.unknown_names() if self._model is self._trained_model and not self.ranks.is_sharded else []
+        if created:
             raise UsageError(
-                f"calling the model made new parameters: {', '.join(made[:3])}. Call it once before verifying it."
+                f"calling the model created new parameters: {', '.join(created[:3])}. Call it once before verify."
             )
 
-    def _foreign_leaves(self, loss: Tensor) -> list[Tensor]:
-        """Leaves outside of the model, in which the graph of a loss ends."""
-        if self.ranks.shards:
+    def _leaves_outside_model(self, loss: Tensor) -> list[Tensor]:
+        """The leaves of a loss's graph that are outside of the model."""
+        if self.ranks.is_sharded:
             return []
         own = {id(parameter) for parameter in self._model.parameters()}
         return [leaf for leaf in reach_of(loss).leaves if id(leaf) not in own]
@@ -258,7 +260,7 @@ class BigBatch:
 
 @contextlib.contextmanager
 def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Leaves whose ``.grad`` is None here, and as before afterwards."""
+    """Set ``.grad`` of these leaves to None inside the block, and restore it afterwards."""
     saved = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in saved:
         leaf.grad = None
@@ -270,8 +272,8 @@ def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unhooked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters without what is to happen once they have their gradient: an optimizer may step there."""
+def _without_post_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Remove post-accumulate hooks inside the block: an optimizer may step in one."""
     hooks = [hooks for p in parameters if (hooks := hooks_after_accumulation(p))]
     saved = [dict(each) for each in hooks]
     for each in hooks:
@@ -284,22 +286,22 @@ def _unhooked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _copy_hooks(own: dict[str, nn.Parameter], copied: dict[str, nn.Parameter]) -> None:
-    """What changes a gradient on its way to a parameter must change a copy's too: copying leaves hooks behind."""
+    """Copy the gradient hooks of parameters to those of a copied model: deepcopy leaves them out."""
     for name, parameter in own.items():
         for hook in hooks_on_gradient(parameter).values() if parameter.requires_grad else ():
             copied[name].register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _restore(snapshot: tuple[Snapshot, Attributes]) -> None:
+def _restore(snapshot: tuple[Snapshot, SavedAttributes]) -> None:
     for part in snapshot:
         part.restore()
 
 
-def _is_finite(gradient: Named) -> bool:
+def _is_finite(gradient: NamedGradients) -> bool:
     return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _to_double(tensor: Tensor) -> Tensor:
     return tensor.to(WIDE[tensor.is_complex()]) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
@@ -308,15 +310,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:160]
 
 
-def _summed(found: Named, parameters: dict[str, nn.Parameter], group: Group) -> Named:
-    """Over the ranks. A gradient is None where no rank has one."""
-    present = reduced([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
-    summed: Named = {}
+def _sum_over_ranks(found: NamedGradients, parameters: dict[str, nn.Parameter], group: Group) -> NamedGradients:
+    """Sum gradients over the ranks. A gradient stays None if no rank has one."""
+    present = reduce_numbers([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
+    summed: NamedGradients = {}
     for (name, part), ranks in zip(found.items(), present, strict=True):
         if not ranks:
             summed[name] = None
             continue
-        total = dense(torch.zeros_like(parameters[name])) if part is None else part.clone()
+        total = as_dense(torch.zeros_like(parameters[name])) if part is None else part.clone()
         dist.all_reduce(total, group=group)
         summed[name] = total
     return summed

@@ -1,6 +1,6 @@
-"""Samples that see each other: through a layer that looks at the whole batch, or through the loss.
+"""Finds out whether samples influence each other: through a layer that uses the whole batch, or through the loss.
 
-No cut of a batch can have the gradient of the whole then, however its micro-batches are weighed.
+If they do, no weights of micro-batches give the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ from typing import Any
 from torch import Tensor, nn
 
 from macrobatch.verification.bigbatch import Term
-from macrobatch.verification.comparison import Case, Compared, tolerance_for
+from macrobatch.verification.comparison import Case, Comparison, tolerance_for
 from macrobatch.verification.gradient import Gradient, projection
-from macrobatch.verification.report import Cause
-from macrobatch.verification.witness import removed
+from macrobatch.verification.report import RETURN_ITEMS, Cause
+from macrobatch.verification.step_watcher import temporary_hooks
 
 
-def coupled(case: Case, wrong: list[Compared]) -> Cause | None:
-    """Is one big batch a weighted mean of its halves? If not, samples see each other."""
+def coupling_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
+    """The cause, if samples influence each other: then one big batch is no weighted mean of its halves."""
     ranks, halves = case.big.ranks, _halves(case)
     if halves is None or ranks.largest(float(all(window.micro_batches < 2 for window in wrong))):
         return None
-    apart = _beyond_weights(case, halves)
+    apart = _unexplained_share(case, halves)
     if apart <= wrong[0].tolerance:
         return None
     share = f"one big batch is {apart:.2g} away from any weighted mean of its halves"
-    if (layer := ranks.same(_first_layer_that_differs(case, halves[0]))) is not None:
+    if (layer := ranks.broadcast(_first_coupling_layer(case, halves[0]))) is not None:
         return Cause(
             name="statistics over the batch",
-            evidence=f"{layer} gives a sample another output when other samples are with it; {share}.",
-            cure="No cut can agree in training mode: freeze the statistics (module.eval()), or use GroupNorm or "
-            "LayerNorm, which look at one sample.",
+            evidence=f"the output of {layer} for a sample depends on the other samples; {share}.",
+            cure="No cut can agree in training mode. Freeze the statistics (module.eval()), or use GroupNorm or "
+            "LayerNorm, which use one sample only.",
         )
     return Cause(
         name="loss that couples samples",
         evidence=f"the model's outputs do not depend on the other samples, but the loss does: {share}.",
-        cure="Keep what must meet in one micro-batch; or compute the embeddings of the whole batch first, without a "
-        "graph, and let every micro-batch meet those.",
+        cure="Put samples that the loss compares into the same micro-batch. Or compute the embeddings of the whole "
+        "batch first, under no_grad(), and compare every micro-batch with those.",
     )
 
 
-def items_of_ranks(case: Case) -> Cause | None:
-    """Between ranks one big batch is a mean of the ranks' losses, weighed by items: are they means over those?
+def rank_items_cause(case: Case) -> Cause | None:
+    """The cause, if the loss of a rank is not a mean over the items that ranks are weighted by.
 
-    If so, the loss of a rank's share is the mean of those of its halves, weighed in the same way.
+    If it were one, the loss of a rank's share would be the mean of its halves' losses, weighted by items.
     """
     halves = _halves(case)
-    if case.reduction != "mean" or case.big.ranks.world == 1 or halves is None:
+    if case.reduction != "mean" or case.big.ranks.world_size == 1 or halves is None:
         return None
     items = case.big.items(halves)
     cut = case.big.gradient([Term(half, n / (sum(items) or 1.0)) for half, n in zip(halves, items, strict=True)])
     whole = case.big.gradient([Term(None, 1.0)])
     apart, tolerance = whole.distance(cut) / (whole.largest or 1.0), tolerance_for(case.precision.bound)
-    if not tolerance < apart < math.inf or _beyond_weights(case, halves) > tolerance:
+    if not tolerance < apart < math.inf or _unexplained_share(case, halves) > tolerance:
         return None
-    counted = "items" if case.big.counted else "samples"
+    counted = "items" if case.big.has_items else "samples"
     return Cause(
         name="items that do not fit the loss",
-        evidence=f"ranks are weighed by their {counted}, but the loss is no mean over those: that of a rank's share is "
-        f"{apart:.2g} away from the mean of its halves.",
-        cure="Let loss_fn return the loss and what it is a mean over: loss, (labels != -100).sum() after any shift.",
+        evidence=f"ranks are weighted by their {counted}, but the loss is not a mean over those: the gradient of a "
+        f"rank's share is {apart:.2g} away from the mean of its halves.",
+        cure=RETURN_ITEMS,
     )
 
 
 def _halves(case: Case) -> list[list[int]] | None:
-    """Those of this rank's share; None, on all ranks, where some rank has none."""
+    """The two halves of this rank's share; None on all ranks if any rank has fewer than two samples."""
     samples = case.big.samples
     if case.big.ranks.largest(float(samples is None or samples.count < 2)):
         return None
@@ -75,27 +75,27 @@ def _halves(case: Case) -> list[list[int]] | None:
     return [everything[: samples.count // 2], everything[samples.count // 2 :]]
 
 
-def _beyond_weights(case: Case, halves: list[list[int]]) -> float:
-    """What no weights of the halves explain of the whole, as a share of it.
+def _unexplained_share(case: Case, halves: list[list[int]]) -> float:
+    """The share of the whole gradient that no weighted sum of the halves' gradients explains.
 
-    Of the first rank's share alone: between ranks every wrapper takes a mean.
+    Only the first rank's samples count: between ranks every wrapper takes a mean.
     """
     weight = 1.0 if case.big.ranks.rank == 0 else 0.0
     whole, one, other = (case.big.gradient([Term(part, weight)]) for part in (None, *halves))
     if not math.isfinite(one.largest + other.largest):  # a half without items, perhaps
         return 0.0
-    return _rest(whole, [one, other]).largest / (whole.largest or 1.0)
+    return _residual(whole, [one, other]).largest / (whole.largest or 1.0)
 
 
-def _rest(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
-    """What is left of `whole` when its projection on the others is taken away."""
+def _residual(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
+    """`whole` minus its projection on the parts."""
     for part, weight in zip(parts, projection(whole, parts), strict=True):
         whole = whole.plus(part, -weight)
     return whole
 
 
-def _first_layer_that_differs(case: Case, half: list[int]) -> str | None:
-    """The first module whose output for the same samples depends on which others are with them."""
+def _first_coupling_layer(case: Case, half: list[int]) -> str | None:
+    """The first module whose output for a sample depends on the other samples."""
     assert case.big.samples is not None
     everything, some = _outputs(case, None, case.big.samples.count), _outputs(case, half, len(half))
     for (name, kind, whole), (other, _, part) in zip(everything, some, strict=False):
@@ -108,18 +108,18 @@ def _first_layer_that_differs(case: Case, half: list[int]) -> str | None:
 
 
 def _outputs(case: Case, samples: list[int] | None, count: int) -> list[tuple[str, str, Tensor]]:
-    """The outputs of all modules, in the order of their calls, that have a row for each sample."""
+    """The outputs of all modules with a row for each sample, in the order of their calls."""
     found: list[tuple[str, str, Tensor]] = []
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.ndim and len(output) % count == 0:
-                # Layers may see (samples x positions) rows.
+                # A layer may get (samples x positions) rows.
                 rows = output.detach().reshape(count, -1)
                 found.append((name, type(module).__name__, rows.clone()))
 
         return hook
 
-    with removed([module.register_forward_hook(note(name)) for name, module in case.big.model.named_modules()]):
+    with temporary_hooks([module.register_forward_hook(note(name)) for name, module in case.big.model.named_modules()]):
         case.big.gradient([Term(samples, 0.0)])
     return found

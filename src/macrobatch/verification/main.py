@@ -1,7 +1,7 @@
-"""`verify`: compare what a training step does with what one big batch would have done, and explain the difference.
+"""`verify`: compare the gradients of a training step with those of one big batch, and explain the difference.
 
-The main path is `verify`: watch the step -> compute the reference -> compare window by window -> explain. What happens
-inside a step is seen by `witness`, references come from `bigbatch`, explanations from `causes`.
+The main path is `verify`: watch the step (`step_watcher`), compute the reference (`bigbatch`), compare window by window
+(`comparison`), explain (`causes`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from macrobatch.macrostep import MacroStep
 from macrobatch.types import Reduction
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
 from macrobatch.verification.causes import explain
-from macrobatch.verification.comparison import Case, Compared, Precision
+from macrobatch.verification.comparison import Case, Comparison, Precision
 from macrobatch.verification.gradient import Gradient, Ranks
-from macrobatch.verification.keep import Keep, Quiet
 from macrobatch.verification.names import Names
+from macrobatch.verification.observation import Observation, ObservedWindow
 from macrobatch.verification.report import ParameterError, Report, WindowReport
-from macrobatch.verification.rows import Rows, rows_of
-from macrobatch.verification.seen import Seen, Window
-from macrobatch.verification.witness import Step, watch
+from macrobatch.verification.sample_matching import MatchedSamples, match_samples
+from macrobatch.verification.saved_state import DropoutSwitch, SavedState
+from macrobatch.verification.step_watcher import Step, watch
 
-WORST = 5  # parameters that a report names
+NUM_WORST = 5  # how many parameters a report names
 
 
 def verify(
@@ -68,57 +68,57 @@ def verify(
     >>> report.ok, report.causes[0].name
     (False, 'mean of means')
 
-    Afterwards model, gradients, buffers, modes, random numbers, and the state of the optimizers that stepped are as
-    they were. Dropout is switched off meanwhile, wherever a module holds its probability.
+    `verify` restores everything that the step changes: the model, gradients, buffers, modes, random numbers, and the
+    state of its optimizers. While it runs, it sets the dropout probabilities of all modules to 0.
 
-    A step may hold several optimizer steps: each is compared with one big batch of its own samples, and the report says
-    how many there were. ``windows=1`` makes more than one an error, for a batch that is meant for one optimizer step.
+    A step may take several optimizer steps: `verify` compares each with one big batch of its own samples. If the batch
+    is meant for one optimizer step, pass ``windows=1``: then more than one is an error.
 
     Args:
-        model: as it is trained: plain, compiled, wrapped for many ranks.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss, a mean over its items (or their sum, by ``reduction``), or
-            the loss and its items.
-        batch: what the step gets; on many ranks, each rank's own share. Tensors with a common first dimension, the
-            samples; or, with ``collate``, a list of samples.
-        micro: without ``step``: how a `MacroStep` is to cut the batch. None: into three or so, of unequal sizes.
-        step: ``step(model, batch)``: any loop, of any library, with its own optimizers. Gradients are taken at each
-            optimizer step inside it, or, without any, when it returns.
+        model: the model as it is trained: plain, compiled, or wrapped for several ranks.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss, or the loss and its number of items. The loss is the mean
+            over the items, or with ``reduction="sum"`` their sum.
+        batch: what the step gets; on several ranks, each rank's own share. Either tensors whose first dimension is the
+            samples, or, with ``collate``, a list of samples.
+        micro: without ``step``: how `MacroStep` cuts the batch. Default: about three micro-batches of unequal sizes.
+        step: ``step(model, batch)``: any training loop, with its own optimizers. Its gradients are read at each
+            optimizer step, or, if there is none, when it returns. Default: a `MacroStep`.
         reduction: "mean" or "sum": what ``loss_fn`` returns.
-        collate: makes a batch, as ``loss_fn`` gets it, of a list of samples.
-        windows: how many optimizer steps the step must take; None: any number.
+        collate: turns a list of samples into a batch for ``loss_fn``.
+        windows: how many optimizer steps the step must take. Default: any number.
 
     Returns:
-        A `Report`: ``ok``, the errors, and the causes with their evidence and cure.
+        A `Report`: ``ok``, the errors, and the causes, each with its evidence and cure.
 
     Raises:
-        UsageError: an argument is not what it should be, or the model is not ready.
-        BatchError: it cannot be told which samples went into which of several optimizer steps.
+        UsageError: an argument is invalid, or the model is not ready.
+        BatchError: the step took several optimizer steps, and `verify` cannot match the samples with them.
         FitError: the whole batch does not fit into memory at once.
     """
-    _check(model, loss_fn, step, reduction, collate, windows)
+    _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
     ranks = Ranks.of(model)
     with contextlib.ExitStack() as afterwards:
-        quiet = Quiet(model)
-        afterwards.callback(quiet.restore)
-        keep = Keep(model, batch, shards=ranks.shards)
-        afterwards.callback(keep.restore)
-        afterwards.callback(_let_go, model)
+        dropout = DropoutSwitch(model)
+        afterwards.callback(dropout.restore)
+        saved_state = SavedState(model, batch, is_sharded=ranks.is_sharded)
+        afterwards.callback(saved_state.restore)
+        afterwards.callback(_drop_held_gradients, model)
         big = BigBatch(model, loss_fn, batch, ranks, collate)
         entries = big.entries()
-        keep.include_leaves(big.foreign)
+        saved_state.include_leaves(big.foreign_leaves)
         step_or_default = step or default_step(loss_fn, micro, reduction, collate)
-        run = functools.partial(watch, step_or_default, model, batch, keep, big.names, entries)
-        seen = run()
-        again = _run_again(run, model, seen) if step is not None else None
-        keep.restore_gradients()
-        _enter_setting(big.names, seen)
-        case = compare(seen, again, big, reduction, divides=step is None, expected=windows)
-        case.run_doubled = functools.partial(_run_doubled, run, keep, big.names, seen)
-        report: Report = ranks.same(report_of(case, quiet.names))
+        run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
+        observation = run()
+        reruns = _run_again(run, model, observation) if step is not None else None
+        saved_state.restore_gradients()
+        _enter_modes(big.names, observation)
+        case = compare(observation, reruns, big, reduction, divides_by_samples=step is None, expected_windows=windows)
+        case.run_doubled = functools.partial(_run_doubled, run, saved_state, big.names, observation)
+        report: Report = ranks.broadcast(build_report(case, dropout.names))
     return report
 
 
-def _check(
+def _require_valid_arguments(
     model: object, loss_fn: object, step: object, reduction: Reduction, collate: object, windows: object
 ) -> None:
     if not isinstance(model, nn.Module):
@@ -133,10 +133,10 @@ def _check(
     arguments.checked_choice("reduction", reduction, Reduction)
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         raise UsageError(
-            "the model has parameters without a shape yet (lazy modules): call it once with a batch before verifying."
+            "some parameters of the model have no shape yet (lazy modules). Call the model once with a batch first."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("no parameter of the model requires a gradient: there is nothing to verify.")
+        raise UsageError("no parameter of the model requires a gradient, so there is nothing to verify.")
 
 
 # ---------------------------------------------------------------------------------------------- running the step
@@ -145,74 +145,78 @@ def _check(
 def default_step(
     loss_fn: LossFunction, micro: int | ByCount | ByTokens | None, reduction: Reduction, collate: Collate | None
 ) -> Step:
-    """A `MacroStep` that moves nothing."""
+    """A step that runs `MacroStep` with a learning rate of 0."""
 
     def step(model: nn.Module, batch: Any) -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        size = micro or unequal(samples_of(batch, collate).count)
+        size = micro or uneven_size(samples_of(batch, collate).count)
         MacroStep(model, optimizer, loss_fn, micro=size, reduction=reduction, collate=collate)(batch)
 
     return step
 
 
-def unequal(samples: int) -> int:
-    """A size that cuts so many samples into a few micro-batches, the last of them smaller than the others.
+def uneven_size(samples: int) -> int:
+    """A micro-batch size that cuts the samples into about three micro-batches, the last smaller than the others.
 
-    >>> [unequal(samples) for samples in (1, 2, 3, 8, 9, 64)]
+    >>> [uneven_size(samples) for samples in (1, 2, 3, 8, 9, 64)]
     [1, 1, 2, 3, 4, 22]
     """
     return 1 if samples < 3 else samples // 3 + 1
 
 
-def _run_again(run: Callable[[], Seen], model: nn.Module, seen: Seen) -> tuple[Seen, Seen] | None:
-    """Run a step twice more where it left gradients behind, with others there, and with none: does it clear them?
+def _run_again(
+    run: Callable[[], Observation], model: nn.Module, observation: Observation
+) -> tuple[Observation, Observation] | None:
+    """Run a step that left gradients behind twice more: first with other gradients in ``.grad``, then with none.
 
-    Not those that it left: a step that clips would come to the same direction, and the same norm, once more.
+    The other gradients are scrambled: a step that adds to its own gradients and clips could give the same result.
     """
-    if not seen.stepped or all(gradient is None for gradient in seen.left.values()):
+    if not observation.has_stepped or all(gradient is None for gradient in observation.final_gradients.values()):
         return None
     try:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad = _disturbed(parameter.grad)
-        disturbed = run()
+                parameter.grad = _scramble(parameter.grad)
+        after_others = run()
         for parameter in model.parameters():
             parameter.grad = None
-        return disturbed, run()
-    except Exception:  # it cannot be called twice, e.g. as its loader is used up: then that much is not known
+        return after_others, run()
+    except Exception:  # the step cannot be called again, e.g. because its loader is used up
         return None
 
 
-def _disturbed(gradient: Tensor) -> Tensor:
-    """As large, in another direction."""
+def _scramble(gradient: Tensor) -> Tensor:
+    """A gradient of the same norm in another direction."""
     if isinstance(gradient, DTensor):
         return -gradient
     signs = torch.arange(gradient.numel(), device=gradient.device).remainder(2).mul(2).sub(1)
     return (gradient.detach().reshape(-1).roll(1) * signs.to(gradient.dtype)).view_as(gradient)
 
 
-def _run_doubled(run: Callable[..., Seen], keep: Keep, names: Names, seen: Seen) -> Seen | None:
-    """Run a step once more, with gradients twice as large: are they clipped to the same?"""
-    keep.restore()
+def _run_doubled(
+    run: Callable[..., Observation], saved_state: SavedState, names: Names, observation: Observation
+) -> Observation | None:
+    """Run a step once more with all gradients doubled; None if it cannot be called again."""
+    saved_state.restore()
     try:
         return run(times=2.0)
-    except Exception:  # it cannot be called twice
+    except Exception:  # the step cannot be called again
         return None
     finally:
-        keep.restore_gradients()
-        _enter_setting(names, seen)
+        saved_state.restore_gradients()
+        _enter_modes(names, observation)
 
 
-def _enter_setting(names: Names, seen: Seen) -> None:
-    """Put the model into the mode in which the step called it, and let it learn what the step let it learn."""
-    for module, training in seen.modes.items():
+def _enter_modes(names: Names, observation: Observation) -> None:
+    """Give all modules the mode that they had in the step, and make the parameters trainable that the step trained."""
+    for module, training in observation.modes.items():
         module.training = training
     for name, parameter in names.parameters().items():
-        parameter.requires_grad_(parameter.requires_grad or name in seen.learning)
+        parameter.requires_grad_(parameter.requires_grad or name in observation.trainable_names)
 
 
-def _let_go(model: nn.Module) -> None:
-    """Drop what a wrapper holds back of a window that was never closed."""
+def _drop_held_gradients(model: nn.Module) -> None:
+    """Drop the gradients that a wrapper still holds from a window that was never closed."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and common_wrapper([model]) is not None:
         select_backend(
             [model], sync="window", gather="micro", process_group=None, accumulate_dtype=None
@@ -223,55 +227,58 @@ def _let_go(model: nn.Module) -> None:
 
 
 def compare(
-    seen: Seen,
-    again: tuple[Seen, Seen] | None,
+    observation: Observation,
+    reruns: tuple[Observation, Observation] | None,
     big: BigBatch,
     reduction: Reduction,
     *,
-    divides: bool,
-    expected: int | None,
+    divides_by_samples: bool,
+    expected_windows: int | None,
 ) -> Case:
-    """Every window with the gradient of one big batch of its samples."""
-    case = Case(seen, again, big, reduction, divides, expected, Precision.of(big, seen), big.calls())
-    if not case.in_step:
+    """Compare every window with the gradient of one big batch of its samples."""
+    precision = Precision.of(big, observation)
+    case = Case(observation, reruns, big, reduction, divides_by_samples, expected_windows, precision, big.calls())
+    if not case.has_equal_step_counts:
         return case
-    alone = len(seen.windows) == 1 and not case.is_open
+    is_only_window = len(observation.windows) == 1 and not case.is_open
     used: set[int] = set()
-    for window in seen.windows:
-        rows = _rows(window, case, used)
-        samples = None if alone or rows is None else sorted({sample for part in rows.parts for sample in part})
-        if samples is None and not alone and len(seen.windows) > 1:
+    for window in observation.windows:
+        rows = _matched_samples(window, case, used)
+        samples = None if is_only_window or rows is None else sorted({sample for part in rows.parts for sample in part})
+        if samples is None and not is_only_window and len(observation.windows) > 1:
             if case.has_wrong_count:
                 return case
             raise BatchError(
-                f"the step took {len(seen.windows)} optimizer steps, but which samples went into which cannot be told: "
-                "their rows in the batch were not found in what the model was called with. Hand over a batch for one "
+                f"the step took {len(observation.windows)} optimizer steps, but verify cannot tell which samples went "
+                "into which: it did not find the rows of the batch among the inputs of the model. Pass a batch for one "
                 "optimizer step, or one whose tensors reach the model with the samples as their first dimension."
             )
-        case.windows.append(_compared(case, window, rows, samples))
+        case.windows.append(_compare_window(case, window, rows, samples))
     return case
 
 
-def _rows(window: Window, case: Case, used: set[int]) -> Rows | None:
-    """The samples of its calls on this rank; None, on all ranks, where some rank cannot tell."""
-    big, calls = case.big, [call for call in window.calls if call.counts]
-    rows = None if big.samples is None else rows_of(calls, case.whole, big.samples.count, used)
+def _matched_samples(window: ObservedWindow, case: Case, used: set[int]) -> MatchedSamples | None:
+    """The samples of a window's calls on this rank; None on all ranks if any rank cannot match them."""
+    big, calls = case.big, [call for call in window.calls if call.has_weight]
+    rows = None if big.samples is None else match_samples(calls, case.big_batch_calls, big.samples.count, used)
     unknown = big.ranks.largest(float(rows is None)) or not big.ranks.largest(float(bool(calls)))
     return None if unknown else rows
 
 
-def _compared(case: Case, window: Window, rows: Rows | None, samples: list[int] | None) -> Compared:
-    found = Gradient(window.gradients, case.big.ranks.group).only(window.held)
-    right = case.right(samples)
+def _compare_window(
+    case: Case, window: ObservedWindow, rows: MatchedSamples | None, samples: list[int] | None
+) -> Comparison:
+    """Compare one window with the gradient of one big batch of its samples (None: of the whole batch)."""
+    expected = case.expected_gradient(samples)
     own = window.micro_batches if rows is None else len(rows.parts)
-    return Compared(
-        window=window,
-        rows=rows,
+    return Comparison(
+        observed=window,
+        matches=rows,
         samples=samples,
         micro_batches=int(case.big.ranks.largest(own)),
-        found=found,
-        right=right.only(window.held),
-        scale=right.largest or 1.0,
+        actual=Gradient(window.gradients, case.big.ranks.group).only(window.names),
+        expected=expected.only(window.names),
+        scale=expected.largest or 1.0,
         bound=case.precision.bound,
     )
 
@@ -279,11 +286,11 @@ def _compared(case: Case, window: Window, rows: Rows | None, samples: list[int] 
 # ---------------------------------------------------------------------------------------------- reporting
 
 
-def report_of(case: Case, silenced: list[str]) -> Report:
-    """What to tell the user."""
+def build_report(case: Case, dropout_names: list[str]) -> Report:
+    """The report of a case, with its causes and notes."""
     causes, notes = explain(case)
-    if silenced:
-        shown = ", ".join(silenced[:3]) + (", ..." if len(silenced) > 3 else "")
+    if dropout_names:
+        shown = ", ".join(dropout_names[:3]) + (", ..." if len(dropout_names) > 3 else "")
         notes.append(f"dropout was switched off for the comparison ({shown})")
     if case.precision.why_not:
         notes.append(f"compared without a float64 copy: {case.precision.why_not}")
@@ -295,7 +302,7 @@ def report_of(case: Case, silenced: list[str]) -> Report:
         bound=case.precision.bound if worst is None else worst.bound,
         reference=case.precision.reference,
         worst=tuple(
-            ParameterError(name, errors[name]) for name in sorted(errors, key=errors.__getitem__)[: -WORST - 1 : -1]
+            ParameterError(name, errors[name]) for name in sorted(errors, key=errors.__getitem__)[: -NUM_WORST - 1 : -1]
         ),
         windows=tuple(
             WindowReport(

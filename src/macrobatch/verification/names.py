@@ -1,4 +1,4 @@
-"""Which parameter is which, whatever a model is wrapped in: a parameter is known by its place in the plain model."""
+"""Names parameters by their place in the plain model, whatever the model is wrapped in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from macrobatch._torch.modules import CHILD_OF, wrapper_of
 
 
 class Place(NamedTuple):
-    """A parameter, with its full name, and the one without the names of wrappers."""
+    """A parameter with its full name, and its name without the parts of wrappers."""
 
     full: str
     short: str
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 class Names:
-    """The parameters of a model by name. Copies of the model have the same names.
+    """Maps names to the parameters of a model. Copies of the model have the same names.
 
     >>> model = nn.Linear(2, 1)
     >>> model.module = nn.Linear(1, 1, bias=False)
@@ -27,8 +27,8 @@ class Names:
     ['weight', 'bias', 'module.weight']
 
     Args:
-        model: plain, or sharded.
-        fixed: keep to the parameters that it has now. Sharded models show others during a forward.
+        model: a plain or a sharded model.
+        fixed: whether to keep the parameters that the model has now. Sharded models show others during a forward.
     """
 
     def __init__(self, model: nn.Module, *, fixed: bool = False) -> None:
@@ -39,15 +39,15 @@ class Names:
         self._fixed = self.parameters_of(model) if fixed else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that the model has now: a module may have got others since."""
+        """The parameters that the model has now: a module may have replaced some."""
         return self.parameters_of(self._model) if self._fixed is None else self._fixed
 
     def parameters_of(self, copy: nn.Module) -> dict[str, nn.Parameter]:
-        """Those of a copy of the model."""
+        """The parameters of a copy of the model."""
         return {self._names[place.full]: place.parameter for place in _places(copy) if place.full in self._names}
 
-    def strange(self) -> list[str]:
-        """Those that the model did not have when it was named."""
+    def unknown_names(self) -> list[str]:
+        """The names of parameters that were added to the model later."""
         return [place.full for place in _places(self._model) if place.full not in self._names]
 
 

@@ -1,4 +1,4 @@
-"""What `verify` found: a record, and how it prints."""
+"""The report of `verify`, and how it prints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+RETURN_ITEMS = "Let loss_fn return its number of items too: return loss, (labels != -100).sum(), after any shift."
+
 
 class ParameterError(NamedTuple):
-    """How far off the gradient of one parameter is, as a share of the largest gradient of the whole model."""
+    """The error of one parameter's gradient, relative to the largest gradient of the whole model."""
 
     name: str
     error: float
@@ -17,12 +19,16 @@ class ParameterError(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why a gradient is wrong.
+    """A reason why a gradient is wrong.
 
     Attributes:
-        name: what to look it up by.
-        evidence: what was measured.
+        name: its name in the table of docs/verify.md.
+        evidence: the measurement that shows it.
         cure: what to write instead.
+
+    >>> cause = Cause(name="not divided", evidence="the gradient is 4 times the right one.", cure="Divide once.")
+    >>> print(cause.name, "->", cause.cure)
+    not divided -> Divide once.
     """
 
     name: str
@@ -32,13 +38,13 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowReport:
-    """One optimizer step of the step that was verified.
+    """The result for one optimizer step.
 
     Attributes:
-        samples: how many went into it, on all ranks; None where they could not be told.
-        micro_batches: how many, on the rank that has most.
-        relative_error: largest difference / largest gradient of the model.
-        factor: what the right gradient would have to be multiplied with to come closest.
+        samples: the number of samples on all ranks; None if unknown.
+        micro_batches: their number on the rank that has most.
+        relative_error: the largest difference in any gradient, divided by the largest gradient of the model.
+        factor: the factor that brings the right gradient closest to the step's.
     """
 
     samples: int | None
@@ -49,17 +55,21 @@ class WindowReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `verify` found.
+    """The result of `verify`. ``print(report)`` shows it as text.
 
     Attributes:
         ok: whether the step's gradients are those of one big batch.
-        max_relative_error: the largest difference in any parameter's gradient, over the largest gradient of the model.
-        bound: what that may be in this precision.
-        reference: what it was compared with.
-        worst: the parameters that are furthest off.
-        windows: one for each optimizer step.
-        causes: why it is wrong, the likeliest first.
-        notes: what else one should know.
+        max_relative_error: the largest difference in any gradient, divided by the largest gradient of the model.
+        bound: the largest error that counts as rounding in this precision.
+        reference: what the step was compared with.
+        worst: the parameters with the largest errors.
+        windows: the result for each optimizer step.
+        causes: the reasons why the step is wrong, the likeliest first.
+        notes: other remarks.
+
+    >>> report = Report(ok=True, max_relative_error=0.0, bound=2e-6, reference="one big batch", worst=(), windows=())
+    >>> report.to_dict()["ok"]
+    True
     """
 
     ok: bool
@@ -76,9 +86,9 @@ class Report:
         return self.max_relative_error <= self.bound
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it; what is not finite is None."""
+        """The report as plain data for JSON; infinite and NaN numbers become None."""
         plain = asdict(self) | {"worst": [{"name": name, "error": error} for name, error in self.worst]}
-        return {key: _plain(value) for key, value in plain.items()}
+        return {key: _json_value(value) for key, value in plain.items()}
 
     def __str__(self) -> str:
         verdict = "EXACT" if self.ok else "WRONG, though not by its size" if self._is_small else "WRONG"
@@ -102,12 +112,12 @@ class Report:
         return "\n".join(lines)
 
 
-def _plain(value: Any) -> Any:
-    """Lists for tuples, and None for numbers that JSON does not have."""
+def _json_value(value: Any) -> Any:
+    """Convert tuples to lists, and infinite and NaN numbers to None."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_json_value(each) for each in value]
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _json_value(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

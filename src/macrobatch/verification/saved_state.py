@@ -1,6 +1,6 @@
-"""A model, the optimizers that step it, and the random numbers: as they were, to be put back.
+"""Saves and restores a model, its optimizers and the random number generators.
 
-`Snapshot` is the small version of this, for what one forward and backward change besides gradients.
+`Snapshot` in `_step` is the small version: it covers what one forward and backward change besides gradients.
 """
 
 from __future__ import annotations
@@ -22,93 +22,93 @@ from macrobatch._step.snapshot import Snapshot
 from macrobatch._torch.modules import buffers_of, wrapper_of
 
 
-class Saved(NamedTuple):
-    """A tensor and what was in it: both are put back, the one into its place, the other into the one."""
+class SavedTensor(NamedTuple):
+    """A tensor, and a copy of its values."""
 
     tensor: Tensor
     value: Tensor
 
     @staticmethod
-    def of(tensor: Tensor) -> Saved:
-        return Saved(tensor, local_tensor(tensor).detach().clone())
+    def of(tensor: Tensor) -> SavedTensor:
+        return SavedTensor(tensor, local_tensor(tensor).detach().clone())
 
     def has_changed(self) -> bool:
-        return self._is_another() or not torch.equal(local_tensor(self.tensor).detach(), self.value)
+        return self._has_other_layout() or not torch.equal(local_tensor(self.tensor).detach(), self.value)
 
-    def _is_another(self) -> bool:
+    def _has_other_layout(self) -> bool:
         own = local_tensor(self.tensor)
         return (own.dtype, own.device, own.shape) != (self.value.dtype, self.value.device, self.value.shape)
 
-    def restored(self) -> Tensor:
-        """The tensor, with its old value."""
+    def restore(self) -> Tensor:
+        """Copy the old values back into the tensor, and return it."""
         own = local_tensor(self.tensor)
-        if self._is_another():
-            self.tensor.data = self.value.clone()  # e.g. a library has made the whole model bf16
+        if self._has_other_layout():
+            self.tensor.data = self.value.clone()  # e.g. a library has converted the model to bf16
             return self.tensor
         with torch.no_grad():
             own.detach().copy_(self.value)
         return self.tensor
 
 
-class Keep:
-    """What a step may change, in parts that can be put back alone.
+class SavedState:
+    """Saves everything that a step may change. Its parts can be restored separately.
 
     >>> model = nn.Linear(2, 1)
-    >>> before, weight = Keep(model), model.weight.tolist()
+    >>> before, weight = SavedState(model), model.weight.tolist()
     >>> _ = nn.init.zeros_(model.weight)
     >>> before.restore()
     >>> model.weight.tolist() == weight
     True
 
     Args:
-        batch: whose tensors are kept too.
-        shards: whether the parameters of the model come and go, so that they are not to be put back into their places.
+        batch: its tensors are saved too.
+        is_sharded: whether modules swap their parameters during a forward, so that only their values are restored.
     """
 
-    def __init__(self, model: nn.Module, batch: Any = None, *, shards: bool = False) -> None:
-        self._batch = {path: Saved.of(leaf) for path, leaf in leaves(batch, "batch") if _is_writable(leaf)}
-        self._attributes = Attributes(model, shards=shards)
-        self._parameters: dict[int, tuple[Tensor, Saved, bool]] = {}
-        self._gradients: list[tuple[Tensor, Saved | None]] = []
+    def __init__(self, model: nn.Module, batch: Any = None, *, is_sharded: bool = False) -> None:
+        self._batch = {path: SavedTensor.of(leaf) for path, leaf in leaves(batch, "batch") if _is_writable(leaf)}
+        self._attributes = SavedAttributes(model, is_sharded=is_sharded)
+        self._parameters: dict[int, tuple[Tensor, SavedTensor, bool]] = {}
+        self._gradients: list[tuple[Tensor, SavedTensor | None]] = []
         self.include_leaves(model.parameters())
-        self._optimizers = [OptimizerState(optimizer) for optimizer in _optimizers_of(self._parameters.keys())]
+        self._optimizers = [SavedOptimizer(optimizer) for optimizer in _optimizers_of(self._parameters.keys())]
         self._schedulers = _schedulers_of([state.optimizer for state in self._optimizers])
         self._snapshot = Snapshot([model])
 
     def include_leaves(self, tensors: Iterable[Tensor]) -> None:
-        """Keep tensors outside of the model too, which its loss trains."""
+        """Save tensors outside of the model that the loss trains too."""
         for leaf in tensors:
             if id(leaf) not in self._parameters:
-                self._parameters[id(leaf)] = leaf, Saved.of(leaf), leaf.requires_grad
-                self._gradients.append((leaf, None if leaf.grad is None else Saved.of(leaf.grad)))
+                self._parameters[id(leaf)] = leaf, SavedTensor.of(leaf), leaf.requires_grad
+                self._gradients.append((leaf, None if leaf.grad is None else SavedTensor.of(leaf.grad)))
 
-    def include(self, optimizer: Optimizer) -> None:
-        """Keep an optimizer that is about to step, and what it holds, if they are not known yet."""
+    def include_optimizer(self, optimizer: Optimizer) -> None:
+        """Save an optimizer that is about to step, and its parameters, unless they are saved already."""
         if all(state.optimizer is not optimizer for state in self._optimizers):
-            self._optimizers.append(OptimizerState(optimizer))
+            self._optimizers.append(SavedOptimizer(optimizer))
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) not in self._parameters:
-                self._parameters[id(parameter)] = parameter, Saved.of(parameter), parameter.requires_grad
+                self._parameters[id(parameter)] = parameter, SavedTensor.of(parameter), parameter.requires_grad
 
-    def has_moved(self) -> bool:
-        """Whether any value of a parameter has changed."""
+    def has_moved_weights(self) -> bool:
+        """Whether any parameter has changed its value."""
         return any(saved.has_changed() for _, saved, _ in self._parameters.values())
 
-    def changed(self) -> list[str]:
-        """The tensors of the batch that have changed, by their paths."""
+    def changed_batch_paths(self) -> list[str]:
+        """The paths of the tensors in the batch that have changed."""
         return [path for path, saved in self._batch.items() if saved.has_changed()]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         self.restore_all_but_gradients()
         self.restore_gradients()
 
     def restore_all_but_gradients(self) -> None:
-        """Put back the model, the optimizers and the random numbers."""
+        """Restore the model, the batch, the optimizers, the schedulers and the random number generators."""
         self._attributes.restore()
         for saved in self._batch.values():
             if saved.has_changed():
-                saved.restored()
+                saved.restore()
         self._snapshot.restore()
         self.restore_weights(None)
         for parameter, _, requires_grad in self._parameters.values():
@@ -119,28 +119,28 @@ class Keep:
             scheduler.load_state_dict(copy.deepcopy(state_dict))
 
     def restore_weights(self, only: set[int] | None) -> None:
-        """Put back the values of the parameters with these ids (None: of all)."""
+        """Restore the values of the parameters with these ids (None: of all)."""
         for identity, (_, saved, _) in self._parameters.items():
             if only is None or identity in only:
-                saved.restored()
+                saved.restore()
 
     def restore_gradients(self) -> None:
-        """Put back ``.grad``: the tensors themselves, and what was in them."""
+        """Restore ``.grad``: the tensors and their values."""
         for parameter, gradient in self._gradients:
-            parameter.grad = None if gradient is None else gradient.restored()
+            parameter.grad = None if gradient is None else gradient.restore()
 
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
-class Attributes:
-    """What the modules of a model hold, as it is now: parameters, children, hooks, counters, generators, caches.
+class SavedAttributes:
+    """Saves the attributes of all modules: parameters, children, hooks, counters, generators, caches.
 
-    Only the mode, the buffers and a patched forward of a wrapper, whose other attributes are torch's own business.
+    Of a wrapper it saves only the mode, the buffers and a patched forward: torch manages the rest.
 
     >>> model = nn.Linear(2, 1)
     >>> model.calls, model.losses = 0, []
-    >>> before = Attributes(model)
+    >>> before = SavedAttributes(model)
     >>> model.calls += 1
     >>> model.losses.append(0.5)
     >>> before.restore()
@@ -148,15 +148,15 @@ class Attributes:
     (0, [])
     """
 
-    def __init__(self, model: nn.Module, *, shards: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, is_sharded: bool = False) -> None:
         self._saved = []
         for module in model.modules():
             values = dict(vars(module))
-            is_whole, buffers = not shards and wrapper_of(module) is None, buffers_of(module)
+            is_whole, buffers = not is_sharded and wrapper_of(module) is None, buffers_of(module)
             if not is_whole:
                 values = {k: v for k, v in values.items() if k in ("training", "forward") or v is buffers}
             contents = [(value, copy.copy(value)) for value in values.values() if type(value) in CONTAINERS]
-            tensors = [Saved.of(value) for value in values.values() if _is_writable(value)]
+            tensors = [SavedTensor.of(value) for value in values.values() if _is_writable(value)]
             generators = [(v, v.get_state()) for v in values.values() if isinstance(v, torch.Generator)]
             self._saved.append((module, is_whole, values, contents, tensors, generators))
 
@@ -169,13 +169,13 @@ class Attributes:
             for container, content in contents:
                 _refill(container, content)
             for saved in tensors:
-                saved.restored()
+                saved.restore()
             for generator, state in generators:
                 generator.set_state(state)
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Make a dict, list or set hold again what it held."""
+    """Give a dict, list or set its old content back."""
     if _identities(container) == _identities(content):
         return
     container.clear()
@@ -192,18 +192,18 @@ def _identities(container: Any) -> list[Any]:
 
 
 def _is_writable(value: object) -> bool:
-    """Whether it is a plain tensor of numbers, each in a place of its own."""
+    """Whether a value is a plain tensor whose elements do not share memory."""
     return type(value) is Tensor and value.is_leaf and value.layout == torch.strided and 0 not in value.stride()
 
 
-class OptimizerState:
-    """The state and the settings of an optimizer."""
+class SavedOptimizer:
+    """Saves the state and the settings of an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._state = {parameter: _saved(state) for parameter, state in optimizer.state.items()}
+        self._state = {parameter: _save_tree(state) for parameter, state in optimizer.state.items()}
         self._groups = [
-            (group, _saved({key: value for key, value in group.items() if key != "params"}))
+            (group, _save_tree({key: value for key, value in group.items() if key != "params"}))
             for group in optimizer.param_groups
         ]
 
@@ -212,13 +212,13 @@ class OptimizerState:
         for parameter in [p for p in state if p not in self._state]:
             del state[parameter]
         for parameter, saved in self._state.items():
-            state[parameter] = _restored(saved)
+            state[parameter] = _restore_tree(saved)
         for group, saved in self._groups:
-            group.update(_restored(saved))
+            group.update(_restore_tree(saved))
 
 
 def _optimizers_of(own: Collection[int]) -> list[Optimizer]:
-    """Those that hold a parameter with one of these ids: which of them will step is not known yet."""
+    """All optimizers in the process that hold a parameter with one of these ids."""
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
     return [
         optimizer
@@ -228,7 +228,7 @@ def _optimizers_of(own: Collection[int]) -> list[Optimizer]:
 
 
 def _schedulers_of(optimizers: list[Optimizer]) -> list[tuple[LRScheduler, dict[str, Any]]]:
-    """With what they remember."""
+    """All schedulers of these optimizers, with copies of their states."""
     if not optimizers:
         return []
     schedulers = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
@@ -236,34 +236,34 @@ def _schedulers_of(optimizers: list[Optimizer]) -> list[tuple[LRScheduler, dict[
     return [(scheduler, copy.deepcopy(scheduler.state_dict())) for scheduler in own]
 
 
-def _saved(tree: Any) -> Any:
-    """A copy that remembers which tensors stood where."""
+def _save_tree(tree: Any) -> Any:
+    """Copy a tree, and remember which tensors it held."""
     if isinstance(tree, Tensor):
-        return Saved.of(tree)
+        return SavedTensor.of(tree)
     if isinstance(tree, dict):
-        return {key: _saved(value) for key, value in tree.items()}
+        return {key: _save_tree(value) for key, value in tree.items()}
     return copy.deepcopy(tree)
 
 
-def _restored(tree: Any) -> Any:
-    if isinstance(tree, Saved):
-        return tree.restored()
+def _restore_tree(tree: Any) -> Any:
+    if isinstance(tree, SavedTensor):
+        return tree.restore()
     if isinstance(tree, dict):
-        return {key: _restored(value) for key, value in tree.items()}
+        return {key: _restore_tree(value) for key, value in tree.items()}
     return copy.deepcopy(tree)
 
 
-# ---------------------------------------------------------------------------------------------- randomness, off
+# ---------------------------------------------------------------------------------------------- dropout
 
 
-class Quiet:
-    """Switches off the dropout of a model, by the probabilities that its modules hold, and on again.
+class DropoutSwitch:
+    """Switches off the dropout of a model: it sets the probabilities in its modules to 0 until `restore`.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    >>> quiet = Quiet(model)
-    >>> quiet.names, model[1].p
+    >>> switch = DropoutSwitch(model)
+    >>> switch.names, model[1].p
     (['1.p'], 0.0)
-    >>> quiet.restore()
+    >>> switch.restore()
     >>> model[1].p
     0.5
     """
@@ -272,7 +272,7 @@ class Quiet:
         self._changed: list[tuple[nn.Module, str, float]] = []
         self.names: list[str] = []
         for path, module in model.named_modules():
-            for attribute in _probabilities(module):
+            for attribute in _dropout_attributes(module):
                 self._changed.append((module, attribute, getattr(module, attribute)))
                 self.names.append(f"{path}.{attribute}".lstrip("."))
                 setattr(module, attribute, 0.0)
@@ -282,8 +282,8 @@ class Quiet:
             setattr(module, attribute, value)
 
 
-def _probabilities(module: nn.Module) -> Iterable[str]:
-    """The names of a module's attributes that are probabilities of dropping something."""
+def _dropout_attributes(module: nn.Module) -> Iterable[str]:
+    """The names of a module's attributes that hold dropout probabilities."""
     drops = "drop" in type(module).__name__.lower() or "stochasticdepth" in type(module).__name__.lower()
     return [
         name

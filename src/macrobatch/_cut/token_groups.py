@@ -1,0 +1,308 @@
+"""Decides which tensors of a batch share their token positions, by their names and shapes only.
+
+An attention mask belongs to the tensors beside it that have a known name and the same width. `padding` then reads the
+lengths from the masks and labels of each group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MASK, LABELS, DECODER = "attention_mask", "labels", "decoder"
+TOKENS = ("input_ids", "inputs_embeds")
+BESIDE_TOKENS = ("token_type_ids", "position_ids", "special_tokens_mask")  # one entry per token
+OTHER_MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # one entry per token, 0 in padding
+STEMS = (MASK, LABELS, *TOKENS, *BESIDE_TOKENS, *OTHER_MASKS)
+
+Keys = tuple[Any, ...]
+
+
+class LeafInfo(NamedTuple):
+    """A tensor of a batch without its values.
+
+    Attributes:
+        keys: its place in the batch.
+        sizes: of its dimensions after the samples; empty for other leaves. Only their equality matters.
+        is_integer: whether it holds integers.
+    """
+
+    keys: Keys
+    sizes: tuple[int, ...]
+    is_integer: bool
+
+    @property
+    def name(self) -> Any:
+        return self.keys[-1] if self.keys else None
+
+    @property
+    def container(self) -> Keys:
+        return self.keys[:-1]
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """Tensors with the same token positions in their second dimension, by their indices in the list of leaves.
+
+    Attributes:
+        members: all tensors of the group.
+        masks: the members that are 0 in padding.
+        labels: the members that are -100 in padding.
+        is_masked: whether an attention mask shows what is padding.
+        obstacle: a leaf that may or may not share the positions, so that the group cannot be trimmed.
+        constants: members that belong here only by their width, and must hold a single value in padding.
+    """
+
+    members: tuple[int, ...]
+    masks: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+    is_masked: bool = False
+    obstacle: int | None = None
+    constants: tuple[int, ...] = ()
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether the padding is known, so that it can be trimmed."""
+        return self.is_masked and self.obstacle is None
+
+    @property
+    def first(self) -> int:
+        """The member whose place identifies the group."""
+        return self.masks[0] if self.masks else self.members[0]
+
+
+def leaf_infos(leaves: Iterable[tuple[Keys, Any]]) -> tuple[LeafInfo, ...]:
+    """The input of `token_groups`, from tensors and arrays, or None for other leaves."""
+    return numbered_infos((keys, () if leaf is None else leaf.shape[1:], is_integer(leaf)) for keys, leaf in leaves)
+
+
+def numbered_infos(leaves: Iterable[tuple[Keys, Sequence[int], bool]]) -> tuple[LeafInfo, ...]:
+    """Infos with numbers in place of sizes, so that batches that differ only in length look the same; 0 and 1 stay."""
+    numbers = {0: 0, 1: 1}
+    return tuple(
+        LeafInfo(keys, tuple([numbers.setdefault(int(size), len(numbers)) for size in sizes]), whole)
+        for keys, sizes, whole in leaves
+    )
+
+
+def is_integer(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    return getattr(getattr(leaf, "dtype", None), "kind", "") in ("i", "u")
+
+
+# ---------------------------------------------------------------------------------------------- the rule
+
+
+@functools.lru_cache(maxsize=256)
+def token_groups(leaves: tuple[LeafInfo, ...]) -> tuple[TokenGroup, ...]:
+    """Group the tensors of a batch that share their positions, and decide which groups can be trimmed.
+
+    >>> ids, mask, image = [LeafInfo((name,), sizes, True) for name, sizes in
+    ...                     (("input_ids", (9,)), ("attention_mask", (9,)), ("image", (3, 8, 8)))]
+    >>> (group,) = token_groups((ids, mask, image))
+    >>> group.members, group.can_trim
+    ((0, 1), True)
+    """
+    masked = {index: _MaskGroup(leaf, index) for index, leaf in enumerate(leaves) if _is_mask(leaf)}
+    others = [index for index, leaf in enumerate(leaves) if leaf.sizes and index not in masked]
+    for index in others:
+        _assign(index, leaves, list(masked.values()))
+    for group in masked.values():
+        group.resolve_unnamed()
+    for group in list(masked.values()):
+        if group.is_alone and group.affix:  # such as Longformer's global_attention_mask
+            _join_plain_mask(group, masked)
+    placed = {member for group in masked.values() for member in group.members}
+    unmasked = _groups_without_mask(leaves, [index for index in others if index not in placed])
+    found = (*(group.token_group() for group in masked.values()), *unmasked)
+    return tuple(group for group in found if len(group.members) > 1 or not group.is_masked) or found
+
+
+def _is_mask(leaf: LeafInfo) -> bool:
+    return len(leaf.sizes) == 1 and name_parts(leaf.name)[0] == MASK
+
+
+@functools.lru_cache(maxsize=1024)
+def name_parts(name: Any) -> tuple[str | None, str]:
+    """The known part of a tensor's name, and its prefix or suffix.
+
+    >>> [name_parts(name) for name in ("chosen_input_ids", "attention_mask_rejected", "labels", "pixel_values")]
+    [('input_ids', 'chosen'), ('attention_mask', 'rejected'), ('labels', ''), (None, '')]
+    """
+    if not isinstance(name, str):
+        return None, ""
+    if name in STEMS:
+        return name, ""
+    for stem in STEMS:
+        if name.endswith(f"_{stem}"):
+            return stem, name[: -len(stem) - 1]
+        if name.startswith(f"{stem}_"):
+            return stem, name[len(stem) + 1 :]
+    return None, ""
+
+
+class _MaskGroup:
+    """Collects the members of an attention mask's group."""
+
+    def __init__(self, mask: LeafInfo, index: int) -> None:
+        self.container, self.affix, self.width = mask.container, name_parts(mask.name)[1], mask.sizes[0]
+        self.members, self.masks, self.labels = [index], [index], list[int]()
+        self.unnamed: list[int] = []  # tensors of the same width with an unknown name
+        self.has_tokens = False
+        self.obstacle: int | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.members) == 1
+
+    def add(self, index: int, stem: str | None) -> None:
+        self.members.append(index)
+        self.has_tokens |= stem in TOKENS or stem is None
+        if stem in (MASK, *OTHER_MASKS):
+            self.masks.append(index)
+        if stem == LABELS:
+            self.labels.append(index)
+
+    def block(self, index: int) -> None:
+        self.obstacle = index if self.obstacle is None else self.obstacle
+
+    def resolve_unnamed(self) -> None:
+        """Add the only unnamed tensor if the mask has no tokens of a known name; several could be features."""
+        if len(self.unnamed) == 1 and not self.has_tokens:
+            self.add(self.unnamed[0], None)
+        elif self.unnamed:
+            self.block(self.unnamed[0])
+
+    def token_group(self) -> TokenGroup:
+        obstacle = self.members[0] if self.is_alone else self.obstacle  # alone: it is unknown what it masks
+        return TokenGroup(tuple(sorted(self.members)), tuple(self.masks), tuple(self.labels), True, obstacle)
+
+
+def _assign(index: int, leaves: tuple[LeafInfo, ...], masked: list[_MaskGroup]) -> None:
+    """Add a tensor to the group that it belongs to, or make it an obstacle of the groups that it may belong to."""
+    leaf = leaves[index]
+    stem, affix = name_parts(leaf.name)
+    near, is_inside = _nearest_groups(leaf, masked)
+    if stem == LABELS and not affix and _belongs_to_decoder(leaf, leaves):
+        affix = DECODER
+    own = [group for group in near if group.affix == affix] if stem else []
+    if named_after := [group for group in near if group.affix and group.affix == leaf.name]:
+        own = named_after  # labels_attention_mask belongs to labels
+    may_join = is_inside or (stem == LABELS and len(masked) == 1)
+    if len(own) == 1 and may_join and stem != MASK:
+        (group,) = own
+        if leaf.sizes[0] == group.width:
+            group.add(index, stem)
+            return
+        if stem != LABELS:  # e.g. a mask that also covers a prefix before the tokens
+            group.block(index)
+            return
+    if stem and affix == DECODER and not own:
+        return  # a separate sequence without a mask
+    _block(index, leaf, stem, near)
+
+
+def _nearest_groups(leaf: LeafInfo, masked: list[_MaskGroup]) -> tuple[list[_MaskGroup], bool]:
+    """The groups in the innermost container around a tensor that has any, and True; otherwise all groups, and False."""
+    depth = len(leaf.container)
+    while depth >= 0:
+        if inside := [group for group in masked if group.container == leaf.container[:depth]]:
+            return inside, True
+        depth -= 1
+    return masked, False
+
+
+def _belongs_to_decoder(labels: LeafInfo, leaves: tuple[LeafInfo, ...]) -> bool:
+    """Whether labels have the positions of the decoder's inputs, not of the encoder's tokens."""
+    return any(
+        leaf.container == labels.container
+        and name_parts(leaf.name)[1] == DECODER
+        and leaf.sizes[:1] == labels.sizes[:1]
+        for leaf in leaves
+    )
+
+
+def _block(index: int, leaf: LeafInfo, stem: str | None, near: list[_MaskGroup]) -> None:
+    """Make a tensor an obstacle, or an unnamed candidate, of the groups whose width it has."""
+    name = str(leaf.name)
+    if named := [g for g in near if g.affix and (name.startswith(f"{g.affix}_") or name.endswith(f"_{g.affix}"))]:
+        near = named
+    suspects = [group for group in near if group.width in leaf.sizes]
+    for group in suspects:
+        if stem is None and leaf.sizes[0] == group.width and leaf.sizes.count(group.width) == len(suspects) == 1:
+            group.unnamed.append(index)
+        else:
+            group.block(index)
+
+
+def _join_plain_mask(alone: _MaskGroup, masked: dict[int, _MaskGroup]) -> None:
+    """Move a mask without other members into the group of the plain attention mask beside it."""
+    for plain in masked.values():
+        if plain.container == alone.container and not plain.affix and plain.width == alone.width:
+            plain.add(alone.masks[0], MASK)
+            del masked[alone.masks[0]]
+            return
+
+
+def _groups_without_mask(leaves: tuple[LeafInfo, ...], indices: Sequence[int]) -> list[TokenGroup]:
+    """The groups of tokens and labels that have no mask."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for index in indices:
+        leaf = leaves[index]
+        stem, affix = name_parts(leaf.name)
+        if stem in TOKENS:
+            found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
+    for index in indices:
+        leaf = leaves[index]
+        stem, affix = name_parts(leaf.name)
+        if stem == LABELS and leaf.is_integer and leaf.sizes[0] > 1:  # otherwise they are classes, not tokens
+            affix = DECODER if not affix and _belongs_to_decoder(leaf, leaves) else affix
+            found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
+    return [
+        TokenGroup(tuple(members), labels=tuple(i for i in members if name_parts(leaves[i].name)[0] == LABELS))
+        for members in found.values()
+    ]
+
+
+def has_length(leaf: LeafInfo) -> bool:
+    """Whether a tensor is a mask or labels, which show how long samples are."""
+    return bool(leaf.sizes) and name_parts(leaf.name)[0] in (MASK, LABELS)
+
+
+def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest: int) -> TokenGroup | None:
+    """The group of all tensors with a column for each position, for lengths up to `longest` that the user gave.
+
+    None if several widths are possible.
+    """
+    wide = [index for index, leaf in enumerate(leaves) if leaf.sizes]
+    stems = {index: name_parts(leaves[index].name)[0] for index in wide}
+    widths = {tensors[index].shape[1] for index in wide if tensors[index].shape[1] >= longest}
+    is_named = False
+    for names in ((MASK,), (LABELS,), TOKENS):
+        if named := [i for i in wide if stems[i] in names and (MASK not in names or len(tensors[i].shape) == 2)]:
+            widths, is_named = {tensors[index].shape[1] for index in named}, True
+            break
+    if (len(widths) != 1 and not is_named) or max(widths) < longest:
+        return None
+    members = tuple(index for index in wide if tensors[index].shape[1] in widths)
+    square = [i for i in wide if stems[i] == MASK and len(tensors[i].shape) > 2 and widths & set(tensors[i].shape[1:])]
+    return TokenGroup(
+        members,
+        obstacle=square[0] if square else None,
+        masks=tuple(index for index in members if stems[index] in (MASK, *OTHER_MASKS)),
+        labels=tuple(index for index in members if stems[index] == LABELS),
+        is_masked=True,
+        constants=_unknown_members({index: stems[index] for index in members}),
+    )
+
+
+def _unknown_members(stems: dict[int, str | None]) -> tuple[int, ...]:
+    """The members with unknown names, if others are tokens with known names: they could be features."""
+    has_tokens = any(stem in TOKENS for stem in stems.values())
+    return tuple(index for index, stem in stems.items() if stem is None) if has_tokens else ()

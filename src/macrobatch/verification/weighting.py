@@ -1,0 +1,368 @@
+"""Finds out how a step weighted its micro-batches, and what it divided by.
+
+Most mistakes of accumulation are wrong weights: the gradient is a sum over the micro-batches, but some count too much
+or too little. So each known mistake is a `Hypothesis`: the gradient that it would give for the same micro-batches,
+up to a factor. The first hypothesis that fits names the cause; then the factor is explained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from macrobatch._cut.padding import IGNORED
+from macrobatch.verification.clipping import mid_window_cause, remaining_shares
+from macrobatch.verification.comparison import Case, Comparison
+from macrobatch.verification.gradient import Gradient, projection
+from macrobatch.verification.label_causes import PADDING_CAUSE, sequence_leaves
+from macrobatch.verification.report import RETURN_ITEMS, Cause
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Hypothesis(NamedTuple):
+    """A known way to weight micro-batches; the weights in `gradient` add up to 1."""
+
+    name: str | None  # None: the right weights
+    gradient: Gradient
+    evidence: str = ""
+    cure: str = ""
+    allows_factor: bool = True  # whether a factor is a separate mistake
+
+
+class Fit(NamedTuple):
+    """A hypothesis that explains a gradient: its factor, the relative error, and old gradients that were subtracted."""
+
+    hypothesis: Hypothesis
+    factor: float
+    error: float
+    leftover: str | None
+
+
+def causes_of_window(case: Case, window: Comparison) -> list[Cause]:
+    """The causes of a wrong window: how its micro-batches were weighted, then the factor."""
+    fit = _best_fit(case, window)
+    if fit is None:
+        return [mid_window_cause(case, window) or _unexplained_cause(case, window)]
+    causes = []
+    if fit.leftover:
+        causes.append(leftover_cause(fit.leftover))
+    if fit.hypothesis.name is not None:
+        causes.append(Cause(name=fit.hypothesis.name, evidence=fit.hypothesis.evidence, cure=fit.hypothesis.cure))
+    window.remaining_factor = fit.factor
+    if abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.hypothesis.allows_factor:
+        causes.append(_factor_cause(case, window, fit.factor))
+    return causes or [_rounding_cause(window)]
+
+
+def _best_fit(case: Case, window: Comparison) -> Fit | None:
+    fits: list[Fit] = []
+    hypotheses = list(_hypotheses(case, window))
+    for leftover, found in [(None, window.actual), *_gradients_without_leftovers(case, window)]:
+        for hypothesis in hypotheses:
+            factor = found.fit(hypothesis.gradient)
+            error = found.distance(hypothesis.gradient, factor) / (found.largest or 1.0)
+            if factor and error <= window.tolerance and (leftover is None or abs(factor - 1) <= window.tolerance):
+                fits.append(Fit(hypothesis, factor, error, leftover))
+    best = min((fit.error for fit in fits), default=0.0)
+    fits = [fit for fit in fits if fit.error <= 1.2 * best + 0.05 * window.bound]
+    # In a model with a handful of parameters everything fits up to a factor: a factor of 1 is likelier.
+    return next((fit for fit in fits if abs(fit.factor - 1) <= window.tolerance), fits[0] if fits else None)
+
+
+def _gradients_without_leftovers(case: Case, window: Comparison) -> list[tuple[str, Gradient]]:
+    """The gradient of a window minus gradients that may have been in ``.grad`` before it began."""
+    held, before = window.observed.names, case.observation.initial_gradients
+    what = "what was in .grad when step was called"
+    for number, other in enumerate(case.windows[: case.windows.index(window)], start=1):
+        if other.observed.names & held:
+            before, what = other.observed.gradients, f"the gradient of window {number}"
+    left = Gradient(before, window.actual.group).only(held)
+    return [(what, window.actual.plus(left, -1.0))] if left.largest else []
+
+
+def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
+    yield Hypothesis(None, window.expected)
+    parts, ranks = window.parts, case.big.ranks
+    if ranks.largest(float(parts is None)) or not ranks.largest(float(bool(parts))):
+        return
+    assert parts is not None
+    yield from _sample_hypotheses(case, window, parts)
+    held, count, items = window.observed.names, len(parts), case.big.items(parts)
+    if window.micro_batches > 1:
+        yield Hypothesis(
+            "mean of means",
+            case.weighted_gradient(parts, [1.0] * count).only(held),
+            _inequality_evidence(case, window, parts, items),
+            "Back-propagate sums and divide once by all items of the window: Accumulator.backward(loss, items=n).",
+        )
+    if ranks.world_size > 1:
+        yield Hypothesis(
+            "mean of means",
+            case.weighted_gradient(parts, _equal_rank_weights(items)).only(held),
+            f"every rank counts the same, but ranks have different numbers of items: {sum(items):g} on the first.",
+            "Divide by the items of all ranks, and multiply by the number of ranks, because the wrapper divides by it.",
+        )
+    for before, after in _label_counts(case, parts):
+        if not ranks.largest(len({n / len(part) for n, part in zip(before, parts, strict=True)}) - 1):
+            continue  # equally many in every sample: the same as weighting by samples
+        yield Hypothesis(
+            "labels counted before the shift",
+            case.weighted_gradient(parts, before).only(held),
+            f"the micro-batches count as if they had {_number_list(before)} items, not {_number_list(after)}.",
+            COUNT_SHIFTED,
+        )
+    yield from _padding_hypotheses(case, window, parts)
+    if window.micro_batches > 1:
+        counted = "items" if case.big.has_items else "samples"
+        yield Hypothesis(
+            "items that do not fit the loss",
+            case.weighted_gradient(parts, items).only(held),
+            f"micro-batches are weighted by {counted}, {_number_list(items)}, but the loss is not a mean over those.",
+            RETURN_ITEMS,
+        )
+        samples = [float(len(part)) for part in parts]
+        yield Hypothesis(
+            "items that do not fit the loss",
+            case.weighted_gradient(parts, samples).only(held),
+            f"micro-batches are weighted by samples, {_number_list(samples)}, but the loss is not a mean over those.",
+            "Divide by the number of items of the whole window: Accumulator.backward(loss, items=n).",
+        )
+    yield from _clipping_hypotheses(case, window, parts, items)
+    if count > 1 and ranks.world_size == 1:
+        yield Hypothesis(
+            "gradients cleared inside the window",
+            case.weighted_gradient(parts[-1:], [1.0]).only(held),
+            f"only the last of {count} micro-batches counts.",
+            "Call zero_grad() once a window, after optimizer.step(), not before every backward.",
+            allows_factor=False,
+        )
+
+
+def _padding_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) -> Iterator[Hypothesis]:
+    """The hypothesis that every position counts as an item."""
+    positions = _positions(window)
+    unequal = len({number / len(part) for number, part in zip(positions, parts, strict=False)}) > 1
+    if len(positions) != len(parts):
+        positions = [1.0] * len(parts)
+    if not case.big.ranks.largest(float(unequal)):
+        return
+    yield Hypothesis(
+        PADDING_CAUSE,
+        case.weighted_gradient(parts, positions).only(window.observed.names),
+        f"the micro-batches count as if they had {_number_list(positions)} items: all positions, padding included.",
+        COUNT_LABELS,
+    )
+
+
+def _positions(window: Comparison) -> list[float]:
+    """The number of positions in each micro-batch, padding included; a shorter list if some are unknown."""
+    assert window.matches is not None
+    sizes = {}
+    for call, samples in window.matches.calls:
+        tokens = [x for x in call.inputs.values() if x.ndim == 2 and not x.is_floating_point()]
+        sizes[frozenset(samples)] = float(tokens[0].numel()) if tokens else None
+    found = [sizes[frozenset(part)] for part in window.matches.parts]
+    return [number for number in found if number is not None]
+
+
+def _clipping_hypotheses(
+    case: Case, window: Comparison, parts: list[list[int]], items: list[float]
+) -> Iterator[Hypothesis]:
+    """The hypotheses that the gradient shrank between backwards."""
+    left, cause = remaining_shares(window), mid_window_cause(case, window)
+    if case.big.ranks.largest(float(left is None)) or left is None or cause is None:
+        return
+    for weights in (items, [1.0] * len(parts)):
+        shrunk = [weight * share for weight, share in zip(weights, left, strict=True)]
+        yield Hypothesis(
+            cause.name,
+            case.weighted_gradient(parts, shrunk).only(window.observed.names),
+            cause.evidence,
+            cause.cure,
+            False,
+        )
+
+
+def _inequality_evidence(case: Case, window: Comparison, parts: list[list[int]], items: list[float]) -> str:
+    said = f"all {len(parts)} micro-batches count the same, but "
+    if case.big.has_items:
+        return said + f"they have different numbers of items: {_number_list(items)}."
+    weights = _true_weights(case, window, parts)
+    if weights is None:
+        return said + "they have different numbers of items."
+    return said + f"their weights in one big batch are {' '.join(f'{weight:.3f}' for weight in weights)}."
+
+
+def _true_weights(case: Case, window: Comparison, parts: list[list[int]]) -> list[float] | None:
+    """The weight of each micro-batch in one big batch; only computed for a few micro-batches in one process."""
+    if case.big.ranks.world_size > 1 or len(parts) > 8:
+        return None
+    gradients = [case.weighted_gradient([part], [1.0]).only(window.observed.names) for part in parts]
+    return projection(window.expected, gradients)
+
+
+def _sample_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) -> Iterator[Hypothesis]:
+    """The hypotheses that the step did not use each sample of the batch once."""
+    assert case.big.samples is not None
+    if window.samples is not None:
+        return
+    total, used = case.big.samples.count, [sample for part in parts for sample in part]
+    left_out, twice = total - len(set(used)), len(used) - len(set(used))
+    if case.big.ranks.largest(left_out):
+        yield Hypothesis(
+            "samples left out",
+            case.expected_gradient(sorted(set(used))).only(window.observed.names),
+            f"{left_out} of {total} samples reached no backward.",
+            "Look for drop_last=True, a loop that ends too early, or a last micro-batch that is skipped.",
+        )
+    if case.big.ranks.largest(twice) and case.big.ranks.world_size == 1:
+        yield Hypothesis(
+            "samples used twice",
+            case.weighted_gradient(parts, case.big.items(parts)).only(window.observed.names),
+            f"{twice} samples reached more than one backward.",
+            "Look for a sampler or a loader that fills up the last micro-batch.",
+        )
+
+
+def _equal_rank_weights(items: list[float]) -> list[float]:
+    return [n / (sum(items) or 1.0) for n in items]
+
+
+def _label_counts(case: Case, parts: list[list[int]]) -> Iterator[tuple[list[float], list[float]]]:
+    """For each leaf that may hold labels or a mask: the counts of all micro-batches before and after the shift."""
+    for path, leaf in sequence_leaves(case):
+        if leaf.dtype == torch.bool and "mask" not in path:
+            continue
+        counts = leaf != 0 if "mask" in path else leaf != IGNORED
+        before = [float(counts[part].sum()) for part in parts]
+        after = [float(counts[part][:, 1:].sum()) for part in parts]
+        if case.big.ranks.largest(sum(before) - sum(after)):
+            yield before, after
+
+
+# ---------------------------------------------------------------------------------------------- factors
+
+
+def _factor_cause(case: Case, window: Comparison, factor: float) -> Cause:
+    """The cause of a factor that is the same for all parameters."""
+    close = max(window.tolerance, 1e-6)
+    said = f"the gradient is {factor:.4g} times the right one"
+    for value, cause in _known_factors(case, window, factor):
+        if value and value != 1 and abs(factor / value - 1) <= close:
+            name, why, cure = cause
+            return Cause(name=name, evidence=f"{said}: {why}.", cure=cure)
+    return Cause(
+        name="constant factor",
+        evidence=f"{said}, on all parameters alike.",
+        cure="Check the divisions of the loss, in each micro-batch and at the end of the window.",
+    )
+
+
+DIVIDE = "Divide once: (loss / number_of_micro_batches).backward(), or better by the items of the window."
+DIVIDE_LESS = "Divide once: the backward() of a library, or a mean loss, already divides."
+COUNT_LABELS = "Count labels, not positions: (labels != -100).sum(), after any shift."
+COUNT_SHIFTED = "Count labels after the shift: (labels[..., 1:] != -100).sum()."
+UNSCALE = "Call scaler.unscale_(optimizer) before reading gradients, and scaler.step(optimizer) to step."
+MULTIPLY = (
+    "DDP and FSDP divide by the number of ranks. Multiply by it where you divide by the items of all ranks, and "
+    "nowhere else."
+)
+
+KnownFactor = tuple[float, tuple[str, str, str]]  # a factor, and its name, reason and cure
+
+
+def _known_factors(case: Case, window: Comparison, factor: float) -> Iterator[KnownFactor]:
+    count, ranks = window.micro_batches, case.big.ranks
+    longest = max(case.windows, key=lambda other: other.micro_batches)
+    if longest.micro_batches > count and abs(longest.remaining_factor - 1) <= window.tolerance:
+        yield _short_window_factor(count, longest.micro_batches)
+    for before, after in _label_counts(case, window.parts or []):
+        total, right = ranks.sum(sum(before)), ranks.sum(sum(after))
+        why = f"{right:.0f} of {total:.0f} labels are left after the shift"
+        yield right / (total or 1.0), ("labels counted before the shift", why, COUNT_SHIFTED)
+    yield from _padding_factors(case, window)
+    if ranks.world_size > 1:
+        why = f"there are {ranks.world_size} ranks"
+        yield ranks.world_size, ("world size", why, MULTIPLY)
+        yield 1 / ranks.world_size, ("world size", why, MULTIPLY)
+    if count > 1:
+        yield count, ("not divided", "the number of micro-batches", DIVIDE)
+        yield 1 / count, ("divided twice", f"1 / {count}, and {count} is the number of micro-batches", DIVIDE_LESS)
+    if window.parts is not None:
+        items, samples = sum(case.big.items(window.parts)), sum(map(len, window.parts))
+        for number, what in ((ranks.sum(items), "items"), (ranks.sum(samples), "samples")):
+            yield number, ("not divided", f"the number of {what}", DIVIDE)
+            yield number / (count or 1), ("not divided", f"{what} / micro-batches", DIVIDE)
+            yield 1 / (number or 1), ("divided twice", f"1 / {what}", DIVIDE_LESS)
+            yield count / (number or 1), ("divided twice", f"micro-batches / {what}", DIVIDE_LESS)
+    yield count * ranks.world_size, ("not divided", "micro-batches x ranks", DIVIDE)
+    yield count / ranks.world_size, ("not divided", "micro-batches / ranks", DIVIDE)
+    if factor > 0 and 0 < count < round(count / factor) <= 10_000:
+        yield _short_window_factor(count, round(count / factor))
+    if factor >= 1024:
+        yield 2.0 ** round(math.log2(factor)), ("loss scale", "a power of two, as a GradScaler has", UNSCALE)
+
+
+def _padding_factors(case: Case, window: Comparison) -> Iterator[KnownFactor]:
+    """The factors of a step that counts all positions as items, or all but one per sample."""
+    if window.parts is None or not case.big.has_items:
+        return
+    own = sum(case.big.items(window.parts)), sum(map(len, window.parts)), sum(_positions(window))
+    items, samples, positions = map(case.big.ranks.sum, own)
+    for number in (positions, positions - samples):
+        if number > items:
+            why = f"{items:.0f} labels count, but it was divided by {number:.0f} positions, padding included"
+            yield items / number, (PADDING_CAUSE, why, COUNT_LABELS)
+
+
+def _short_window_factor(count: int, configured: int) -> KnownFactor:
+    why = f"divided by {configured}, but the window has {count} micro-batches"
+    cure = "Divide by the real number, as Accumulator.batches(loader) does: the last window of an epoch may be short."
+    return count / configured, ("short window", why, cure)
+
+
+# ---------------------------------------------------------------------------------------------- other causes
+
+
+def _rounding_cause(window: Comparison) -> Cause:
+    return Cause(
+        name="sums in too low a precision",
+        evidence=f"the gradient is right except for rounding: its error is {window.error:.2g} of the largest gradient, "
+        f"and up to {window.bound:.2g} would be usual.",
+        cure="Sum in float32: Accumulator(..., accumulate_dtype=torch.float32), or keep gradients in float32.",
+    )
+
+
+def _unexplained_cause(case: Case, window: Comparison) -> Cause:
+    norms = window.actual.dot(window.actual) * window.expected.dot(window.expected)
+    cosine = window.actual.dot(window.expected) / math.sqrt(norms or 1.0)
+    if not case.big.ranks.largest(float(not _is_half_precision(window.actual))) and cosine > 0.9:
+        return _rounding_cause(window) if abs(window.factor - 1) < 0.25 else _factor_cause(case, window, window.factor)
+    return Cause(
+        name="unexplained",
+        evidence=f"the error is {window.error:.2g} of the largest gradient (cosine {cosine:.4f}, factor "
+        f"{window.factor:.4g}), and no known mistake gives this gradient.",
+        cure="Check that step and loss_fn compute the same loss on the same samples: compare them on one micro-batch.",
+    )
+
+
+def _is_half_precision(gradient: Gradient) -> bool:
+    """Whether half precision can represent all numbers of a gradient."""
+    parts = [part for part in gradient.parts.values() if part is not None]
+    return any(all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts) for dtype in HALF)
+
+
+def leftover_cause(what: str) -> Cause:
+    return Cause(
+        name="gradients left over",
+        evidence=f"the gradient contains {what}, in addition to the gradient of its own window.",
+        cure="Call optimizer.zero_grad() after every optimizer.step(), or before the first backward of a window.",
+    )
+
+
+def _number_list(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:g}" for number in numbers[:8]) + (" ..." if len(numbers) > 8 else "")
