@@ -62,7 +62,8 @@ class DDP(Local):
                 raise BackendError(
                     "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
                     "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
-                    "ranks of different lengths together by themselves."
+                    "ranks of different lengths together by themselves. If the model was joined earlier, wrap it in "
+                    "DistributedDataParallel anew: torch never switches joining off again."
                 )
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
