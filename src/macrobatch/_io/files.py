@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
+def replacing(path: str | os.PathLike[str], mode: str = "w", *, shared: bool = True) -> Iterator[IO[Any]]:
     """A file to write to, which takes the place of `path` when the block ends without an error.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with replacing(Path(folder, "a.txt")) as file:
     ...         _ = file.write("whole")
     ...     Path(folder, "a.txt").read_text(), os.listdir(folder)
     ('whole', ['a.txt'])
+
+    Args:
+        path: of the file.
+        mode: "w" for text in UTF-8, "wb" for bytes.
+        shared: whether several processes may write it at a time. One alone writes aside under a fixed name, so that
+            what a kill has left of it is written over the next time.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    encoding = None if "b" in mode else "utf-8"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial" if shared else f"{path.name}.partial")
     try:
-        with os.fdopen(handle, mode, encoding=encoding) as file:
+        with open(aside, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            aside.unlink()
         raise
-
-
-def _umask() -> int:
-    """What new files may not be; the system tells it only by setting another."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

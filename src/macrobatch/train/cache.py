@@ -12,9 +12,10 @@ import hashlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from macrobatch._io.files import replacing
 
 logger = logging.getLogger("macrobatch")
 
@@ -88,19 +89,10 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
-    # Not by tempfile, whose files nobody else could read where a cache is shared.
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with open(aside, "xb") as file:
-            file.write(_MAGIC + _checksum(path, content))
-            file.write(content)
-        os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
+    with replacing(path, "wb") as file:
+        file.write(_MAGIC + _checksum(path, content))
+        file.write(content)
 
 
 def _sweep(folder: Path) -> None:

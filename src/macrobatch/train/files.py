@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from macrobatch._io.files import replacing
 from macrobatch.errors import UsageError
 
 logger = logging.getLogger("macrobatch")
 
 
 def replace_whole(path: Path, text: str) -> None:
-    """Write a file aside, wait until it is on the disk, and give it its name."""
-    aside = path.with_name(f"{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
+    """Write a file that only this run writes."""
+    with replacing(path, shared=False) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 class Lines:
