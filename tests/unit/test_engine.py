@@ -172,3 +172,15 @@ def test_a_loss_whose_sign_is_not_in_its_memory(dtype):
         assert loss.is_neg()
         acc.backward(loss, items=1)
     torch.testing.assert_close(acc.step().loss.item(), loss.item())
+
+
+def test_a_parameter_with_a_hook_may_be_frozen_inside_a_window():
+    model, optimizer = model_and_optimizer()
+    first = model[0].weight
+    first.register_post_accumulate_grad_hook(lambda parameter: None)
+    acc = Accumulator(model, optimizer, steps=2)
+    for index, (x, y) in enumerate(acc.batches(micro_batches()[:2])):
+        first.requires_grad_(index == 0)
+        acc.backward(nn.functional.mse_loss(model(x), y), items=len(x))
+        result = acc.step()
+    assert result.micro_batches == 2
