@@ -161,8 +161,10 @@ class MacroStep:
         Spans are "data", "forward", "backward", "replay", "communication" and "update"; `loss` is what a backward
         starts from, else None.
         """
-        self._engine.spans.subscribe(observer)
-        self._engine.backend.observe_communication(partial(self._engine.spans.of, "communication"))
+        spans = self._engine.spans
+        if not spans.are_watched:  # its hooks tell all observers, so they are there once
+            self._engine.backend.observe_communication(partial(spans.of, "communication"))
+        spans.subscribe(observer)
 
     # ------------------------------------------------------------------------------------------ before a window
 

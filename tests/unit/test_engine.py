@@ -8,12 +8,11 @@ from torch import nn
 
 from macrobatch import Accumulator, MacroStep
 from macrobatch._ranks.backend import Local
-from macrobatch._step.closing import Closing
+from macrobatch._step.closing import Closing, result_of
 from macrobatch._step.engine import Engine
 from macrobatch._step.leaving import LeaveMean
 from macrobatch._step.turns import Turn
 from macrobatch.errors import UsageError
-from macrobatch.types import StepResult
 
 SIZES = (5, 2, 7, 4)
 
@@ -107,15 +106,7 @@ class Collect(Closing):
         gradients.divide(window.divisor())
         self.means = [p.grad.clone() for p in gradients.parameters]
         self.taken += 1
-        return StepResult(
-            step=self.taken,
-            micro_batches=window.micro_batches,
-            loss=window.loss(),
-            items=window.items(),
-            grad_norm=None,
-            lr=(),
-            skipped=False,
-        )
+        return result_of(window, step=self.taken, lr=(), skipped=False)
 
 
 def test_a_closing_policy_of_ones_own():

@@ -18,7 +18,6 @@ from macrobatch._step.graph import (
     Walker,
     confinement_of,
     reach_of,
-    run_backward,
     run_confined,
 )
 from macrobatch._step.hooks import guard_hooks
@@ -115,9 +114,6 @@ class Backward:
 
     def _backpropagate(self, loss: Tensor, seed: Tensor, confinement: Confinement | None) -> Reach | None:
         """The backward itself; returns what it reached, where that was found out meanwhile."""
-        if confinement is UNCONFINED:
-            run_backward(loss, seed)
-            return None
         if confinement is not None:
             run_confined(loss, seed, confinement)
             return None

@@ -265,27 +265,41 @@ class TakeStep(Closing):
         scaler.update()
 
     def _result(self, window: Window, grad_norm: Tensor | None, *, skipped: bool | Tensor) -> StepResult:
-        lr = tuple(_frozen(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        lr = learning_rates(self._optimizers)  # before the schedulers step
         if skipped is not True:
             self._taken += 1
             for scheduler in self._schedulers:
                 scheduler.step()
         if grad_norm is None and self._max_norm is not None:
             grad_norm = torch.full((), math.nan, device=window.device, dtype=wide(window.device))  # no items, no mean
-        return StepResult(
-            step=self._taken if self._unread is None else self._taken - self._unread,
-            micro_batches=window.micro_batches,
-            loss=window.loss(),
-            items=window.items(),
-            grad_norm=grad_norm,
-            lr=lr,
-            skipped=skipped,
-        )
+        step = self._taken if self._unread is None else self._taken - self._unread
+        return result_of(window, step=step, lr=lr, skipped=skipped, grad_norm=grad_norm)
 
 
-def _frozen(lr: float | Tensor) -> float | Tensor:
-    """A learning rate as it is now: schedulers fill tensors anew in place."""
-    return lr.clone() if isinstance(lr, Tensor) else lr
+def result_of(
+    window: Window,
+    *,
+    step: int | Tensor,
+    lr: tuple[float | Tensor, ...],
+    skipped: bool | Tensor,
+    grad_norm: Tensor | None = None,
+) -> StepResult:
+    """What became of a window, with its totals."""
+    return StepResult(
+        step=step,
+        micro_batches=window.micro_batches,
+        loss=window.loss(),
+        items=window.items(),
+        grad_norm=grad_norm,
+        lr=lr,
+        skipped=skipped,
+    )
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
+    """Those of each parameter group as they are now: schedulers fill tensors anew in place."""
+    rates = (group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+    return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
 
 
 def _tensor(number: float | Tensor, device: torch.device) -> Tensor:

@@ -129,8 +129,7 @@ class Engine:
         self._lifecycle.require_backward(self._window)
         loss, items = validation.checked_loss(loss), validation.checked_items(items)
         self.closing.check_loss(loss)
-        if self._typical.is_missing:
-            self._typical.agree(items, loss.device, self._window)
+        self._typical.agree(items, loss.device, self._window)
         window, gradients = self.window, self.open_gradients()
         gradients.check_untouched()
         self.closing.check_untouched()

@@ -60,10 +60,9 @@ def _walk(loss: Tensor) -> Reach:
                 else:
                     note(kind)
                     push(node)
-    may_nest = not kinds <= _PLAIN and any(map(_may_nest, kinds))
-    if not may_nest:
-        _PLAIN.update(kinds)
-    return Reach([node.variable for node in ends], may_nest)
+    if unknown := kinds - _CPP_NODES:
+        _CPP_NODES.update(kind for kind in unknown if not issubclass(kind, BackwardCFunction))
+    return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, unknown)))
 
 
 class Walker:
@@ -91,7 +90,9 @@ class Walker:
             walk.exception()  # the graph must not be freed before
 
 
-_PLAIN: set[type] = set()  # kinds of nodes that are known not to nest
+# The kinds of nodes seen so far that are torch's own in C++: there are a few hundred. Those of functions written in
+# Python are not kept, for they would keep what was compiled for a model that is gone.
+_CPP_NODES: set[type] = set()
 
 
 def _may_nest(kind: type) -> bool:

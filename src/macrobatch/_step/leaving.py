@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from macrobatch._step.closing import Closing
+from macrobatch._step.closing import Closing, learning_rates, result_of
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.optimizers import StepGuard
 from macrobatch._step.totals import Window
@@ -60,12 +60,4 @@ class LeaveMean(Closing):
                 divisor = divisor / self._scaler.scale(torch.ones((), device=window.device, dtype=torch.float32))
             gradients.divide(divisor)
         self.taken += 1
-        return StepResult(
-            step=self.taken,
-            micro_batches=window.micro_batches,
-            loss=window.loss(),
-            items=window.items(),
-            grad_norm=None,
-            lr=tuple(group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups),
-            skipped=skipped,
-        )
+        return result_of(window, step=self.taken, lr=learning_rates(self._optimizers), skipped=skipped)

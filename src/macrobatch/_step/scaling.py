@@ -40,14 +40,9 @@ class TypicalItems:
         self._is_used = scaler is not None or shrinks
         self._group = group
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether ranks have yet to agree on it."""
-        return self.items is None and self._is_used and self._group is not None
-
     def agree(self, items: Items, device: torch.device, window: Countable | None) -> None:
         """Once, before the first backward: all ranks call this together."""
-        if not self.is_missing:
+        if not self._is_used or self._group is None or self.items is not None:
             return
         self.items = all_reduce_max(1.0 if items is None else items, self._group, device)
         if window is not None:

@@ -32,6 +32,11 @@ class Spans:
     def __init__(self) -> None:
         self._observers: tuple[Observer, ...] = ()
 
+    @property
+    def are_watched(self) -> bool:
+        """Whether anybody has subscribed."""
+        return bool(self._observers)
+
     def subscribe(self, observer: Observer) -> None:
         """Call ``observer(span, loss)`` for every span: it returns a context manager, which is entered around it.
 
