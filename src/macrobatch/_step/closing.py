@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.optimizers import StepGuard, has_hooks, skips_on_device, step_fused
 from macrobatch._step.totals import Window, wide
-from macrobatch._step.verdict import BAD_ITEMS, NO_ITEMS, NONFINITE, TOUCHED, Verdict
+from macrobatch._step.verdict import BAD_ITEMS, MISCOUNTED, NO_ITEMS, NONFINITE, TOUCHED, Verdict
 from macrobatch._torch.autograd import factor_of
 from macrobatch._torch.optimizers import forget_unscaling, has_unscaled, note_overflow, scale_of
 from macrobatch._torch.tensors import unobserved
@@ -140,10 +140,13 @@ class TakeStep(Closing):
         self._raise_for(pending)
 
     def _raise_for(self, pending: Verdict | None) -> None:
-        if pending is not None and (error := pending.error(pending.read())) is not None:
-            if self._fused:
-                self._taken -= 1  # the device knew, and did not take it
-            raise error
+        if pending is None or (error := pending.error(pending.read())) is None:
+            return
+        if isinstance(error, NonFiniteError) and self._nonfinite != "raise":
+            return
+        if self._fused and self._scaler is None:  # under a scaler, skipped steps are counted on the device
+            self._taken -= 1  # the device knew, and did not take it
+        raise error
 
     # ------------------------------------------------------------------------------------------ the main path
 
@@ -223,9 +226,11 @@ class TakeStep(Closing):
             poisoned = window.poisoned()
             reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
         if not window.has_items:
-            reasons[NO_ITEMS] = window.items() == 0
-            if (bad_items := window.bad_items()) is not None:
-                reasons[BAD_ITEMS] = bad_items
+            reasons[NO_ITEMS] = window.lacks_items()
+        if (bad_items := window.bad_items()) is not None:
+            reasons[BAD_ITEMS] = bad_items
+        if (miscounted := window.miscounted()) is not None:
+            reasons[MISCOUNTED] = miscounted.any()
         return Verdict(window, reasons) if reasons else None
 
     # ------------------------------------------------------------------------------------------ steps, and who knows
@@ -237,7 +242,9 @@ class TakeStep(Closing):
 
     def _needs_host(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
         """Whether the host has to know the verdict before it goes on."""
-        if not window.has_items:
+        if not window.has_items or window.knows_miscount:
+            return True
+        if verdict.may_be_miscounted and (not fused or verdict.on_host):  # no such step may be taken
             return True
         if self._scaler is not None:
             return not fused or self._counts_on_host or verdict.needs_host
@@ -245,8 +252,9 @@ class TakeStep(Closing):
 
     def _defer_verdict(self, verdict: Verdict) -> bool | Tensor:
         """Queue the flag without waiting for it; returns what the result says of `skipped`."""
-        if self._scaler is None:
+        if self._scaler is None or verdict.may_be_miscounted:
             self._pending = verdict.send()
+        if self._scaler is None:
             return False
         self._update_scale(self._scaler, verdict)
         skipped = verdict.found_inf
@@ -293,6 +301,7 @@ def result_of(
         grad_norm=grad_norm,
         lr=lr,
         skipped=skipped,
+        losses=window.losses(),
     )
 
 

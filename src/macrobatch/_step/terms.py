@@ -1,0 +1,326 @@
+"""A window of several terms: each loss is divided by its own denominator before its backward, so nothing is afterwards.
+
+The gradient wanted is ``sum over terms of (sum of grad S / sum of n)``. The sums of n are known before (`Denominators`),
+so each micro-batch makes one scalar of its terms, each weighed n / total, and the division at the close leaves only what
+a scaler has multiplied with and a backend has averaged over. The items are counted all the same: they must add up to
+what was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from macrobatch._step.denominators import Denominators, rounding_of
+from macrobatch._step.totals import UNSCALED, HostItems, Totals, Window, is_zero, wide
+from macrobatch.types import Items, Reduction
+
+
+class Weighed(NamedTuple):
+    """The terms of one micro-batch.
+
+    Attributes:
+        loss: one scalar, whose gradient is the micro-batch's share of the window's; None where no term has a loss.
+        rows: what each term adds to the sums of losses, and to the items: of shape (2, terms), on the device.
+        host: the items that the host knows; None where it does not.
+        rounding: of items that are no whole numbers.
+        lacks: whether a term is absent, or has no items for all the host knows.
+        counts: whether any term counts.
+    """
+
+    loss: Tensor | None
+    rows: Tensor
+    host: tuple[int | float | None, ...]
+    rounding: tuple[float, ...]
+    lacks: bool
+    counts: bool
+
+
+class TermWindow(Window):
+    """The totals of one window of terms.
+
+    >>> window = TermWindow(number=1, length=1, reduction="mean")
+    >>> both = torch.tensor([4.0, 2.0], dtype=torch.float64)
+    >>> window.expect(Denominators(("tokens", "samples"), (4, 2), both, both, (0.0, 0.0)))
+    >>> weighed = window.weigh({"tokens": (torch.tensor(1.5), 4), "samples": (torch.tensor(8.0), torch.tensor(2))})
+    >>> weighed.loss, window.add(weighed.loss, weighed)   # the sum of the means, and the seed of its backward
+    (tensor(9.5000), tensor(1.))
+    >>> window.losses()["samples"], window.items(), window.miscounted()
+    (tensor(8., dtype=torch.float64), tensor(4), tensor([False, False]))
+
+    Args:
+        number, length, reduction: as of `Window`.
+        scaler: whose scale multiplies all losses of the window.
+        multiplier: the same, where it is known beforehand.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        length: int,
+        reduction: Reduction,
+        scaler: GradScaler | None = None,
+        multiplier: float | Tensor | None = None,
+    ) -> None:
+        super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
+        self.denominators: Denominators | None = None
+
+    def expect(self, denominators: Denominators) -> None:
+        """What the terms are divided by, before the first of them comes."""
+        self.denominators = denominators
+        device = self._device = denominators.own.device
+        count = len(denominators.names)
+        self._divisors = torch.where(denominators.total == 0, 1, denominators.total)  # a term of no items adds nothing
+        self._sums = torch.zeros(2, count, device=device, dtype=wide(device))  # of losses, and of items
+        self._fewest = torch.zeros(count, device=device, dtype=wide(device))  # items of a term in a micro-batch
+        self._host: list[int | float | None] = [0] * count
+        self._rounding = list(denominators.rounding)
+        if self._multiplier is None:
+            one = torch.ones((), device=device, dtype=torch.float32)
+            self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        assert self.denominators is not None, "denominators come before the first micro-batch"
+        return self.denominators.names
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    def weigh(self, terms: Mapping[str, tuple[Tensor, Items]], *, repeats: bool = False) -> Weighed:
+        """Make one scalar of the terms; nothing is counted yet.
+
+        `repeats`: the micro-batch counts for nothing, so all of its losses do.
+        """
+        device, count = self.device, len(self.names)
+        given = [terms.get(name) for name in self.names]
+        present = [term is not None and not (is_zero(term[1]) and not repeats) for term in given]
+        lacks = not all(present)
+        if not any(present):  # as one loss without items: what it used gets a gradient of zero
+            present = [term is not None and term[0].requires_grad for term in given]
+            counts = False
+        else:
+            counts = not repeats
+        kept = [term[0] for term, is_there in zip(given, present, strict=True) if term is not None and is_there]
+        items = [_count_of(term) for term in given]
+        host = tuple(None if isinstance(n, Tensor) else n for n in items)
+        rounding = tuple(map(rounding_of, items))
+        if not kept or not counts:
+            rows = torch.zeros(2, count, device=device, dtype=wide(device))
+            loss = _sum_of(kept) if kept else None
+            return Weighed(loss, rows, host, rounding, lacks, counts)
+        values = self._stack(given, present, kept)
+        numbers = torch.stack([self._number(n) for n in items])
+        is_mean = self._reduction == "mean"
+        weights = numbers / self._divisors if is_mean else self._divisors.reciprocal()
+        loss = (values * weights.to(values.dtype)).sum()
+        sums = values.detach().to(numbers.dtype)
+        if is_mean:
+            sums = sums.masked_fill(numbers == 0, 0) * numbers
+        return Weighed(loss, torch.stack([sums, numbers]), host, rounding, lacks, counts)
+
+    def _stack(self, given: Sequence[Any], present: Sequence[bool], kept: Sequence[Tensor]) -> Tensor:
+        """The losses as one vector, at least in float32; 0 where a term adds nothing."""
+        dtype = torch.float32
+        for loss in kept:
+            dtype = torch.promote_types(dtype, loss.dtype)
+        nothing = torch.zeros((), device=self.device, dtype=dtype)
+        return torch.stack(
+            [
+                term[0].reshape(()).to(self.device, dtype, non_blocking=True) if is_there else nothing
+                for term, is_there in zip(given, present, strict=True)
+            ]
+        )
+
+    def _number(self, count: int | float | Tensor) -> Tensor:
+        dtype = wide(self.device)
+        if isinstance(count, Tensor):
+            return count.detach().reshape(()).to(self.device, dtype, non_blocking=True)
+        return torch.full((), count, device=self.device, dtype=dtype)
+
+    def add(self, loss: Tensor | None, items: Any) -> Tensor:  # type: ignore[override]
+        """Count a micro-batch as it was weighed; returns the seed of its backward."""
+        self._note(items.host, items.rounding)
+        self._sums += items.rows
+        torch.minimum(self._fewest, items.rows[1], out=self._fewest)
+        like = self._fewest.new_ones(()) if loss is None else torch.ones_like(loss)
+        return like if self.multiplier is UNSCALED else (like * self.multiplier).to(like.dtype)
+
+    def add_nothing(self, loss: Tensor) -> Tensor:
+        self.turns += 1
+        return torch.zeros_like(loss)
+
+    def _note(self, host: Sequence[int | float | None], rounding: Sequence[float]) -> None:
+        self.turns += 1
+        self.micro_batches += 1
+        self._host = [None if a is None or b is None else a + b for a, b in zip(self._host, host, strict=True)]
+        self._rounding = list(map(max, self._rounding, rounding))
+
+    def counts_for_nothing(self, items: Any) -> bool:
+        return not items.counts
+
+    # ------------------------------------------------------------------------------------------ recorded ones
+
+    @property
+    def host_items(self) -> HostItems:
+        return tuple(zip(self._host, self._rounding, strict=True))
+
+    def add_recorded(self, host_items: Any, device_total: Tensor) -> None:  # noqa: ARG002
+        host, rounding = zip(*host_items, strict=True)
+        self._note(host, rounding)
+
+    def totals(self) -> Totals:
+        return Totals(self._sums, None, self._fewest)
+
+    def absorb(self, totals: Totals) -> None:
+        assert totals.lowest is not None
+        self._sums += totals.loss
+        torch.minimum(self._fewest, totals.lowest, out=self._fewest)
+
+    # ------------------------------------------------------------------------------------------ between ranks
+
+    def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
+        more = [torch.full((), number, device=self.device, dtype=self._sums.dtype) for number in flags]
+        own = [*self._sums.flatten(), *self._own_miscounts().to(self._sums.dtype), self._own_bad().to(self._sums.dtype)]
+        self._travelling = all_reduce(torch.stack([*own, *more]))
+
+    def flag(self, index: int) -> float:
+        assert self._everyone is not None
+        return float(self._everyone[3 * len(self.names) + 1 + index])
+
+    def _everyones_sums(self) -> Tensor:
+        """The sums of losses, and of items, on all ranks."""
+        if self._everyone is None:
+            return self._sums
+        return self._everyone[: 2 * len(self.names)].view(2, -1)
+
+    # ------------------------------------------------------------------------------------------ the totals
+
+    @property
+    def knows_multiplier(self) -> bool:
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        assert self.denominators is not None
+        known = (*self.denominators.host, *self._host)
+        return self._everyone is None and all(number == 0 for number in known)
+
+    @property
+    def has_items(self) -> bool:
+        assert self.denominators is not None
+        return any(self.denominators.host)
+
+    def lacks_items(self) -> Tensor:
+        return (self._everyones_sums()[1] == 0).all()
+
+    def items(self) -> Tensor:
+        """Those of the first term."""
+        first = self._everyones_sums()[1]
+        first = first[0] if len(first) else first.sum()
+        return first.to(torch.int64) if self._everyone is None and not any(self._rounding[:1]) else first.clone()
+
+    def losses(self) -> dict[str, Tensor]:
+        sums, items = self._everyones_sums()
+        return dict(zip(self.names, (sums / items).unbind(), strict=True))  # 0 / 0 is NaN
+
+    def loss(self) -> Tensor:
+        sums, items = self._everyones_sums()
+        total = (sums / items).masked_fill(items == 0, 0).sum()
+        return total.masked_fill((items == 0).all(), torch.nan)
+
+    def divisor(self) -> float | Tensor:
+        multiplier = self.multiplier
+        if isinstance(multiplier, Tensor):
+            multiplier = multiplier.to(wide(self.device))
+        return multiplier / self.average
+
+    def typical_items(self) -> float | Tensor:
+        raise AssertionError("terms are never summed, so nothing is shrunk")
+
+    def poisoned(self) -> Tensor | None:
+        return None  # bad items tell of themselves
+
+    def bad_items(self) -> Tensor | None:
+        assert self.denominators is not None
+        if self._everyone is not None:
+            return self._everyone[3 * len(self.names)] != 0
+        if None not in (*self._host, *self.denominators.host):
+            return None
+        return self._own_bad()
+
+    def _own_bad(self) -> Tensor:
+        assert self.denominators is not None
+        numbers = torch.cat([self._fewest, self._sums[1], self.denominators.own])
+        return ~(torch.isfinite(numbers) & (numbers >= 0)).all()
+
+    # ------------------------------------------------------------------------------------------ what was said before
+
+    @property
+    def knows_miscount(self) -> bool:
+        """Whether the host knows that this rank's items do not add up to what was said."""
+        assert self.denominators is not None
+        pairs = zip(self.denominators.host, self._host, self._rounding, strict=True)
+        return any(said is not None and found is not None and not _agree(said, found, r) for said, found, r in pairs)
+
+    def miscounted(self) -> Tensor | None:
+        """For each term, whether its items do not add up to what was said, on any rank; None: the host knows they do."""
+        assert self.denominators is not None
+        if self._everyone is not None:
+            count = len(self.names)
+            return self._everyone[2 * count : 3 * count] != 0
+        if None not in (*self._host, *self.denominators.host) and not self.knows_miscount:
+            return None
+        return self._own_miscounts()
+
+    def _own_miscounts(self) -> Tensor:
+        assert self.denominators is not None
+        said, found = self.denominators.own, self._sums[1]
+        apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
+        differs = apart != 0
+        if any(self._rounding):  # whole numbers must agree exactly, as long as floats can tell them apart
+            rounding = torch.tensor(self._rounding, device="cpu").to(said, non_blocking=True)
+            is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
+            differs &= is_whole | ~(apart <= rounding * largest)
+        return differs
+
+    def miscount(self) -> str:
+        """Which term, and both numbers. The host waits for them."""
+        assert self.denominators is not None
+        miscounted = self.miscounted()
+        assert miscounted is not None
+        index = int(miscounted.int().argmax())
+        where, said, found = "", self.denominators.own[index].item(), self._sums[1, index].item()
+        if self._everyone is not None and not self._own_miscounts()[index]:
+            where = ", with those of the other ranks,"
+            said, found = self.denominators.total[index].item(), self._everyones_sums()[1, index].item()
+        if said == found:
+            return f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
+        return f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+
+
+def _count_of(term: tuple[Tensor, Items] | None) -> int | float | Tensor:
+    if term is None:
+        return 0
+    return 1 if term[1] is None else term[1]
+
+
+def _sum_of(losses: Sequence[Tensor]) -> Tensor:
+    """A scalar whose backward reaches all that these do."""
+    first, *others = losses
+    total = first.reshape(())
+    for loss in others:
+        total = total + loss.reshape(()).to(total.device)
+    return total
+
+
+def _agree(said: float, found: float, rounding: float) -> bool:
+    if said == found:
+        return True
+    largest = max(abs(said), abs(found))
+    is_whole = said == round(said) and found == round(found) and largest * rounding < 64
+    return not is_whole and abs(said - found) <= rounding * largest

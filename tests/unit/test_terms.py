@@ -1,0 +1,306 @@
+"""Several terms, each with its own denominator: the gradient is the sum of the terms' means over the whole window."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from harness.host_reads import HostReads
+from harness.terms import NAMES, Losses, batch_of, heads, step_error, weights, whole_loss
+from macrobatch import Accumulator, MacroStep, by_tokens
+from macrobatch.errors import BatchError, NonFiniteError, UsageError
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=1.0, **options)
+
+
+def train_on(model, losses, micro=3, optimizer=None, **options):
+    options = {"counts": losses.counts, "reduction": losses.reduction} | options
+    return MacroStep(model, optimizer or sgd(model), losses, micro=micro, **options)
+
+
+# ------------------------------------------------------------------------------------------------------ exact
+
+LOSSES = st.builds(
+    Losses,
+    names=st.permutations(NAMES).flatmap(lambda names: st.integers(2, 4).map(lambda n: tuple(names[:n]))),
+    items=st.sampled_from(["int", "tensor", "mixed"]),
+    reduction=st.sampled_from(["mean", "sum"]),
+    without=st.sampled_from(["absent", "nan"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(losses=LOSSES, samples=st.integers(1, 12), micro=st.integers(1, 12), seed=st.integers(0, 99), chosen=st.sampled_from([0, 0.3, 1]))
+def test_any_cut_gives_the_gradient_of_the_whole_batch(losses, samples, micro, seed, chosen):
+    model, batch = heads(), batch_of(samples, seed=seed, chosen=chosen)
+    train, found = train_on(model, losses, micro), []
+    expected, means = whole_loss(model, [batch], losses.names)
+    error = step_error(model, [batch], losses.names, lambda: found.append(train(batch)))
+    (result,) = found
+    assert error <= 1e-12
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert list(result.losses) == list(losses.names)
+    for name, loss in result.losses.items():
+        assert loss.item() == pytest.approx(means[name], rel=1e-12, nan_ok=True)
+    assert result.items.item() == pytest.approx(float(losses.counts(batch)[losses.names[0]]), rel=1e-12)
+
+
+def test_one_name_is_as_good_as_one_loss():
+    """Within rounding: the denominators are applied before, not after."""
+    model, twin, batch = heads(), heads(), batch_of(10)
+    losses = Losses(("tokens",))
+    train_on(model, losses)(batch)
+    MacroStep(twin, sgd(twin), lambda model, micro: losses(model, micro)["tokens"], micro=3)(batch)
+    for name, found in weights(model).items():
+        torch.testing.assert_close(found, weights(twin)[name], rtol=0, atol=1e-14)
+
+
+def test_a_loss_alone_is_a_mean_over_samples():
+    model, batch = heads(), batch_of(10)
+
+    def loss_fn(model, micro):
+        return {"samples": Losses(("samples",))(model, micro)["samples"][0]}
+
+    step = MacroStep(model, sgd(model), loss_fn, micro=3, counts=lambda batch: {"samples": len(batch["x"])})
+    assert step_error(model, [batch], ["samples"], lambda: step(batch)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_low_precision_are_widened(dtype):
+    """What is reported is added up in float64, and weights are not rounded before they multiply."""
+    model, batch = heads(torch.float32), batch_of(9, dtype=torch.float32)
+
+    def loss_fn(model, micro):
+        return {name: (loss.to(dtype), n) for name, (loss, n) in Losses()(model, micro).items()}
+
+    _, means = whole_loss(model, [batch], Losses().names)
+    result = MacroStep(model, sgd(model), loss_fn, micro=1, counts=Losses().counts)(batch)
+    assert result.losses["tokens"].dtype is torch.float64
+    assert result.losses["tokens"].item() == pytest.approx(means["tokens"], rel=3 * torch.finfo(dtype).eps)
+
+
+def test_clipping_uses_the_norm_of_the_whole():
+    model, batch, losses = heads(), batch_of(8), Losses(NAMES)
+    loss, _ = whole_loss(model, [batch], NAMES)
+    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    result = train_on(model, losses, max_norm=0.01)(batch)
+    assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_by_tokens_and_collate():
+    """`counts` gets the batch as it was handed over: a list of samples here, in its order."""
+    model, batch, losses, seen = heads(), batch_of(9), Losses(NAMES), []
+    samples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+
+    def collate(rows):
+        return {key: torch.stack([row[key] for row in rows]) for key in batch}
+
+    def counts(rows):
+        seen.append(rows)
+        return losses.counts(collate(rows))
+
+    policy = by_tokens(12, lambda sample: int(sample["mask"].sum()))
+    step = train_on(model, losses, policy, counts=counts, collate=collate)
+    assert step_error(model, [batch], NAMES, lambda: step(samples)) <= 1e-12
+    assert len(seen) == 1
+    assert seen[0] is samples
+
+
+def test_one_loss_is_bitwise_as_before():
+    """What a plain loss costs and computes has nothing to do with terms."""
+    model, batch = heads(), batch_of(10)
+
+    def loss_fn(model, micro):
+        return Losses(("tokens",))(model, micro)["tokens"]
+
+    result = MacroStep(model, sgd(model), loss_fn, micro=3)(batch)
+    assert result.losses is None
+
+
+# ------------------------------------------------------------------------------------------------------ no items
+
+
+def test_a_term_without_items_in_the_window_counts_for_nothing():
+    model, batch, losses = heads(), batch_of(7, chosen=0), Losses(("chosen", "tokens"), items="int")
+    found = []
+    step = train_on(model, losses)
+    assert step_error(model, [batch], ["tokens"], lambda: found.append(step(batch))) <= 1e-12
+    assert math.isnan(found[0].losses["chosen"].item())
+    assert found[0].loss.item() == found[0].losses["tokens"].item()
+    assert found[0].items.item() == 0
+    assert not found[0].skipped
+
+
+@pytest.mark.parametrize("items", ["int", "tensor"])
+def test_a_window_is_empty_only_if_all_terms_are(items):
+    model, batch = heads(), batch_of(7, chosen=0)
+    before = weights(model)
+    result = train_on(model, Losses(("chosen",), items=items))(batch)
+    assert result.skipped
+    assert math.isnan(result.loss.item())
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+
+
+def test_a_batch_of_no_samples_is_skipped_with_all_names():
+    model, losses = heads(), Losses(NAMES)
+    step = train_on(model, losses)
+    assert step(None).losses == {}  # no name was ever seen
+    step(batch_of(5))
+    result = step(None)
+    assert result.skipped
+    assert list(result.losses) == list(NAMES)
+    assert all(math.isnan(loss.item()) for loss in result.losses.values())
+
+
+# ------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize("items", ["int", "tensor", "mixed"])
+@pytest.mark.parametrize("wrong", [{"chosen": 1}, {"samples": -1}, {"weights": 0.01}])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip", "keep"])
+def test_items_that_do_not_add_up(items, wrong, nonfinite):
+    model, batch, losses = heads(), batch_of(10), Losses(NAMES, items=items, wrong=wrong)
+    (name,) = wrong
+    before, step = weights(model), train_on(model, losses, nonfinite=nonfinite)
+    with pytest.raises(BatchError) as raised:
+        step(batch)
+    right = Losses(NAMES).counts(batch)[name]
+    assert f"the term {name!r} add up to {float(right):.12g}, but counts= said {float(right + wrong[name]):.12g}" in str(raised.value)
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+    assert step.optimizer_step == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_miscount_is_no_overflow():
+    model, batch = heads(torch.float32), batch_of(10, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = train_on(model, Losses(wrong={"tokens": 1}), scaler=scaler)
+    with pytest.raises(BatchError, match="'tokens' add up to"):
+        step(batch)
+    assert scaler.get_scale() == 1024.0
+    assert scaler.state_dict()["_growth_tracker"] == 0
+
+
+def test_floats_need_to_agree_to_rounding_only():
+    model, batch = heads(), batch_of(10)
+    batch["weight"] = torch.full((10,), 0.1)  # float32: three of them are not 0.3
+    train_on(model, Losses(("weights", "tokens")))(batch)
+    large = torch.full((10,), 1e5)
+    with pytest.raises(BatchError, match="add up to 1000000, but counts= said 1000001"):
+        train_on(model, Losses(("weights",), wrong={"weights": 1}))(batch | {"weight": large})
+
+
+NO_TENSOR = {"tokens": (1.0, 3)}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "counts", "message"),
+    [
+        (Losses(), None, "needs counts="),
+        (Losses(), {"tokens": 1}, "counts must be a function"),
+        (Losses(), lambda batch: 3, "must return the number of items of each term, by name: got int"),
+        (Losses(), lambda batch: {}, "got an empty dict"),
+        (Losses(), lambda batch: {"tokens": None, "samples": 1}, "'tokens' is None"),
+        (Losses(), lambda batch: {"tokens": -1, "samples": 1}, "'tokens': items must be finite and not negative"),
+        (Losses(), lambda batch: {1: 1}, "got 1 as a name"),
+        (Losses(), lambda batch: {"tokens": batch["mask"].sum()}, "'samples' is none of those that counts"),
+        (lambda model, batch: NO_TENSOR, Losses().counts, "the term 'tokens': the loss must be a tensor: got float"),
+        (lambda model, batch: model(batch["x"])[0].mean(), Losses().counts, "with counts= every loss is a dict of terms"),
+        (lambda model, batch: {"tokens": (torch.zeros(()), 3)}, Losses().counts, "the term 'tokens': the loss has no graph"),
+        (lambda model, batch: {"tokens": (model(batch["x"])[0], 3)}, Losses().counts, "must be a scalar"),
+    ],
+)
+def test_errors_name_what_is_wrong(loss_fn, counts, message):
+    model = heads()
+    with pytest.raises((BatchError, UsageError), match=message):
+        MacroStep(model, sgd(model), loss_fn, micro=4, counts=counts)(batch_of(8))
+
+
+def test_names_stay_the_same():
+    model, names = heads(), iter([("tokens", "samples"), ("samples", "tokens"), ("tokens",), ("tokens", "samples", "x")])
+
+    def counts(batch):
+        found = Losses(NAMES).counts(batch)
+        return {name: found.get(name, 1) for name in next(names)}
+
+    step = MacroStep(model, sgd(model), Losses(), micro=4, counts=counts)
+    step(batch_of(8))
+    with pytest.raises(BatchError, match="the term 'samples' came at another place"):
+        step(batch_of(8))
+    with pytest.raises(BatchError, match="the term 'samples' came before only"):
+        step(batch_of(8))
+    with pytest.raises(BatchError, match="the term 'x' came now only"):
+        step(batch_of(8))
+
+
+def test_items_of_a_bad_sign_are_found_on_the_device():
+    model = heads()
+
+    def loss_fn(model, batch):
+        return {"tokens": (model(batch["x"])[0].mean(), batch["n"].sum())}
+
+    step = MacroStep(model, sgd(model), loss_fn, micro=1, counts=lambda batch: {"tokens": batch["n"].sum()})
+    with pytest.raises(BatchError, match="negative or not finite"):
+        step(batch_of(2) | {"n": torch.tensor([3, -1])})
+
+
+def test_zero_items_on_the_device_want_a_finite_loss():
+    model, batch = heads(), batch_of(6, chosen=0)
+
+    def loss_fn(model, micro):
+        terms = Losses(("chosen", "tokens"))(model, micro)
+        return terms | {"chosen": (terms["chosen"][0] * torch.nan, terms["chosen"][1])}
+
+    with pytest.raises(NonFiniteError):
+        MacroStep(model, sgd(model), loss_fn, micro=3, counts=Losses(("chosen", "tokens")).counts)(batch)
+
+
+# ------------------------------------------------------------------------------------------------------ scalers
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_scale_of_a_scaler_is_not_shrunk(fused):
+    model, batch = heads(torch.float32), batch_of(10, dtype=torch.float32)
+    seen = []
+    model.trunk.bias.register_hook(lambda gradient: seen.append(gradient.clone()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    step = train_on(model, Losses(NAMES), scaler=scaler, optimizer=sgd(model, fused=fused))
+    found = []
+    assert step_error(model, [batch], NAMES, lambda: found.append(step(batch))) <= 1e-6
+    assert not found[0].skipped
+    unscaled = torch.stack(seen[:-1]).sum(0) / 2.0**14
+    assert unscaled.abs().max() < 10  # means, not sums
+
+
+def test_an_overflow_backs_off():
+    model, batch = heads(torch.float32), batch_of(10, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    step = train_on(model, Losses(), scaler=scaler)
+    result = step(batch | {"x": batch["x"] * torch.inf})
+    assert result.skipped
+    assert scaler.get_scale() == 2.0**9
+
+
+# ------------------------------------------------------------------------------------------------------ the host
+
+
+def test_nothing_is_read_inside_the_window():
+    """Items and counts are tensors: the host never asks for their values before the step is decided."""
+    model, batch, losses = heads(), batch_of(10), Losses(("tokens", "chosen"))
+    watch = HostReads()
+
+    def loss_fn(model, micro):
+        watch.watching = False
+        terms = losses(model, micro)
+        watch.watching = True
+        return terms
+
+    step = MacroStep(model, sgd(model, fused=True), loss_fn, micro=3, counts=losses.counts)
+    with watch:
+        step(batch)
+    assert watch.reads in ([], ["cpu", "data_ptr"])  # the verdict on a CPU, after the step was queued
