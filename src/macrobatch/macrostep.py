@@ -69,8 +69,9 @@ class MacroStep:
         micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits. It is
             found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
-        counts: for terms: ``counts(batch)`` returns the items of each, by name, in the whole batch as handed over: ints,
-            or tensors, which the host never reads. Every call, on every rank, returns the same names in the same order.
+        counts: for terms: ``counts(batch)`` returns the items of each, by name, in the whole batch as handed over:
+            ints, or tensors, which the host never reads. Every call, on every rank, returns the same names in the same
+            order.
         fit_file: "auto": where to keep sizes that did not fit, so that the next run begins with smaller ones.
         cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed, for a GPU that
             waits for Python. Where that cannot be, as on a CPU, they run as they are, and a warning says so.
@@ -329,7 +330,12 @@ class MacroStep:
             warnings.warn(eager_message(str(why)), stacklevel=3)
             return None
         return RecordingCache(
-            engine.models, loss_of, reduction=engine.reduction, has_scaler=engine.scaler is not None, capturer=capturer
+            engine.models,
+            loss_of,
+            reduction=engine.reduction,
+            has_scaler=engine.scaler is not None,
+            capturer=capturer,
+            denominators=None if self._terms is None else self._terms.denominators,
         )
 
     def _why_eager(self) -> str | None:

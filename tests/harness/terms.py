@@ -1,4 +1,4 @@
-"""Losses of several terms, each over other items, and the whole batch in plain torch: the vocabulary of test_terms.py."""
+"""Losses of several terms, each over other items, and the whole batch in plain torch: what tests of terms share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def counts_of(batch: Batch) -> dict[str, Tensor | int]:
 class Losses:
     """A `loss_fn` of some terms, with its `counts`.
 
-    `items` is "int", "tensor" or "mixed". `without` says what becomes of a term without items, where they are ints: it is
-    "absent", or "nan": 0 / 0 as people write it. `wrong` is added to what is counted of a term.
+    `items` is "int", "tensor" or "mixed". `without` says what becomes of a term without items, where they are ints: it
+    is "absent", or "nan": 0 / 0 as people write it. `wrong` is added to what is counted of a term.
     """
 
     names: tuple[str, ...] = NAMES[:2]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from harness.host_reads import HostReads
 from harness.terms import NAMES, Losses, batch_of, heads, step_error, weights, whole_loss
@@ -35,7 +34,13 @@ LOSSES = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(losses=LOSSES, samples=st.integers(1, 12), micro=st.integers(1, 12), seed=st.integers(0, 99), chosen=st.sampled_from([0, 0.3, 1]))
+@given(
+    losses=LOSSES,
+    samples=st.integers(1, 12),
+    micro=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    chosen=st.sampled_from([0, 0.3, 1]),
+)
 def test_any_cut_gives_the_gradient_of_the_whole_batch(losses, samples, micro, seed, chosen):
     model, batch = heads(), batch_of(samples, seed=seed, chosen=chosen)
     train, found = train_on(model, losses, micro), []
@@ -170,7 +175,10 @@ def test_items_that_do_not_add_up(items, wrong, nonfinite):
     with pytest.raises(BatchError) as raised:
         step(batch)
     right = Losses(NAMES).counts(batch)[name]
-    assert f"the term {name!r} add up to {float(right):.12g}, but counts= said {float(right + wrong[name]):.12g}" in str(raised.value)
+    assert (
+        f"the term {name!r} add up to {float(right):.12g}, but counts= said {float(right + wrong[name]):.12g}"
+        in str(raised.value)
+    )
     assert all(torch.equal(before[name], now) for name, now in weights(model).items())
     assert step.optimizer_step == 0
     assert all(p.grad is None for p in model.parameters())
@@ -210,8 +218,16 @@ NO_TENSOR = {"tokens": (1.0, 3)}
         (Losses(), lambda batch: {1: 1}, "got 1 as a name"),
         (Losses(), lambda batch: {"tokens": batch["mask"].sum()}, "'samples' is none of those that counts"),
         (lambda model, batch: NO_TENSOR, Losses().counts, "the term 'tokens': the loss must be a tensor: got float"),
-        (lambda model, batch: model(batch["x"])[0].mean(), Losses().counts, "with counts= every loss is a dict of terms"),
-        (lambda model, batch: {"tokens": (torch.zeros(()), 3)}, Losses().counts, "the term 'tokens': the loss has no graph"),
+        (
+            lambda model, batch: model(batch["x"])[0].mean(),
+            Losses().counts,
+            "with counts= every loss is a dict of terms",
+        ),
+        (
+            lambda model, batch: {"tokens": (torch.zeros(()), 3)},
+            Losses().counts,
+            "the term 'tokens': the loss has no graph",
+        ),
         (lambda model, batch: {"tokens": (model(batch["x"])[0], 3)}, Losses().counts, "must be a scalar"),
     ],
 )
@@ -222,7 +238,10 @@ def test_errors_name_what_is_wrong(loss_fn, counts, message):
 
 
 def test_names_stay_the_same():
-    model, names = heads(), iter([("tokens", "samples"), ("samples", "tokens"), ("tokens",), ("tokens", "samples", "x")])
+    model, names = (
+        heads(),
+        iter([("tokens", "samples"), ("samples", "tokens"), ("tokens",), ("tokens", "samples", "x")]),
+    )
 
     def counts(batch):
         found = Losses(NAMES).counts(batch)
@@ -304,3 +323,234 @@ def test_nothing_is_read_inside_the_window():
     with watch:
         step(batch)
     assert watch.reads in ([], ["cpu", "data_ptr"])  # the verdict on a CPU, after the step was queued
+
+
+# ------------------------------------------------------------------------------------------------------ Accumulator
+
+
+def windows_of(batches, steps):
+    return [batches[i : i + steps] for i in range(0, len(batches), steps)]
+
+
+def accumulate(model, losses, loader, windows, **options):
+    """Train over a loader, and compare each step with one big batch of its window; returns the results."""
+    acc = Accumulator(model, sgd(model), counts=losses.counts, reduction=losses.reduction, **options)
+    results, expected = [], iter(windows)
+    for batch in acc.batches(loader):
+        acc.backward(losses(model, batch))
+        done = []
+        if acc.is_last:
+            error = step_error(model, next(expected), losses.names, lambda done=done: done.append(acc.step()))
+            assert error <= 1e-12
+            results += done
+        else:
+            assert acc.step() is None
+    assert next(expected, None) is None
+    return results
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    losses=LOSSES,
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=7),
+    steps=st.integers(1, 4),
+    sized=st.booleans(),
+)
+def test_windows_of_any_loader(losses, sizes, steps, sized):
+    batches = [batch_of(size, seed=seed) for seed, size in enumerate(sizes)]
+    results = accumulate(heads(), losses, batches if sized else iter(batches), windows_of(batches, steps), steps=steps)
+    assert [result.step for result in results] == list(range(1, len(results) + 1))
+
+
+def test_windows_are_read_before_their_first_batch_is_handed_out():
+    model, losses, events = heads(), Losses(), []
+    loader = [batch_of(2, seed=seed) for seed in range(5)]
+
+    class Noted:
+        def __len__(self):
+            return len(loader)
+
+        def __iter__(self):
+            for index, batch in enumerate(loader):
+                events.append(f"read {index}")
+                yield batch
+
+    def counts(batch):
+        events.append(f"count {next(i for i, one in enumerate(loader) if one is batch)}")
+        return losses.counts(batch)
+
+    acc = Accumulator(model, sgd(model), steps=lambda step: 2 + step, counts=counts)  # a ramp: 2, then 3
+    for batch in acc.batches(Noted()):
+        events.append("batch")
+        acc.backward(losses(model, batch))
+        acc.step()
+    assert events == [
+        *["read 0", "count 0", "read 1", "count 1", "batch", "batch"],
+        *["read 2", "count 2", "read 3", "count 3", "read 4", "count 4", "batch", "batch", "batch"],
+    ]
+    assert acc.optimizer_step == 2
+
+
+def test_short_windows_may_be_dropped():
+    batches = [batch_of(2, seed=seed) for seed in range(5)]
+    for loader in (batches, iter(batches)):
+        model, losses = heads(), Losses(NAMES)
+        acc = Accumulator(model, sgd(model), steps=2, counts=losses.counts, remainder="drop")
+        for batch in acc.batches(loader):
+            acc.backward(losses(model, batch))
+            acc.step()
+        assert acc.optimizer_step == 2
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("done", [0, 1])
+def test_after_discard_the_batches_already_read_begin_the_next_window(sized, done):
+    """`done` batches of the window had their backward when it is dropped, and one more was handed out."""
+    model, losses = heads(), Losses(NAMES)
+    batches = [batch_of(2 + seed, seed=seed) for seed in range(6)]
+    seen = []
+
+    def counts(batch):
+        seen.append(next(i for i, one in enumerate(batches) if one is batch))
+        return losses.counts(batch)
+
+    acc = Accumulator(model, sgd(model), steps=3, counts=counts)
+    window, was_dropped = [], False
+    for index, batch in enumerate(acc.batches(batches if sized else iter(batches))):
+        if index == done and not was_dropped:
+            acc.discard()
+            window, was_dropped = [], True
+        acc.backward(losses(model, batch))
+        window.append(batch)
+        if acc.is_last:
+            assert step_error(model, window, NAMES, acc.step) <= 1e-12
+            assert len(window) == 3 or index == 5
+            window = []
+        else:
+            acc.step()
+    assert seen == list(range(6))  # each was counted once
+
+
+def test_discard_between_batches():
+    model, losses = heads(), Losses(NAMES)
+    batches = [batch_of(2 + seed, seed=seed) for seed in range(4)]
+    stream = iter(batches)
+    acc = Accumulator(model, sgd(model), steps=3, counts=losses.counts)
+    for batch in acc.batches(stream):
+        acc.backward(losses(model, batch))
+        assert acc.step() is None
+        break
+    acc.discard()
+    seen = []
+    for batch in acc.batches(stream):
+        seen.append(batch)
+        acc.backward(losses(model, batch))
+        if acc.is_last:
+            assert step_error(model, batches[1:], NAMES, acc.step) <= 1e-12
+        else:
+            acc.step()
+    assert all(map(lambda one, other: one is other, seen, batches[1:]))
+
+
+def test_a_backward_that_fails_first_can_be_done_again():
+    model, losses, batches = heads(), Losses(NAMES), [batch_of(3, seed=seed) for seed in range(2)]
+    acc, has_failed = Accumulator(model, sgd(model), steps=2, counts=losses.counts), False
+
+    def fail(_):
+        raise RuntimeError("planted")
+
+    for batch in acc.batches(batches):
+        if not has_failed:
+            hook, has_failed = model.trunk.weight.register_hook(fail), True
+            with pytest.raises(RuntimeError, match="planted"):
+                acc.backward(losses(model, batch))
+            hook.remove()
+        acc.backward(losses(model, batch))
+        if acc.is_last:
+            assert step_error(model, batches, NAMES, acc.step) <= 1e-12
+
+
+def test_a_loader_that_refills_its_batch_is_noticed():
+    model, losses, buffer = heads(), Losses(), batch_of(2)
+
+    class Refilling:
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            for seed in range(4):
+                for key, value in batch_of(2, seed=seed).items():
+                    buffer[key].copy_(value)
+                yield buffer
+
+    acc = Accumulator(model, sgd(model), steps=2, counts=losses.counts)
+    with pytest.raises(BatchError, match="writes every batch to the same memory"):
+        next(iter(acc.batches(Refilling())))
+
+
+def test_accumulators_refuse_what_cannot_be_counted():
+    model, losses = heads(), Losses()
+    with pytest.raises(UsageError, match="carry"):
+        Accumulator(model, sgd(model), counts=losses.counts, remainder="carry")
+    acc = Accumulator(model, sgd(model), steps=3, counts=losses.counts)
+    with pytest.raises(UsageError, match=r"micro_batch\(\) cannot go with counts="), acc.micro_batch():
+        pass
+    batches = [batch_of(2, seed=seed) for seed in range(3)]
+    for batch in acc.batches(batches):
+        with pytest.raises(UsageError, match="items= is for one loss"):
+            acc.backward(losses(model, batch), items=3)
+        acc.backward(losses(model, batch))
+        if not acc.is_last:
+            with pytest.raises(UsageError, match=r"step\(now=True\) in an unfinished window"):
+                acc.step(now=True)
+            acc.step()
+        else:
+            assert acc.step(now=True).step == 1
+    plain = Accumulator(model, sgd(model))
+    with pytest.raises(BatchError, match="needs counts="), plain.micro_batch():
+        plain.backward(losses(model, batches[0]))
+
+
+def test_a_window_that_does_not_add_up_takes_no_step():
+    model, losses = heads(), Losses(wrong={"samples": 1})
+    acc = Accumulator(model, sgd(model), steps=2, counts=losses.counts)
+    batches, before = [batch_of(2, seed=seed) for seed in range(2)], weights(model)
+    for batch in acc.batches(batches):
+        acc.backward(losses(model, batch))
+        if acc.is_last:
+            with pytest.raises(BatchError, match="'samples' add up to 4, but counts= said 6"):
+                acc.step()
+        else:
+            acc.step()
+    assert acc.optimizer_step == 0
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_counts_are_asked_once_where_a_window_is_done_again(where):
+    """Memory runs out with more than 3 samples, and half-way in the window with the last of them."""
+    model, batch, losses, asked, sizes = heads(), batch_of(9), Losses(NAMES), [], []
+
+    def loss_fn(model, micro):
+        sizes.append(len(micro["x"]))
+        terms = losses(model, micro)
+        if sizes[-1] > 3 or sizes == [9, 4, 2, 2]:
+            out_of_memory() if where == "forward" else terms["tokens"][0].register_hook(out_of_memory)
+        return terms
+
+    def counts(batch):
+        asked.append(len(batch["x"]))
+        return losses.counts(batch)
+
+    step, found = MacroStep(model, sgd(model), loss_fn, micro="auto", counts=counts), []
+    assert step_error(model, [batch], NAMES, lambda: found.append(step(batch))) <= 1e-12
+    assert asked == [9]
+    assert sizes == [9, 4, 2, 2, *[1] * 9]
+    assert found[0].micro_batches == 9

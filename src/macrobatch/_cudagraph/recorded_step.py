@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import tensors_of
-from macrobatch._step.totals import Totals, Window, wide
+from macrobatch._step.denominators import Denominators
+from macrobatch._step.terms import TermWindow
+from macrobatch._step.totals import HostItems, Totals, Window, wide
 from macrobatch._torch.tensors import copy_all
 
 
@@ -23,6 +25,11 @@ class StaticTotals:
         }  # sum and lowest of the items
         self._used: set[torch.dtype] = set()
         self.used_recordings: set[Recording] = set()
+
+    def begin(self, window: Window) -> None:
+        """Take over what a window has decided, before its first replay."""
+        if isinstance(multiplier := window.multiplier, Tensor):
+            self.multiplier.copy_(multiplier)
 
     def add(self, totals: Totals) -> None:
         """Add the totals of one micro-batch. Recordings contain this call."""
@@ -47,6 +54,39 @@ class StaticTotals:
             window.absorb(Totals(torch.zeros_like(self.loss), items, lowest))
 
 
+class StaticTermTotals(StaticTotals):
+    """The totals of terms, and what they are divided by.
+
+    Args:
+        denominators: of a window; those of later ones take their place.
+    """
+
+    def __init__(self, denominators: Denominators) -> None:
+        device, count = denominators.total.device, len(denominators.names)
+        super().__init__(device)
+        self.loss = torch.zeros(2, count, device=device, dtype=wide(device))  # the sums of losses, and of items
+        self._fewest = torch.zeros(count, device=device, dtype=wide(device))
+        self.denominators = denominators._replace(own=denominators.own.clone(), total=denominators.total.clone())
+
+    def begin(self, window: Window) -> None:
+        super().begin(window)
+        assert isinstance(window, TermWindow)
+        assert window.denominators is not None
+        self.denominators.total.copy_(window.denominators.total)
+
+    def add(self, totals: Totals) -> None:
+        assert totals.lowest is not None
+        self.loss += totals.loss
+        torch.minimum(self._fewest, totals.lowest, out=self._fewest)
+
+    def clear(self) -> None:
+        super().clear()
+        self._fewest.zero_()
+
+    def add_to(self, window: Window) -> None:
+        window.absorb(Totals(self.loss, None, self._fewest))
+
+
 class Recording:
     """The recorded micro-step of one shape.
 
@@ -62,7 +102,7 @@ class Recording:
         inputs: list[Tensor],
         totals: StaticTotals,
         reached: set[nn.Parameter],
-        host_items: int | float,
+        host_items: HostItems,
     ) -> None:
         self.reached = reached
         self._graph = graph
@@ -73,8 +113,8 @@ class Recording:
     def replay(self, micro_batch: object, window: Window) -> None:
         """Replay a micro-batch, and add it to the window."""
         window.add_recorded(self._host_items, self._totals.loss)
-        if not self._totals.used_recordings and isinstance(multiplier := window.multiplier, Tensor):
-            self._totals.multiplier.copy_(multiplier)
+        if not self._totals.used_recordings:
+            self._totals.begin(window)
         self._totals.used_recordings.add(self)
         self.run(micro_batch)
 

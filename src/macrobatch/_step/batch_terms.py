@@ -42,13 +42,20 @@ class BatchTerms:
             self._denominators = self._counter.total([] if self._counted is None else [self._counted])
         self._engine.expect(self._denominators)
 
+    def denominators(self) -> Denominators:
+        """Those of the current window."""
+        assert self._denominators is not None, "they are known before its first micro-batch"
+        return self._denominators
+
 
 def with_items(terms: Any, samples: int) -> Any:
     """The same terms; those without items are means over the samples."""
     if not isinstance(terms, Mapping):
         return terms
     return {
-        name: term if isinstance(term, tuple | list) and len(term) == 2 and term[1] is not None else (_loss(term), samples)
+        name: term
+        if isinstance(term, tuple | list) and len(term) == 2 and term[1] is not None
+        else (_loss(term), samples)
         for name, term in terms.items()
     }
 

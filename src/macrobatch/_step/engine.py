@@ -138,55 +138,52 @@ class Engine:
     def backward(self, loss: Tensor | Terms, items: Items = None) -> None:
         """Add the gradient of a micro-batch, and end it."""
         self._lifecycle.require_backward(self._window)
+        root: Tensor | None
         counted: Any
         if self._has_terms:
-            loss, counted = self._weigh(loss, items)
+            root, counted = self._weigh(loss, items)
         else:
-            loss, counted = validation.checked_loss(loss), validation.checked_items(items)  # type: ignore[arg-type]
-            self.closing.check_loss(loss)
-            self._typical.agree(counted, loss.device, self._window)
+            root, counted = validation.checked_loss(loss), validation.checked_items(items)
+            self.closing.check_loss(root)
+            self._typical.agree(counted, root.device, self._window)
         window, gradients = self.window, self.open_gradients()
         gradients.check_untouched()
         self.closing.check_untouched()
-        if loss is None:
-            self._add_no_loss(window, counted)
+        if root is None:  # no term, and no other rank that waits for a backward
+            window.add(root, counted)
+            self._end()
+            self._lifecycle.end_backward()
             return
-        confinement, awaited = self._backward.plan(loss, gradients, is_first=not window.turns)
+        confinement, awaited = self._backward.plan(root, gradients, is_first=not window.turns)
         if self.is_repeat:
-            seed, counts = window.add_nothing(loss), False
+            seed, counts = window.add_nothing(root), False
         else:
-            seed, counts = window.add(loss, counted), not window.counts_for_nothing(counted)
+            seed, counts = window.add(root, counted), not window.counts_for_nothing(counted)
         if self.is_last:
             self._send(window)  # it travels during the backward
         try:
-            self._run_backward(loss, seed, confinement, counts=counts, awaited=awaited)
+            self._run_backward(root, seed, confinement, counts=counts, awaited=awaited)
         finally:
             self._end()
         self._lifecycle.end_backward()
 
-    def _weigh(self, terms: object, items: Items) -> tuple[Any, Weighed]:
-        """One scalar of all terms; None where a micro-batch has none, and need not run a backward with other ranks."""
+    def _weigh(self, terms: object, items: Items) -> tuple[Tensor | None, Weighed]:
+        """One scalar of all terms; None where a micro-batch has none, and no other rank waits for its backward."""
         window = self.window
         assert isinstance(window, TermWindow)
         checked = validation.checked_terms(terms, items, window.names)
         for loss, _ in checked.values():
             self.closing.check_loss(loss)
         weighed = window.weigh(checked, repeats=self.is_repeat)
-        loss = weighed.loss
-        if self._ties is not None and weighed.lacks:
-            loss = self._ties.tie(loss)
-            if loss is None:
-                raise BatchError(
-                    "a micro-batch has no term at all, and did not call the model, but all ranks must run the same "
-                    "backward. Call the model, and return a term with its loss and 0 items."
-                )
-        return loss, weighed
-
-    def _add_no_loss(self, window: Window, weighed: Weighed) -> None:
-        """Count a micro-batch without any term."""
-        window.add(None, weighed)  # type: ignore[arg-type]
-        self._end()
-        self._lifecycle.end_backward()
+        if self._ties is None or not weighed.lacks:
+            return weighed.loss, weighed
+        root = self._ties.tie(weighed.loss)
+        if root is None:
+            raise BatchError(
+                "a micro-batch has no term at all, and has not called the model, but all ranks must run the same "
+                "backward. Call the model, or return a term with its loss and 0 items."
+            )
+        return root, weighed
 
     def replay(self, recording: Replayable, micro_batch: object) -> None:
         """What `backward` does, for a micro-batch whose forward and backward were recorded."""
@@ -259,9 +256,7 @@ class Engine:
             length = self.steps(self.closing.taken) if callable(self.steps) else self.steps
             number, length = self._windows + 1, validation.checked_steps(length, "steps(optimizer_step)")
             if self._has_terms:
-                self._window = TermWindow(
-                    number=number, length=length, reduction=self.reduction, scaler=self.scaler
-                )
+                self._window = TermWindow(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
                 return self._window
             self._window = Window(
                 number=number,

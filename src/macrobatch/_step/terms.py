@@ -1,9 +1,9 @@
-"""A window of several terms: each loss is divided by its own denominator before its backward, so nothing is afterwards.
+"""A window of several terms: each loss is divided by its own denominator, before its backward.
 
-The gradient wanted is ``sum over terms of (sum of grad S / sum of n)``. The sums of n are known before (`Denominators`),
-so each micro-batch makes one scalar of its terms, each weighed n / total, and the division at the close leaves only what
-a scaler has multiplied with and a backend has averaged over. The items are counted all the same: they must add up to
-what was said.
+The gradient wanted is ``sum over terms of (sum of grad S / sum of n)``. The sums of n are known before the window
+(`Denominators`): each micro-batch makes one scalar of its terms, each weighed n / total. At the close only the scale of
+a scaler, and what a backend averages over, are left to be divided by. The items are counted all the same: they must add
+up to what was said.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class TermWindow(Window):
             return count.detach().reshape(()).to(self.device, dtype, non_blocking=True)
         return torch.full((), count, device=self.device, dtype=dtype)
 
-    def add(self, loss: Tensor | None, items: Any) -> Tensor:  # type: ignore[override]
+    def add(self, loss: Tensor | None, items: Any) -> Tensor:
         """Count a micro-batch as it was weighed; returns the seed of its backward."""
         self._note(items.host, items.rounding)
         self._sums += items.rows
@@ -220,9 +220,8 @@ class TermWindow(Window):
 
     def items(self) -> Tensor:
         """Those of the first term."""
-        first = self._everyones_sums()[1]
-        first = first[0] if len(first) else first.sum()
-        return first.to(torch.int64) if self._everyone is None and not any(self._rounding[:1]) else first.clone()
+        first: Tensor = self._everyones_sums()[1][:1].sum()  # 0 where no rank ever had a sample: no name is known
+        return first.to(torch.int64) if self._everyone is None and not any(self._rounding[:1]) else first
 
     def losses(self) -> dict[str, Tensor]:
         sums, items = self._everyones_sums()
@@ -230,7 +229,7 @@ class TermWindow(Window):
 
     def loss(self) -> Tensor:
         sums, items = self._everyones_sums()
-        total = (sums / items).masked_fill(items == 0, 0).sum()
+        total: Tensor = (sums / items).masked_fill(items == 0, 0).sum()
         return total.masked_fill((items == 0).all(), torch.nan)
 
     def divisor(self) -> float | Tensor:
@@ -268,7 +267,7 @@ class TermWindow(Window):
         return any(said is not None and found is not None and not _agree(said, found, r) for said, found, r in pairs)
 
     def miscounted(self) -> Tensor | None:
-        """For each term, whether its items do not add up to what was said, on any rank; None: the host knows they do."""
+        """Of each term, whether its items differ from what was said, on any rank; None: the host knows none do."""
         assert self.denominators is not None
         if self._everyone is not None:
             count = len(self.names)
@@ -300,7 +299,9 @@ class TermWindow(Window):
             said, found = self.denominators.total[index].item(), self._everyones_sums()[1, index].item()
         if said == found:
             return f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
-        return f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+        return (
+            f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+        )
 
 
 def _count_of(term: tuple[Tensor, Items] | None) -> int | float | Tensor:

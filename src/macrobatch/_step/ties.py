@@ -46,4 +46,6 @@ class OutputTies:
     def _note(self, _module: nn.Module, _args: Any, output: Any) -> None:
         for _, leaf in leaves(output, "output"):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
-                self._ties.append(local_tensor(leaf).reshape(-1)[:0].sum())  # of nothing, so that its gradient is exactly zero
+                self._ties.append(
+                    local_tensor(leaf).reshape(-1)[:0].sum()
+                )  # of nothing, so that its gradient is exactly zero

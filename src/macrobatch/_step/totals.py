@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Window:
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
-    def add(self, loss: Tensor, items: Items) -> Tensor:
+    def add(self, loss: Any, items: Items) -> Tensor:
         """Count a micro-batch; returns the seed of its backward, which makes its gradient that of a sum."""
         if type(items) is int and items and self._counted and self._is_simple and self._multiplier is UNSCALED:
             self.turns += 1  # what the lines below come to, for most micro-batches but the first

@@ -27,14 +27,15 @@ T = TypeVar("T")
 # ---------------------------------------------------------------------------------------------- of a micro-batch
 
 
-def checked_loss(loss: Tensor) -> Tensor:
+def checked_loss(loss: object) -> Tensor:
     """`loss` as handed to `backward`, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
         return full_tensor(loss)
     if isinstance(loss, Mapping):
         raise BatchError(
-            f"a dict of terms ({', '.join(map(str, loss))}) needs counts=, a function that returns the number of items "
-            "of each term in a whole batch: the denominators must be known before the first backward."
+            f"the loss must be a tensor: got {type(loss).__name__}. A dict of terms ({', '.join(map(str, loss))}) "
+            "needs counts=, a function that returns the items of each term in a whole batch: they must be known before "
+            "the first backward."
         )
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
@@ -76,8 +77,8 @@ def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[st
     if not isinstance(terms, Mapping):
         found = "one loss" if isinstance(terms, Tensor) else type(terms).__name__
         raise BatchError(
-            f"with counts= every loss is a dict of terms, {{name: (loss, items)}}: got {found}. Name its term, or leave "
-            "counts= out."
+            f"with counts= every loss is a dict of terms, {{name: (loss, items)}}: got {found}. Name its term, or "
+            "leave counts= out."
         )
     if items is not None:
         raise UsageError("items= is for one loss: a dict of terms has the items of each term in it.")

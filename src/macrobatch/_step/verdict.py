@@ -78,9 +78,9 @@ class Verdict:
             )
         if reasons & MISCOUNTED and self._miscounting is not None:
             return BatchError(
-                f"{self._miscounting.miscount()}, in window {self.window}; its step was not taken. What loss_fn returns "
-                "as items of a term must add up, over all micro-batches, to what counts(batch) says of the batch: "
-                "count both in the same way, after any shift of labels."
+                f"{self._miscounting.miscount()}, in window {self.window}; its step was not taken. What loss_fn "
+                "returns as items of a term must add up, over all micro-batches, to what counts(batch) says of the "
+                "batch: count both in the same way, after any shift of labels."
             )
         if reasons == NONFINITE:
             return NonFiniteError(
