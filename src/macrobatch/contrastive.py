@@ -298,8 +298,10 @@ def _slopes(tile: Tile, rows: LogSumExp | None, columns: LogSumExp | None) -> Te
 
 def _spans(length: int, largest: int) -> list[slice]:
     """As few parts as possible, as even as possible."""
-    step = math.ceil(length / max(1, math.ceil(length / largest)))
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)] if length else []
+    if length == 0:
+        return []
+    step = math.ceil(length / math.ceil(length / largest))
+    return [slice(start, start + step) for start in range(0, length, step)]
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
@@ -356,7 +358,7 @@ def _gradients(
     add_gradients(pairs, rows=rows, columns=columns, sum_a=sum_a, sum_b=sum_b)
     add_gradients(others, rows=rows, columns=None, sum_a=sum_a, sum_b=sum_negatives)
     grad_scale = pairs.a.components(sum_a).sum() * weight if sum_a is not None and for_scale else None
-    sums = (pairs.a, sum_a if for_a else None), (pairs.b, sum_b), (others.b, sum_negatives)
+    sums = (pairs.a, sum_a), (pairs.b, sum_b), (others.b, sum_negatives)
     factor = weight * pairs.scale
     return [*(None if one is None else given.gradient(one, factor) for given, one in sums), grad_scale]
 
