@@ -10,7 +10,6 @@ from macrobatch import contrastive_loss
 from macrobatch.errors import BatchError, UsageError
 from tests.unit.test_contrastive import (
     EXACT,
-    difference,
     error,
     number,
     obvious,
@@ -63,7 +62,8 @@ def test_low_precision_and_autocast_compute_in_float32(dtype):
     with torch.autocast("cuda", dtype=dtype):
         found = with_gradients(contrastive_loss, inputs)
     assert [one.dtype for one in found] == [torch.float32, dtype, dtype, torch.float32]
-    assert difference(found, [w.to(f.dtype) for f, w in zip(found, wanted, strict=True)]) == 0
+    assert error(found[:1], wanted[:1]) <= 1e-5  # a logit of 50 in bfloat16 has an error of 0.1
+    assert error(found, wanted) <= torch.finfo(dtype).eps
 
 
 def test_memory_is_a_fraction_of_the_matrix():
