@@ -44,9 +44,9 @@ def contrastive_loss(
     >>> naive = (F.cross_entropy(logits, answers) + F.cross_entropy(logits.T, answers)) / 2
     >>> torch.testing.assert_close(contrastive_loss(a, b, scale=20.0), naive)
 
-    in value and gradient, but holds only a few tiles of the matrix at a time: at most ``tile * tile`` logits each. In
-    addition the forward and the backward need as much memory as their inputs and gradients. The backward computes the
-    logits again, and cannot be differentiated a second time. The host never waits for the device.
+    in value and gradient, but holds only three tiles of the matrix at a time, of at most ``tile * tile`` logits each.
+    Otherwise it needs memory for the gradients only. The backward computes the logits again, and cannot be
+    differentiated a second time. The host never waits for the device.
 
     Everything is computed in float32 (in float64 if the rows are), also for bfloat16 and float16 rows and under
     autocast. On a GPU, `torch.set_float32_matmul_precision("high")` allows faster products (TF32) here as elsewhere.
@@ -67,7 +67,7 @@ def contrastive_loss(
 
     Raises:
         BatchError: `a`, `b` or `negatives` are no floating-point matrices that fit together, or there is no pair.
-        UsageError: `scale`, `symmetric` or `tile` is invalid.
+        UsageError: `scale`, `symmetric` or `tile` is invalid, or somebody asks for a second derivative.
     """
     if not isinstance(symmetric, bool):
         raise UsageError(f"symmetric must be True or False: got {symmetric!r}.")
