@@ -44,7 +44,7 @@ def contrastive_loss(
     >>> naive = (F.cross_entropy(logits, answers) + F.cross_entropy(logits.T, answers)) / 2
     >>> torch.testing.assert_close(contrastive_loss(a, b, scale=20.0), naive)
 
-    in value and gradient, but holds only three tiles of the matrix at a time, of at most ``tile * tile`` logits each.
+    in value and gradient, but holds at most four tiles of the matrix at a time, of up to ``tile * tile`` logits each.
     Otherwise it needs memory for the gradients only. The backward computes the logits again, and cannot be
     differentiated a second time. The host never waits for the device.
 
