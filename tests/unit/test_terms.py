@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -554,3 +555,100 @@ def test_counts_are_asked_once_where_a_window_is_done_again(where):
     assert asked == [9]
     assert sizes == [9, 4, 2, 2, *[1] * 9]
     assert found[0].micro_batches == 9
+
+
+# ------------------------------------------------------------------------------------------------------ experts
+
+AUX = 0.1
+
+
+def mixtral(coefficient):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        max_position_embeddings=16,
+        output_router_logits=True,
+        router_aux_loss_coef=coefficient,
+        pad_token_id=None,
+    )
+    return MixtralForCausalLM(config)
+
+
+def balance_terms(model, batch):
+    output = model(input_ids=batch["input_ids"])
+    labels = batch["labels"][:, 1:]
+    tokens = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels.flatten())
+    return {
+        "tokens": (tokens, labels.numel()),
+        "balance": (model.config.router_aux_loss_coef * output.aux_loss, len(labels)),
+    }
+
+
+def balance_counts(batch):
+    return {"tokens": batch["labels"][:, 1:].numel(), "balance": len(batch["labels"])}
+
+
+def gradient_of_one_batch(coefficient, batch):
+    model = mixtral(coefficient)
+    sum(loss for loss, _ in balance_terms(model, batch).values()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def moved(model, train):
+    """What a step of SGD with a learning rate of 1 subtracts."""
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    train()
+    return before - torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def gradient_here(coefficient, batch):
+    model = mixtral(coefficient)
+    step = MacroStep(model, sgd(model), balance_terms, micro=2, counts=balance_counts)
+    return moved(model, lambda: step(batch))
+
+
+def gradient_of_trainer(coefficient, batch, folder, steps):
+    from transformers import Trainer, TrainingArguments
+
+    model = mixtral(coefficient)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=steps,
+        max_steps=1,
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    optimizer = sgd(model)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    rows = [{name: column[i] for name, column in batch.items()} for i in range(len(batch["labels"]))]
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, constant))
+    return moved(model, trainer.train)
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+@pytest.mark.filterwarnings("ignore")
+def test_the_balance_loss_of_experts_counts_once(tmp_path, steps):
+    """All samples are alike, so that the balance of each micro-batch is that of the whole batch, in any order."""
+    ids = torch.randint(0, 32, (1, 10), generator=torch.Generator().manual_seed(0)).repeat(2 * steps, 1)
+    batch = {"input_ids": ids, "labels": ids}
+
+    def share(gradient):
+        """Of the gradient of the balance loss, in that of one big batch."""
+        whole = gradient_of_one_batch(AUX, batch) - gradient_of_one_batch(0.0, batch)
+        found = gradient(AUX) - gradient(0.0)
+        return round((found @ whole / (whole @ whole)).item(), 3)
+
+    assert share(lambda coefficient: gradient_here(coefficient, batch)) == 1.0
+    assert share(lambda coefficient: gradient_of_trainer(coefficient, batch, tmp_path, steps)) == steps
