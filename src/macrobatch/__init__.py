@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from macrobatch.errors import MacrobatchError
     from macrobatch.losses import causal_lm_loss
     from macrobatch.macrostep import MacroStep
-    from macrobatch.types import StepResult
+    from macrobatch.types import Encoded, StepResult, Sum
     from macrobatch.verification import verify
 
 __all__ = [
     "Accumulator",
+    "Encoded",
     "MacroStep",
     "MacrobatchError",
     "StepResult",
+    "Sum",
     "by_count",
     "by_tokens",
     "causal_lm_loss",
@@ -30,9 +32,11 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Accumulator": "accumulator",
+    "Encoded": "types",
     "MacroStep": "macrostep",
     "MacrobatchError": "errors",
     "StepResult": "types",
+    "Sum": "types",
     "by_count": "_cut.policies",
     "by_tokens": "_cut.policies",
     "causal_lm_loss": "losses",

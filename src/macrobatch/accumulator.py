@@ -65,6 +65,7 @@ class Accumulator:
         process_group: the ranks to average over.
         counts: for losses of several terms: ``counts(batch)`` returns the items of each, by name. `batches` then reads
             the batches of a window before it hands out the first, and `backward` takes a dict.
+        joint: a loss of the whole batch is for `MacroStep`; here it is an error.
     """
 
     def __init__(
@@ -84,7 +85,13 @@ class Accumulator:
         nonfinite: NonFinite = "raise",
         process_group: object = None,
         counts: Counts | None = None,
+        joint: None = None,
     ) -> None:
+        if joint is not None:
+            raise UsageError(
+                "joint= is for MacroStep, which gets the whole batch: a loss of all samples needs two passes over "
+                "them. Use MacroStep(model, optimizer, loss_fn, joint=joint)."
+            )
         remainder = checked_choice("remainder", remainder, Remainder)
         self._has_terms = checked_counts(counts) is not None
         if self._has_terms and remainder == "carry":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any, Literal, Unpack
@@ -37,11 +37,12 @@ from macrobatch._step.batch_terms import BatchTerms, with_items
 from macrobatch._step.spans import Observer
 from macrobatch._step.spare import Spare
 from macrobatch._step.turns import Turn
+from macrobatch._step.two_passes import TwoPasses
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.types import Counts, Items, Options, StepResult, Terms
+from macrobatch.types import Counts, Encoded, Items, Joint, Options, StepResult, Terms
 
 Model = nn.Module | Sequence[nn.Module]
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items] | Terms]
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items] | Terms | Encoded]
 
 
 class MacroStep:
@@ -65,13 +66,17 @@ class MacroStep:
         loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
             ``reduction``), and the items: an int, or a tensor that the host never reads. The loss alone: its items are
             the samples, with a warning where micro-batches have uneven numbers of labels that are not -100. Or several
-            terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items.
+            terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items. With
+            ``joint``, an `Encoded`.
         micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits. It is
             found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
         counts: for terms: ``counts(batch)`` returns the items of each, by name, in the whole batch as handed over:
             ints, or tensors, which the host never reads. Every call, on every rank, returns the same names in the same
             order.
+        joint: a loss of the whole batch, such as a contrastive one: ``joint(model, encoded)`` gets the encodings of all
+            samples on all ranks, in the order of the batch, and returns a scalar. Each micro-batch goes through
+            `loss_fn` twice, with the same random numbers: once to encode it, once for its gradient.
         fit_file: "auto": where to keep sizes that did not fit, so that the next run begins with smaller ones.
         cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed, for a GPU that
             waits for Python. Where that cannot be, as on a CPU, they run as they are, and a warning says so.
@@ -87,6 +92,7 @@ class MacroStep:
         micro: int | Policy | Literal["auto"] = "auto",
         collate: Collate | None = None,
         counts: Counts | None = None,
+        joint: Joint | None = None,
         cuda_graph: bool = False,
         fit_file: str | os.PathLike[str] | None = None,
         **options: Unpack[Options],
@@ -108,7 +114,8 @@ class MacroStep:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
         self._sizes = FittingSizes(fit_file)
         has_terms = validation.checked_counts(counts) is not None
-        self._engine = engine_for(model, optimizer, has_terms=has_terms, **options)
+        has_joint = validation.checked_joint(joint, counts) is not None
+        self._engine = engine_for(model, optimizer, has_terms=has_terms, has_joint=has_joint, **options)
         self._terms = None if counts is None else BatchTerms(counts, self._engine)
         parameters = (p for model in self._engine.models for p in model.parameters())
         self._sharing = sharing_ranks(parameters, self._engine.backend.group)
@@ -123,7 +130,9 @@ class MacroStep:
         sizes = self._sizes if self._is_auto else None
         self._attempts = Attempts(self._engine, self._agreement, sizes)
         self._spare = Spare(self._engine, self._agreement)
-        self._label_watch = LabelWatch() if self._engine.reduction == "mean" and not has_terms else None
+        watches = self._engine.reduction == "mean" and not (has_terms or has_joint)
+        self._label_watch = LabelWatch() if watches else None
+        self._passes = None if joint is None else self._make_passes(joint)
 
     def __call__(self, batch: Any) -> StepResult:
         """Take the optimizer step of a batch.
@@ -150,7 +159,8 @@ class MacroStep:
                 self._terms.expect(cut)
             if cut.is_empty:
                 return self._engine.skip()
-            if self._attempts.run(cut, partial(self._take_turns, cut), self._graphs):
+            take_turns = self._take_turns if self._passes is None else self._take_turns_twice
+            if self._attempts.run(cut, partial(take_turns, cut), self._graphs):
                 return self._close(cut)
 
     # ------------------------------------------------------------------------------------------ what one can ask
@@ -209,7 +219,8 @@ class MacroStep:
             counts = [-(-row.samples // size) for row in rows]
             held = any(min(size, row.samples) > row.proven for row in rows)
         abilities = self._engine.backend.abilities
-        held = held or self._graphs is not None or (0 in counts and not abilities.needs_every_rank)
+        held = held or self._graphs is not None or self._passes is not None
+        held = held or (0 in counts and not abilities.needs_every_rank)
         held = held and not self._agreement.is_alone and abilities.can_hold
         if held or counts.count(counts[0]) < len(counts):
             require_own_statistics(
@@ -267,6 +278,31 @@ class MacroStep:
                 engine.close()
         if graphs is not None and engine.is_open:
             graphs.close(engine.open_gradients(), engine.window)
+
+    def _take_turns_twice(self, cut: Cut) -> None:
+        """The same for a loss of the whole batch, in two passes. `collate` is called once for each micro-batch."""
+        assert self._passes is not None
+        taken: dict[int, tuple[Any, int]] = {}
+
+        def take(part: Part | None) -> tuple[Any, int]:
+            if self._collate is None or part is None:
+                return self._take(cut, part)
+            if id(part) not in taken:
+                taken[id(part)] = self._take(cut, part)
+            return taken[id(part)]
+
+        def shares_memory(tensor: Tensor) -> bool:  # with the batch, or with the other pass
+            return self._collate is not None or cut.samples.shares_memory(tensor)
+
+        def micro_batches(parts: Sequence[Part | None]) -> Iterator[tuple[Any, int]]:
+            for micro_batch, samples in self._feed.each([partial(take, part) for part in parts], self._engine.device):
+                yield copy_shared(micro_batch, shares_memory), samples
+
+        self._passes.run(cut, micro_batches)
+
+    def _make_passes(self, joint: Joint) -> TwoPasses:
+        bare = without_ddp(self._model)
+        return TwoPasses(self._engine, partial(self._loss_fn, self._model), partial(joint, bare), self._attempts.agree)
 
     def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
         """An eager micro-step. All of a window must agree on whether items were `counted`."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 Items = int | float | Tensor | None
 Terms = Mapping[str, Tensor | tuple[Tensor, Items]]  # several losses, each with its own items
 Counts = Callable[[Any], Mapping[str, int | float | Tensor]]  # of a batch: the items of each term
+Joint = Callable[[Any, Any], Tensor]  # of the model and an `Encoded` of the whole batch: its loss
 Reduction = Literal["mean", "sum"]
 When = Literal["window", "micro"]
 Remainder = Literal["step", "drop", "carry"]
@@ -32,6 +33,56 @@ class Options(TypedDict, total=False):
     accumulate_dtype: torch.dtype | None
     nonfinite: NonFinite
     process_group: object
+
+
+class Sum:
+    """A statistic of a micro-batch, for `Encoded`: ``joint`` sees the total over all micro-batches and ranks.
+
+    >>> Sum(torch.tensor([3.0, 5.0])).value            # how many tokens each expert got, say
+    tensor([3., 5.])
+
+    Args:
+        value: a tensor of any shape, or a number, that adds up over micro-batches.
+    """
+
+    def __init__(self, value: Tensor | float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Sum({self.value!r})"
+
+
+class Encoded:
+    """What a loss of the whole batch needs of each sample: `loss_fn` returns it where `MacroStep` has ``joint=``.
+
+    >>> encoded = Encoded(image=torch.randn(4, 8), text={"first": torch.randn(4, 8), "length": torch.arange(4)})
+    >>> encoded.image.shape, encoded.text["length"]
+    (torch.Size([4, 8]), tensor([0, 1, 2, 3]))
+
+    Args:
+        loss: an ordinary loss of the micro-batch, to be added: a mean over its items, or their sum (``reduction``).
+        items: what that loss is a mean over; None: the samples.
+        fields: tensors with one row a sample, in dicts, lists, tuples or dataclasses, or alone; and `Sum`. ``joint``
+            finds them under the same names, with the rows of the whole batch.
+    """
+
+    def __init__(self, loss: Tensor | None = None, items: Items = None, **fields: Any) -> None:
+        self.loss = loss
+        self.items = items
+        self._names = tuple(fields)
+        vars(self).update(fields)
+
+    def __getattr__(self, name: str) -> Any:  # where there is no such attribute
+        has = ", ".join(vars(self).get("_names", ())) or "none"
+        raise AttributeError(f"Encoded has no field {name!r}. Its fields: {has}.")
+
+    def __repr__(self) -> str:
+        return f"Encoded({', '.join(self._names)})"
+
+
+def fields_of(encoded: Encoded) -> dict[str, Any]:
+    """All fields, by their names."""
+    return {name: vars(encoded)[name] for name in encoded._names}
 
 
 @dataclass(frozen=True, kw_only=True)

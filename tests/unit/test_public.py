@@ -44,9 +44,11 @@ EXTRAS = {"train": TRAIN}
 def test_public_names():
     assert sorted(macrobatch.__all__) == [
         "Accumulator",
+        "Encoded",
         "MacroStep",
         "MacrobatchError",
         "StepResult",
+        "Sum",
         "by_count",
         "by_tokens",
         "causal_lm_loss",

@@ -68,6 +68,9 @@ class Local:
     def end(self) -> None:
         """After its backward, or when it is given up: everything is put back as it was."""
 
+    def gather_roots(self) -> None:
+        """Have the parameters of the models themselves whole, for code that uses them outside of a forward."""
+
     def check(self, used: Collection[int], named: dict[str, nn.Parameter], *, may_nest: bool) -> Sequence[str]:
         """Before a backward: an error if it would leave a gradient unsynchronised that should not be.
 

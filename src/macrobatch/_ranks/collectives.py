@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from macrobatch._torch.distributed import abort_process_groups, default_store, has_cpu_backend
 from macrobatch._torch.tensors import copy_all
 
+ALIGNED = 16  # bytes: numbers of any dtype may begin there
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
@@ -83,6 +84,16 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
+
+
+def all_gather_bytes(own: Tensor, sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """The bytes of every rank, as many as `sizes` says of each, on the device of the own ones."""
+    longest = -(-max(sizes) // ALIGNED) * ALIGNED
+    padded = torch.zeros(longest, dtype=torch.uint8, device=own.device)
+    padded[: len(own)] = own
+    everyone = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=own.device)
+    dist.all_gather_into_tensor(everyone, padded, group=group)
+    return [part[:size] for part, size in zip(everyone.split(longest), sizes, strict=True)]
 
 
 def all_reduce_max(number: float | Tensor, group: Group, device: torch.device) -> Tensor:

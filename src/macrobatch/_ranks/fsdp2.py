@@ -63,6 +63,11 @@ class FSDP2(Local):
         for module in fsdp.modules_of(self._models):
             module.unshard()
 
+    def gather_roots(self) -> None:
+        fsdp.initialize(self._models)
+        for model in self._models:
+            model.unshard()
+
     def begin(self, last: bool) -> None:
         self.end()
         fsdp.initialize(self._models)

@@ -23,6 +23,7 @@ def engine_for(
     steps: int | Callable[[int], int] = 1,
     drops_short: bool = False,
     has_terms: bool = False,
+    has_joint: bool = False,
     **options: Unpack[Options],
 ) -> Engine:
     """The engine for these models, which takes a step at each close; the arguments are checked."""
@@ -60,4 +61,5 @@ def engine_for(
         accumulate_dtype=accumulate_dtype,
         drops_short=drops_short,
         has_terms=has_terms,
+        has_joint=has_joint,
     )

@@ -47,6 +47,14 @@ class Recordings(Protocol):
         """Record nothing any more."""
 
 
+class AbandonedError(Exception):
+    """Other ranks have failed in this window: this one leaves it too."""
+
+    def __init__(self, statuses: list[Status]) -> None:
+        super().__init__()
+        self.statuses = statuses
+
+
 class Attempts:
     """Tries windows until one fits.
 
@@ -75,11 +83,13 @@ class Attempts:
         mark = engine.mark()
         if self._sizes is not None:
             self._pressure = Pressure(engine.device)
-        before, asked = None, None
+        before, asked, abandoned = None, None, None
         try:
             if may_repeat:
                 before = Snapshot(engine.models)
             take_turns()
+        except AbandonedError as error:
+            abandoned = error.statuses
         except BaseException as error:
             could_fit = self._sizes is not None or _holds_memory(recordings)
             has_begun = before is not None or not may_repeat
@@ -93,7 +103,7 @@ class Attempts:
         shrinks = asked is not None and self._sizes is not None and cut.size > 1
         makes_room = asked is not None and not shrinks and _holds_memory(recordings)
         status = Status.DONE if asked is None else Status.RAN_OUT if shrinks or makes_room else Status.TOO_LARGE
-        statuses = self._vote(status) if cut.is_held else [status]
+        statuses = abandoned or (self._vote(status) if cut.is_held else [status])
         if not any(statuses):
             return True
         engine.roll_back(mark)
@@ -111,6 +121,12 @@ class Attempts:
         if Status.TOO_LARGE in statuses:
             raise too_large_error(asked or f"what rank {statuses.index(Status.TOO_LARGE)} says")
         return False
+
+    def agree(self) -> None:
+        """Half-way through a held window, before ranks exchange anything: go on only if all of them have come so far."""
+        statuses = self._vote(Status.DONE)
+        if any(statuses):
+            raise AbandonedError(statuses)
 
     def note_success(self, cut: Cut) -> None:
         """Remember that this size fits, or that it barely does."""

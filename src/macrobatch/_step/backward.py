@@ -112,6 +112,20 @@ class Backward:
         if is_first and self._backend.abilities.confines and not gradients.exist():
             raise BatchError(NO_PARAMETER)
 
+    def run_joint(self, loss: Tensor, seed: Tensor, gradients: Gradients, leaves: Sequence[Tensor]) -> None:
+        """Add the gradients of a loss of the whole batch, those of these leaves too."""
+        confinement = UNCONFINED
+        if self._backend.abilities.confines:
+            reach = reach_of(loss)
+            self._include(reach, gradients)
+            confinement = confinement_of(reach, {*gradients.own, *map(id, leaves)})
+        if gradients.hooked:
+            with guard_hooks(gradients.hooked):
+                run_confined(loss, seed, confinement)
+        else:
+            run_confined(loss, seed, confinement)
+        gradients.mark()
+
     def _backpropagate(self, loss: Tensor, seed: Tensor, confinement: Confinement | None) -> Reach | None:
         """The backward itself; returns what it reached, where that was found out meanwhile."""
         if confinement is not None:
@@ -145,6 +159,11 @@ class Backward:
 
 class UnsynchronisedError(BackendError):
     """A backward has left gradients on this rank alone: they cannot be taken back."""
+
+
+def nothing_noted() -> contextlib.AbstractContextManager[set[str]]:
+    """In place of `record_use`, where nobody wants to know."""
+    return contextlib.nullcontext(set())
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -21,11 +22,12 @@ from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import start_all_reduce
 from macrobatch._ranks.select import require_same_wrapping, wrapping
 from macrobatch._step import validation
-from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, record_use
+from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, nothing_noted, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.denominators import Denominators
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
+from macrobatch._step.joint_window import FirstPass, JointWindow, Pulled, Share
 from macrobatch._step.lifecycle import Lifecycle, Mark
 from macrobatch._step.parameters import GradientSource, Parameters
 from macrobatch._step.scaling import Seeds, TypicalItems
@@ -53,6 +55,7 @@ class Engine:
         accumulate_dtype: in which gradients are added up.
         drops_short: whether a window that is shorter than it should be, on all ranks, is dropped.
         has_terms: whether losses are dicts of terms, whose denominators are set before a window (`expect`).
+        has_joint: whether windows have a loss of the whole batch, whose gradients are set before (`expect_second`).
 
     Attributes:
         is_last: whether the current micro-batch closes the window.
@@ -75,6 +78,7 @@ class Engine:
         accumulate_dtype: torch.dtype | None = None,
         drops_short: bool = False,
         has_terms: bool = False,
+        has_joint: bool = False,
     ) -> None:
         self.models = models
         self.backend = backend
@@ -90,10 +94,12 @@ class Engine:
         self._parameters = Parameters(models, optimizers)
         self._source = GradientSource(self._parameters, backend, accumulate_dtype)
         is_half = any(p.dtype == torch.float16 for p in self._parameters.named().values())
-        shrinks = (is_half or backend.uses_float16()) and not has_terms  # of terms, means are accumulated, not sums
-        self._typical = TypicalItems(None if has_terms else scaler, backend.group, shrinks=shrinks)
+        weighs = has_terms or has_joint  # then means are accumulated, not sums
+        shrinks = (is_half or backend.uses_float16()) and not weighs
+        self._typical = TypicalItems(None if weighs else scaler, backend.group, shrinks=shrinks)
         self._has_terms = has_terms
-        self._ties: OutputTies | None = None if backend.group is None or not has_terms else OutputTies(models)
+        self._has_joint = has_joint
+        self._ties: OutputTies | None = None if backend.group is None or not weighs else OutputTies(models)
         self._backward = Backward(backend, self._parameters, accumulate_dtype)
         self._lifecycle = Lifecycle()
         self._windows = 0  # how many were closed or discarded
@@ -135,12 +141,12 @@ class Engine:
             self._ties.begin()
         self._lifecycle.begin_micro_batch()
 
-    def backward(self, loss: Tensor | Terms, items: Items = None) -> None:
+    def backward(self, loss: Tensor | Terms | Share, items: Items = None) -> None:
         """Add the gradient of a micro-batch, and end it."""
         self._lifecycle.require_backward(self._window)
         root: Tensor | None
         counted: Any
-        if self._has_terms:
+        if self._has_terms or self._has_joint:
             root, counted = self._weigh(loss, items)
         else:
             root, counted = validation.checked_loss(loss), validation.checked_items(items)
@@ -167,14 +173,19 @@ class Engine:
             self._end()
         self._lifecycle.end_backward()
 
-    def _weigh(self, terms: object, items: Items) -> tuple[Tensor | None, Weighed]:
+    def _weigh(self, terms: object, items: Items) -> tuple[Tensor | None, Weighed | Pulled]:
         """One scalar of all terms; None where a micro-batch has none, and no other rank waits for its backward."""
         window = self.window
-        assert isinstance(window, TermWindow)
-        checked = validation.checked_terms(terms, items, window.names)
-        for loss, _ in checked.values():
-            self.closing.check_loss(loss)
-        weighed = window.weigh(checked, repeats=self.is_repeat)
+        weighed: Weighed | Pulled
+        if isinstance(window, JointWindow):
+            assert isinstance(terms, Share)
+            weighed = window.weigh(terms, repeats=self.is_repeat)
+        else:
+            assert isinstance(window, TermWindow)
+            checked = validation.checked_terms(terms, items, window.names)
+            for loss, _ in checked.values():
+                self.closing.check_loss(loss)
+            weighed = window.weigh(checked, repeats=self.is_repeat)
         if self._ties is None or not weighed.lacks:
             return weighed.loss, weighed
         root = self._ties.tie(weighed.loss)
@@ -197,6 +208,38 @@ class Engine:
         finally:
             self._end()
         self._lifecycle.end_backward()
+
+    @contextlib.contextmanager
+    def apart(self, *, repeats: bool = False) -> Iterator[None]:
+        """Forwards that no backward of a micro-batch follows. `repeats`: what they change is put back."""
+        before = Snapshot(self.models) if repeats else None
+        self.open_gradients()
+        self.backend.begin(last=False)
+        try:
+            yield
+        finally:
+            self.backend.end()
+            if before is not None:
+                before.restore()
+
+    def backward_joint(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+        """The backward of a loss of the whole batch, which every rank has computed alike: inside `apart`.
+
+        It adds to the gradients of parameters that the loss itself uses, together with the other ranks once, and to
+        ``.grad`` of these leaves, times what a scaler multiplies with.
+        """
+        window, gradients = self.window, self.open_gradients()
+        assert isinstance(window, JointWindow)
+        self.closing.check_loss(loss)
+        window.note_joint(loss)
+        ranks = 1 if self.backend.group is None else dist.get_world_size(self.backend.group)
+        seed = torch.ones_like(loss) * window.multiplier / ranks
+        with self.spans.of("backward", loss), record_use(gradients, ()) if self._notes_use else nothing_noted() as used:
+            self._backward.run_joint(loss, seed.to(loss.dtype), gradients, leaves)
+        self._used |= used
+        for leaf in leaves if ranks > 1 else ():
+            if leaf.grad is not None:
+                leaf.grad *= ranks
 
     def give_up(self) -> None:
         """The micro-batch under way, if any, is as if it had not been."""
@@ -258,6 +301,9 @@ class Engine:
             if self._has_terms:
                 self._window = TermWindow(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
                 return self._window
+            if self._has_joint:
+                self._window = JointWindow(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
+                return self._window
             self._window = Window(
                 number=number,
                 length=length,
@@ -275,6 +321,12 @@ class Engine:
         window = self.window
         assert isinstance(window, TermWindow), "denominators are for windows of terms"
         window.expect(denominators)
+
+    def expect_second(self, first: FirstPass) -> None:
+        """What the first pass over the batch has counted, before its loss and the second pass."""
+        window = self.window
+        assert isinstance(window, JointWindow), "two passes are for windows with a loss of the whole batch"
+        window.expect(first, self.device)
 
     @property
     def awaits_denominators(self) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from macrobatch._torch.modules import buffers_of, children_of, parameters_of
+from macrobatch._torch.tensors import version_of
 
 
 class HostRandom:
@@ -46,6 +47,27 @@ class HostRandom:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
+class Random:
+    """All random number generators: those of the host, and of the GPUs that some modules are on, as they are now."""
+
+    def __init__(self, models: Sequence[nn.Module], host: HostRandom | None = None) -> None:
+        self.host = HostRandom() if host is None else host
+        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in _gpus_of(models)]
+
+    def restore(self) -> None:
+        """Put them back."""
+        self.host.restore()
+        for device, state in self._cuda:
+            torch.cuda.set_rng_state(state, device)
+
+    def on_gpus_of(self, models: Sequence[nn.Module]) -> Random:
+        """The same numbers, where another process with another GPU draws them."""
+        own = _gpus_of(models)
+        if len(own) == len(self._cuda):
+            self._cuda = [(device, state) for device, (_, state) in zip(own, self._cuda, strict=True)]
+        return self
+
+
 class Snapshot:
     """All random number generators and the buffers of some modules, as they are now.
 
@@ -58,11 +80,8 @@ class Snapshot:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._host = HostRandom()
+        self._random = Random(models)
         modules = modules_of(models)
-        parameters = (p for module in modules for p in parameters_of(module).values() if p is not None)
-        devices = {p.device for p in parameters if p.is_cuda}
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
         self._buffers = [
             (module, {name: (buffer, _copied(buffer)) for name, buffer in buffers_of(module).items()})
             for module in modules
@@ -72,14 +91,90 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put it all back."""
-        self._host.restore()
-        for device, state in self._cuda:
-            torch.cuda.set_rng_state(state, device)
+        self._random.restore()
         for module, buffers in self._buffers:
             for name, (buffer, before) in buffers.items():
                 buffers_of(module)[name] = buffer  # it may have been replaced, not written to
                 if buffer is not None and before is not None:
                     buffer.copy_(before)
+
+
+class History:
+    """Random numbers and buffers as they were at some moments, to go back to any of them.
+
+    What has not changed between two moments is held once.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> history = History([model])
+    >>> first = history.note()
+    >>> before = model(torch.randn(4, 2))
+    >>> history.restore(first)
+    >>> torch.equal(before, model(torch.randn(4, 2))), model.num_batches_tracked
+    (True, tensor(1))
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        modules = [module for module in modules_of(models) if buffers_of(module)]
+        self._buffers = [(buffers_of(module), name) for module in modules for name in buffers_of(module)]
+        # The kernels of batch normalisation write to statistics without counting that as a write.
+        self._untold = [
+            module.training and name.startswith("running_") for module in modules for name in buffers_of(module)
+        ]
+        self._random: list[Random] = []
+        self._moments: list[list[_Kept]] = []
+        self._now = [_Kept.of(buffers[name]) for buffers, name in self._buffers]
+
+    def note(self) -> int:
+        """Remember this moment; returns its number."""
+        last = self._random[-1].host if self._random else None
+        self._random.append(Random(self._models, None if last is None or last.has_moved() else last))
+        for index, (buffers, name) in enumerate(self._buffers):
+            if self._may_have_changed(index):
+                self._now[index] = _Kept.of(buffers[name])
+        self._moments.append(list(self._now))
+        return len(self._moments) - 1
+
+    @torch.no_grad()
+    def restore(self, moment: int) -> None:
+        """Put all back to a moment."""
+        self._random[moment].restore()
+        for index, ((buffers, name), kept) in enumerate(zip(self._buffers, self._moments[moment], strict=True)):
+            if self._now[index].value is kept.value and not self._may_have_changed(index):
+                continue
+            buffers[name] = kept.buffer  # it may have been replaced, not written to
+            if kept.buffer is not None and kept.value is not None:
+                kept.buffer.copy_(kept.value)
+            self._now[index] = kept.as_of_now()
+
+    def _may_have_changed(self, index: int) -> bool:
+        buffers, name = self._buffers[index]
+        known = self._now[index]
+        return self._untold[index] or buffers[name] is not known.buffer or _version(buffers[name]) != known.version
+
+
+class _Kept(NamedTuple):
+    """A buffer, a copy of its value, and how often it had been written to by then."""
+
+    buffer: Tensor | None
+    value: Tensor | None
+    version: int
+
+    @staticmethod
+    def of(buffer: Tensor | None) -> _Kept:
+        return _Kept(buffer, _copied(buffer), _version(buffer))
+
+    def as_of_now(self) -> _Kept:
+        return self._replace(version=_version(self.buffer))
+
+
+def _version(buffer: Tensor | None) -> int:
+    return 0 if buffer is None or buffer.is_inference() else version_of(buffer)
+
+
+def _gpus_of(models: Sequence[nn.Module]) -> list[torch.device]:
+    parameters = (p for module in modules_of(models) for p in parameters_of(module).values() if p is not None)
+    return list(dict.fromkeys(p.device for p in parameters if p.is_cuda))
 
 
 def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:

@@ -297,10 +297,15 @@ class TermWindow(Window):
         if self._everyone is not None and not self._own_miscounts()[index]:
             where = ", with those of the other ranks,"
             said, found = self.denominators.total[index].item(), self._everyones_sums()[1, index].item()
-        if said == found:
-            return f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
-        return (
+        mistake = (
             f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+        )
+        if said == found:
+            mistake = f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
+        return (
+            f"{mistake}, in window {self.number}; its step was not taken. What loss_fn returns as items of a term must "
+            "add up, over all micro-batches, to what counts(batch) says of the batch: count both in the same way, "
+            "after any shift of labels."
         )
 
 

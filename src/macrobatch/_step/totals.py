@@ -303,7 +303,7 @@ class Window:
 
     @property
     def knows_miscount(self) -> bool:
-        """Whether the host knows that items do not add up to what was said beforehand: of terms alone that is said."""
+        """Whether the host knows that the window is not what was said of it beforehand: of some that is said."""
         return False
 
     def miscounted(self) -> Tensor | None:
@@ -311,7 +311,7 @@ class Window:
         return None
 
     def miscount(self) -> str:
-        """Which term, and both numbers. The host waits for them."""
+        """What differs from what was said, and what to do. The host waits for it."""
         raise AssertionError("without terms nothing is said beforehand")
 
     def losses(self) -> dict[str, Tensor] | None:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from macrobatch._ranks.collectives import full_tensor
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.types import Items
+from macrobatch.types import Encoded, Items
 
 T = TypeVar("T")
 
@@ -37,6 +37,11 @@ def checked_loss(loss: object) -> Tensor:
             "needs counts=, a function that returns the items of each term in a whole batch: they must be known before "
             "the first backward."
         )
+    if isinstance(loss, Encoded):
+        raise BatchError(
+            "the loss must be a tensor: got an Encoded. The loss of the whole batch that it is for is MacroStep(..., "
+            "joint=): a function of the model and all encodings."
+        )
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
     if loss.numel() != 1:
@@ -50,6 +55,47 @@ def checked_loss(loss: object) -> Tensor:
         "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no parameter "
         "that requires a gradient."
     )
+
+
+def checked_value(loss: object) -> Tensor:
+    """An ordinary loss beside encodings, of which only the value is wanted; or an error."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
+        return full_tensor(loss)
+    try:
+        return checked_loss(loss)
+    except BatchError as error:
+        raise BatchError(f"the ordinary loss in Encoded(loss, items, ...): {error}") from None
+
+
+def checked_joint_loss(loss: object) -> Tensor:
+    """What `joint` returned, or an error that says what is wrong with it."""
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
+        return full_tensor(loss)
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"joint must return the loss of the whole batch, a scalar tensor: got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise BatchError(
+            f"joint must return a scalar: got shape {tuple(loss.shape)}. Reduce it with mean() over the whole batch."
+        )
+    if not loss.dtype.is_floating_point:
+        raise BatchError(f"joint must return a real number: got dtype {loss.dtype}.")
+    raise BatchError(
+        "the loss that joint returned has no graph, so its gradient reaches no encoding: it was detached, computed "
+        "under no_grad(), or does not depend on the encodings."
+    )
+
+
+def checked_joint(joint: T, counts: object) -> T:
+    if joint is None:
+        return joint
+    if not callable(joint):
+        raise UsageError(f"joint must be a function of the model and the encodings of the whole batch: got {joint!r}.")
+    if counts is not None:
+        raise UsageError(
+            "counts= cannot go with joint=: Encoded(loss, items, ...) holds one ordinary loss, whose items are counted "
+            "in the first pass. Leave counts= out."
+        )
+    return joint
 
 
 def checked_items(items: object) -> Items:

@@ -23,7 +23,7 @@ class Verdict:
 
     def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
         self.window = window.number
-        self._miscounting = window if MISCOUNTED in reasons else None  # it knows which term
+        self._miscounting = window if MISCOUNTED in reasons else None  # it knows which term, or what else
         self._simple = list(reasons) == [NONFINITE]
         numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
         self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
@@ -77,11 +77,7 @@ class Verdict:
                 "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
             )
         if reasons & MISCOUNTED and self._miscounting is not None:
-            return BatchError(
-                f"{self._miscounting.miscount()}, in window {self.window}; its step was not taken. What loss_fn "
-                "returns as items of a term must add up, over all micro-batches, to what counts(batch) says of the "
-                "batch: count both in the same way, after any shift of labels."
-            )
+            return BatchError(self._miscounting.miscount())
         if reasons == NONFINITE:
             return NonFiniteError(
                 f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "

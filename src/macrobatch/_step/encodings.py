@@ -1,0 +1,230 @@
+"""Encodings: what `loss_fn` returns as `Encoded`, taken apart into tensors, and the whole batch's put together again.
+
+Rows come micro-batch by micro-batch, in the order of the cut. They are put into the order of the batch, and all ranks'
+rows one after the other: in one exchange of bytes, whatever dtypes and shapes there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from macrobatch._cut.trees import leaves, rebuild
+from macrobatch._ranks.collectives import Group, all_gather_bytes, full_tensor
+from macrobatch._step.totals import wide
+from macrobatch.errors import BatchError
+from macrobatch.types import Encoded, Sum, fields_of
+
+
+class Field(NamedTuple):
+    """One tensor of the encodings.
+
+    Attributes:
+        path: as a user would write it.
+        is_sum: whether it is a statistic of the micro-batch, and has no rows.
+        shape: of one sample; of a statistic, of the whole.
+        dtype: of a statistic, that of its total.
+    """
+
+    path: str
+    is_sum: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class Layout(NamedTuple):
+    """What encodings look like, whatever their values and their number of samples.
+
+    Attributes:
+        tree: the fields by name, with a number in place of each tensor.
+        fields: those tensors.
+        has_loss: whether there is an ordinary loss beside them.
+    """
+
+    tree: dict[str, Any]
+    fields: tuple[Field, ...]
+    has_loss: bool
+
+    def encoded(self, tensors: Sequence[Tensor]) -> Encoded:
+        """Such encodings, with these tensors."""
+        return Encoded(**rebuild(self.tree, lambda index: tensors[index]))
+
+
+def take_apart(encoded: object, samples: int) -> tuple[Layout, list[Tensor]]:
+    """The layout and the tensors of what `loss_fn` returned for a micro-batch of so many samples."""
+    if not isinstance(encoded, Encoded):
+        raise BatchError(
+            f"with joint= loss_fn must return an Encoded, which holds what joint needs of each sample: got "
+            f"{type(encoded).__name__}. For example Encoded(image=images, text=texts); Encoded(loss, items, ...) adds "
+            "an ordinary loss."
+        )
+    if isinstance(encoded.loss, dict):
+        raise BatchError(
+            "Encoded holds one ordinary loss with its items: got a dict of terms. Add them up, each divided by "
+            "its own total, or compute them in joint from Sum(...) fields."
+        )
+    if encoded.loss is None and encoded.items is not None:
+        raise BatchError("Encoded got items, but no loss that they belong to: Encoded(loss, items, ...).")
+    found, fields, tensors = fields_of(encoded), [], []
+    for name, field in found.items():
+        for path, leaf in leaves(field, f"encoded.{name}"):
+            value = _tensor_of(leaf, path, samples)
+            is_sum = isinstance(leaf, Sum)
+            dtype = _total_dtype(value.dtype) if is_sum else value.dtype
+            fields.append(Field(path, is_sum, tuple(value.shape if is_sum else value.shape[1:]), dtype))
+            tensors.append(value)
+    if not fields:
+        raise BatchError(
+            "Encoded has no field: joint would get nothing. For example Encoded(image=images, text=texts)."
+        )
+    numbers = iter(range(len(fields)))
+    return Layout(rebuild(found, lambda _: next(numbers)), tuple(fields), encoded.loss is not None), tensors
+
+
+def _tensor_of(leaf: Any, path: str, samples: int) -> Tensor:
+    if isinstance(leaf, Sum):
+        value = torch.as_tensor(leaf.value) if isinstance(leaf.value, Number) else leaf.value
+        if not isinstance(value, Tensor):
+            raise BatchError(f"{path} must be the Sum of a tensor or a number: got {type(value).__name__}.")
+        return full_tensor(value)
+    if not isinstance(leaf, Tensor):
+        raise BatchError(
+            f"{path} must be a tensor with one row a sample: got {type(leaf).__name__}. Statistics of the micro-batch "
+            "go into Sum(...)."
+        )
+    if leaf.dim() == 0 or len(leaf) != samples:
+        raise BatchError(
+            f"{path} must have one row for each of the {samples} samples of its micro-batch: found the shape "
+            f"{tuple(leaf.shape)}. Put the samples first; what adds up over the batch instead goes into Sum(...)."
+        )
+    return full_tensor(leaf)
+
+
+def _total_dtype(dtype: torch.dtype) -> torch.dtype:
+    """As `torch.sum` has it."""
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
+
+
+def require_same_layout(expected: Layout, found: Layout, there: str, here: str) -> None:
+    """An error that names the first field which differs between what came `there` and `here`."""
+    if expected.fields == found.fields and expected.has_loss == found.has_loss:
+        return
+    if expected.has_loss != found.has_loss:
+        with_loss, without = (there, here) if expected.has_loss else (here, there)
+        raise BatchError(
+            f"Encoded must hold an ordinary loss for every micro-batch, or for none: it has one {with_loss}, and none "
+            f"{without}. Where there is nothing to add, return a loss of 0 with 0 items."
+        )
+    one, other = ({field.path: field for field in layout.fields} for layout in (expected, found))
+    for path in (*one, *other):
+        if (path in one) != (path in other):
+            raise BatchError(
+                f"Encoded must have the same fields for every micro-batch: {path} came {there if path in one else here}"
+                f" only."
+            )
+    path = next((p for p in one if one[p] != other[p]), next(iter(one)))
+    raise BatchError(
+        f"Encoded must look the same for every micro-batch but for the number of samples: {path} has "
+        f"{_words(one[path])} {there}, and {_words(other[path])} {here}. Bring it to one shape and dtype, e.g. by "
+        "pooling or padding."
+    )
+
+
+def _words(field: Field) -> str:
+    kind = "a Sum of shape" if field.is_sum else "rows of shape"
+    return f"{kind} {field.shape} in {field.dtype}"
+
+
+# ---------------------------------------------------------------------------------------------- the whole batch
+
+
+def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """The rows of all micro-batches of a rank; row i of them is that of sample ``order[i]``."""
+    rows = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(order))):
+        return rows
+    places = [0] * len(order)
+    for row, sample in enumerate(order):
+        places[sample] = row
+    return rows_at(rows, places)
+
+
+def rows_at(rows: Tensor, places: Sequence[int]) -> Tensor:
+    """Some rows, in that order; a view if they are neighbours."""
+    if isinstance(places, range) and places.step == 1:
+        return rows[places.start : places.stop]
+    index = torch.tensor(list(places), device="cpu")
+    if rows.is_cuda:
+        index = index.pin_memory()  # otherwise the host would wait for the copy
+    return rows.index_select(0, index.to(rows.device, non_blocking=True))
+
+
+def total_of(parts: Sequence[Tensor], field: Field, device: torch.device) -> Tensor:
+    """The sum of a statistic over the micro-batches of a rank, in a dtype that loses nothing."""
+    dtype = _wide_dtype(field.dtype, device)
+    total = torch.zeros(field.shape, dtype=dtype, device=device)
+    for part in parts:
+        total += part.to(device, dtype, non_blocking=True)
+    return total
+
+
+def _wide_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return wide(device) if dtype.is_floating_point else torch.int64
+
+
+class Exchange:
+    """All ranks' tensors, in one exchange: rows one rank after the other, and totals added up in the order of ranks.
+
+    Args:
+        layout: of the encodings, the same on all ranks.
+        samples: of each rank.
+        device: where the tensors are.
+        group: the ranks.
+    """
+
+    def __init__(self, layout: Layout, samples: Sequence[int], device: torch.device, group: Group) -> None:
+        self._fields = [*layout.fields, *(Field("", True, (3,), wide(device)),) * layout.has_loss]
+        self._samples = samples
+        self._device = device
+        self._group = group
+
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """`own`: the fields of this rank, then the totals of its ordinary losses, if there are any."""
+        # The widest come first, so that each begins where numbers of its size may.
+        order = sorted(range(len(own)), key=lambda index: -self._dtype(index).itemsize)
+        sizes = [sum(self._nbytes(index, count) for index in order) for count in self._samples]
+        packed = torch.cat([own[index].contiguous().reshape(-1).view(torch.uint8) for index in order])
+        everyone = all_gather_bytes(packed, sizes, self._group)
+        found: list[list[Tensor]] = [[] for _ in own]
+        for received, count in zip(everyone, self._samples, strict=True):
+            start = 0
+            for index in order:
+                end = start + self._nbytes(index, count)
+                found[index].append(received[start:end].view(self._dtype(index)).view(self._shape(index, count)))
+                start = end
+        return [
+            torch.stack(parts).sum(0) if field.is_sum else torch.cat(parts)
+            for field, parts in zip(self._fields, found, strict=True)
+        ]
+
+    def _dtype(self, index: int) -> torch.dtype:
+        field = self._fields[index]
+        return _wide_dtype(field.dtype, self._device) if field.is_sum else field.dtype
+
+    def _shape(self, index: int, count: int) -> tuple[int, ...]:
+        field = self._fields[index]
+        return field.shape if field.is_sum else (count, *field.shape)
+
+    def _nbytes(self, index: int, count: int) -> int:
+        return math.prod(self._shape(index, count)) * self._dtype(index).itemsize

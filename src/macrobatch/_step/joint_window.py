@@ -1,0 +1,263 @@
+"""A window with a loss of the whole batch: the gradient of every encoding is known before its first backward.
+
+Each micro-batch makes one scalar: its encodings, times their gradients, and its ordinary loss, weighed n / total. Its
+gradient is the micro-batch's share of the window's. Totals were counted in the first pass, so nothing but what a
+backend averages over, and the scale of a scaler, is left to be divided by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from macrobatch._step.totals import UNSCALED, HostItems, Totals, Window, is_zero, wide
+from macrobatch.types import Items, Reduction
+
+# How far encodings may be apart in the two passes, relative to the largest: kernels may differ without a graph, and
+# float32 encodings may have been computed in bfloat16, whose roundings are 4e-3 apart.
+TOLERANCE = 1e-2
+TOLERANCE_OF_FLOAT64 = 1e-6
+
+
+class FirstPass(NamedTuple):
+    """What is known of a window before its second pass, over all ranks.
+
+    Attributes:
+        samples: how many there are.
+        ordinary: of the ordinary losses, the summed loss, the items, and how many counts were bad; None: there are none.
+        is_whole: whether all of these items are known to be whole numbers.
+        loss: that of the whole batch.
+    """
+
+    samples: int
+    ordinary: Tensor | None
+    is_whole: bool
+
+
+class Share(NamedTuple):
+    """A micro-batch in the second pass.
+
+    Attributes:
+        tensors: its encodings.
+        first: the same, as the first pass found them.
+        gradients: of the whole loss by each of them, times the scale; None where there is none.
+        loss: the ordinary one.
+        items: of it, as counted in the first pass.
+    """
+
+    tensors: Sequence[Tensor]
+    first: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    loss: Tensor | None
+    items: Items
+
+
+class Pulled(NamedTuple):
+    """The scalar of one micro-batch; None where nothing of it has a graph. `lacks`: whether its loss was left out."""
+
+    loss: Tensor | None
+    lacks: bool
+    counts: bool
+    differs: Tensor | None
+
+
+class JointWindow(Window):
+    """The totals of one window with a loss of the whole batch.
+
+    Args:
+        number, length, reduction: as of `Window`.
+        scaler: whose scale multiplies all losses of the window.
+        multiplier: the same, where it is known beforehand.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        length: int,
+        reduction: Reduction,
+        scaler: GradScaler | None = None,
+        multiplier: float | Tensor | None = None,
+    ) -> None:
+        super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
+        self._first: FirstPass | None = None
+        self._joint: Tensor | None = None  # the loss of the whole batch
+        self._differs: Tensor | None = None  # how many micro-batches had other encodings in the second pass
+
+    def expect(self, first: FirstPass, device: torch.device) -> None:
+        """What the first pass has counted, before the second."""
+        self._first, self._device = first, device
+        self._differs = torch.zeros((), device=device, dtype=wide(device))
+        if self._multiplier is None:
+            one = torch.ones((), device=device, dtype=torch.float32)
+            self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
+
+    def note_joint(self, loss: Tensor) -> None:
+        """The loss of the whole batch."""
+        self._joint = loss.detach().reshape(()).to(self.device, wide(self.device))
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    def weigh(self, share: Share, *, repeats: bool = False) -> Pulled:
+        """Make one scalar of a micro-batch. `repeats`: it counts for nothing, but its backward reaches as far."""
+        pieces = []
+        for tensor, gradient in zip(share.tensors, share.gradients, strict=True):
+            if gradient is not None and tensor.requires_grad:
+                pieces.append(_dot(tensor, torch.zeros_like(tensor) if repeats else gradient))
+        loss, lacks = share.loss, False
+        if loss is not None and loss.requires_grad:
+            lacks = is_zero(share.items) and not repeats and self._reduction == "mean"  # 0 / 0 may be in it
+            if not lacks:
+                pieces.append(self._weight(loss, share.items))
+        differs = None if repeats else _differ(share.first, share.tensors, self.device)
+        return Pulled(_sum_of(pieces), lacks, not repeats, differs)
+
+    def _weight(self, loss: Tensor, items: Items) -> Tensor:
+        assert self._first is not None
+        assert self._first.ordinary is not None
+        loss = loss.reshape(()).to(self.device)
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        total = self._first.ordinary[1]
+        weight = torch.where(total == 0, 1, total).reciprocal()
+        if self._reduction == "mean":
+            weight = weight * (items.detach().to(weight) if isinstance(items, Tensor) else items or 0)
+        if self.multiplier is not UNSCALED:
+            weight = weight * self.multiplier
+        return loss * weight.to(loss.dtype)
+
+    def add(self, loss: Tensor | None, items: Any) -> Tensor:
+        """Count a micro-batch as it was weighed; returns the seed of its backward."""
+        self.turns += 1
+        self.micro_batches += 1
+        if items.differs is not None:
+            self._differs = self._differs + items.differs
+        return torch.ones((), device=self.device) if loss is None else torch.ones_like(loss)
+
+    def add_nothing(self, loss: Tensor) -> Tensor:
+        self.turns += 1
+        if self._device is None:
+            self._device = loss.device
+        return torch.zeros_like(loss)
+
+    def counts_for_nothing(self, items: Any) -> bool:
+        return not items.counts
+
+    # ------------------------------------------------------------------------------------------ recorded ones
+
+    @property
+    def host_items(self) -> HostItems:
+        return 0
+
+    def add_recorded(self, host_items: HostItems, device_total: Tensor) -> None:  # noqa: ARG002
+        self.turns += 1
+        self.micro_batches += 1
+
+    def totals(self) -> Totals:
+        assert self._differs is not None
+        return Totals(self._differs, None, None)
+
+    def absorb(self, totals: Totals) -> None:
+        self._differs = self._differs + totals.loss
+
+    # ------------------------------------------------------------------------------------------ between ranks
+
+    def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
+        assert not flags, "no loader is read here"
+        if self._differs is not None:
+            self._travelling = all_reduce(self._differs.clone())
+
+    # ------------------------------------------------------------------------------------------ the totals
+
+    @property
+    def knows_multiplier(self) -> bool:
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        return self._first is None
+
+    @property
+    def has_items(self) -> bool:
+        return self._first is not None
+
+    def items(self) -> Tensor:
+        """Those of the ordinary loss, else the samples."""
+        if self._first is None or self._first.ordinary is None:
+            samples = 0 if self._first is None else self._first.samples
+            return torch.full((), samples, device=self.device, dtype=torch.int64)
+        items = self._first.ordinary[1]
+        return items.to(torch.int64) if self._first.is_whole else items
+
+    def loss(self) -> Tensor:
+        if self._first is None or self._joint is None:
+            return torch.full((), torch.nan, device=self.device, dtype=wide(self.device))
+        if self._first.ordinary is None:
+            return self._joint
+        total, items, _ = self._first.ordinary
+        return self._joint + (total / items).masked_fill(items == 0, 0)
+
+    def divisor(self) -> float | Tensor:
+        multiplier = self.multiplier
+        if isinstance(multiplier, Tensor):
+            multiplier = multiplier.to(wide(self.device))
+        return multiplier / self.average
+
+    def typical_items(self) -> float | Tensor:
+        raise AssertionError("means are accumulated, so nothing is shrunk")
+
+    def poisoned(self) -> Tensor | None:
+        return None  # bad items tell of themselves
+
+    def bad_items(self) -> Tensor | None:
+        if self._first is None or self._first.ordinary is None:
+            return None
+        total, items, bad = self._first.ordinary
+        return (bad != 0) | ~torch.isfinite(items)
+
+    def miscounted(self) -> Tensor | None:
+        """Whether encodings differ between the passes, on any rank."""
+        differs = self._differs if self._everyone is None else self._everyone
+        return None if differs is None else (differs != 0).reshape(1)
+
+    def miscount(self) -> str:
+        return (
+            f"encodings were not the same in the two passes of window {self.number}; its step was not taken. Each "
+            "micro-batch goes through loss_fn twice, with the same weights, buffers and default random number "
+            "generators. Draw from those alone (no torch.Generator of your own), and let loss_fn keep nothing from one "
+            "call to the next."
+        )
+
+
+def _dot(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """A scalar whose gradient by `tensor` is `gradient`, to the last bit."""
+    tensor, gradient = tensor.reshape(-1), gradient.reshape(-1)
+    return torch.vdot(gradient, tensor).real if tensor.is_complex() else torch.dot(tensor, gradient)
+
+
+def _sum_of(pieces: Sequence[Tensor]) -> Tensor | None:
+    """One scalar, at least in float32; its backward hands on what it is given."""
+    if not pieces:
+        return None
+    dtype = torch.float32
+    for piece in pieces:
+        dtype = torch.promote_types(dtype, piece.dtype)
+    total = pieces[0].to(dtype)
+    for piece in pieces[1:]:
+        total = total + piece.to(total.device, dtype)
+    return total
+
+
+def _differ(first: Sequence[Tensor], second: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Whether encodings are further apart than rounding can bring them: 0 or 1, on the device."""
+    found = []
+    for before, now in zip(first, second, strict=True):
+        if not (now.is_floating_point() or now.is_complex()) or not now.numel():
+            continue
+        tolerance = TOLERANCE_OF_FLOAT64 if now.dtype in (torch.float64, torch.complex128) else TOLERANCE
+        apart, largest = (now.detach() - before).abs().amax(), before.abs().amax()
+        found.append((apart > tolerance * largest).to(device))  # False where one is NaN: gradients tell of that
+    return torch.stack(found).any().to(wide(device)) if found else None
