@@ -78,7 +78,7 @@ def _pairs(model: Any, batch: Batch) -> Encoded:
 CONTRAST = Case(
     _pairs,
     lambda model, encoded: contrastive_loss(encoded.image, encoded.text, scale=model.scale.exp(), tile=4),
-    lambda model, batch: plain_contrast(*model(batch)[:2], model.scale.exp()),
+    lambda model, batch: plain_contrast(model(batch)[0], model(batch)[1], model.scale.exp()),
 )
 
 
@@ -130,6 +130,7 @@ def _ranked(model: Any, image: Tensor, gates: Tensor, label: Tensor, length: Ten
 def _whole_nested(model: Any, batch: Batch) -> Tensor:
     encoded = _nested(model, batch)
     image, gates = encoded.rows[0], encoded.rows[1]["gates"]
+    assert encoded.loss is not None
     return encoded.loss + _ranked(model, image, gates, encoded.label, encoded.length)
 
 

@@ -389,7 +389,7 @@ def test_memory_that_runs_out_in_joint_is_no_matter_of_micro_batches():
     def joint(model, encoded):
         raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
 
-    with pytest.raises(FitError, match="inside joint, which has the encodings of all 8 samples.*9.00 GiB"):
+    with pytest.raises(FitError, match=r"inside joint, which has the encodings of all 8 samples.*9.00 GiB"):
         train_on(model, joint=joint, micro="auto")(batch)
     assert all(torch.equal(before[name], now) for name, now in weights(model).items())
 
@@ -430,7 +430,7 @@ def test_encoded_without_joint():
     refused("got an Encoded.*joint=", joint=None)
     model = towers()
     acc = Accumulator(model, sgd(model))
-    with pytest.raises(BatchError, match="got an Encoded.*joint="), acc.micro_batch():
+    with pytest.raises(BatchError, match=r"got an Encoded.*joint="), acc.micro_batch():
         acc.backward(CONTRAST.loss_fn(model, batch_of(3)))
     with pytest.raises(UsageError, match="MacroStep"):
         Accumulator(model, sgd(model), joint=CONTRAST.joint)

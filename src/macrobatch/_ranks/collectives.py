@@ -93,7 +93,7 @@ def all_gather_bytes(own: Tensor, sizes: Sequence[int], group: Group) -> list[Te
     padded[: len(own)] = own
     everyone = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=own.device)
     dist.all_gather_into_tensor(everyone, padded, group=group)
-    return [part[:size] for part, size in zip(everyone.split(longest), sizes, strict=True)]
+    return [part[:size] for part, size in zip(torch.split(everyone, longest), sizes, strict=True)]
 
 
 def all_reduce_max(number: float | Tensor, group: Group, device: torch.device) -> Tensor:

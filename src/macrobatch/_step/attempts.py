@@ -123,7 +123,7 @@ class Attempts:
         return False
 
     def agree(self) -> None:
-        """Half-way through a held window, before ranks exchange anything: go on only if all of them have come so far."""
+        """Half-way through a held window, before ranks exchange anything: go on only if no rank has failed."""
         statuses = self._vote(Status.DONE)
         if any(statuses):
             raise AbandonedError(statuses)

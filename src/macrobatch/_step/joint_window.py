@@ -28,9 +28,8 @@ class FirstPass(NamedTuple):
 
     Attributes:
         samples: how many there are.
-        ordinary: of the ordinary losses, the summed loss, the items, and how many counts were bad; None: there are none.
+        ordinary: of the ordinary losses, the summed loss, the items, and how many counts were bad; or None.
         is_whole: whether all of these items are known to be whole numbers.
-        loss: that of the whole batch.
     """
 
     samples: int
@@ -161,6 +160,7 @@ class JointWindow(Window):
         return Totals(self._differs, None, None)
 
     def absorb(self, totals: Totals) -> None:
+        assert self._differs is not None
         self._differs = self._differs + totals.loss
 
     # ------------------------------------------------------------------------------------------ between ranks
@@ -197,7 +197,7 @@ class JointWindow(Window):
             return torch.full((), torch.nan, device=self.device, dtype=wide(self.device))
         if self._first.ordinary is None:
             return self._joint
-        total, items, _ = self._first.ordinary
+        total, items, _ = self._first.ordinary.unbind()
         return self._joint + (total / items).masked_fill(items == 0, 0)
 
     def divisor(self) -> float | Tensor:
@@ -215,7 +215,7 @@ class JointWindow(Window):
     def bad_items(self) -> Tensor | None:
         if self._first is None or self._first.ordinary is None:
             return None
-        total, items, bad = self._first.ordinary
+        _, items, bad = self._first.ordinary.unbind()
         return (bad != 0) | ~torch.isfinite(items)
 
     def miscounted(self) -> Tensor | None:
