@@ -149,6 +149,11 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
+def parts_of(batch: Batch, micro: int) -> list[Batch]:
+    samples = len(batch["x"])
+    return [{key: rows[i : i + micro] for key, rows in batch.items()} for i in range(0, samples, micro)]
+
+
 def gradient_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Zeros where it reaches none."""
     named = dict(model.named_parameters())
@@ -158,9 +163,7 @@ def gradient_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def checkpointed_gradient(model: nn.Module, case: Case, batch: Batch, micro: int) -> dict[str, Tensor]:
     """Of pairs: each micro-batch under `checkpoint`, the loss of all, one backward. Dropout is replayed by torch."""
-    samples = len(batch["x"])
-    parts = [{key: rows[i : i + micro] for key, rows in batch.items()} for i in range(0, samples, micro)]
-    outputs = [checkpoint(model, part, use_reentrant=False) for part in parts]
+    outputs = [checkpoint(model, part, use_reentrant=False) for part in parts_of(batch, micro)]
     image, text = (torch.cat([output[i] for output in outputs]) for i in range(2))
     return gradient_of(model, case.joint(model, Encoded(image=image, text=text)))
 

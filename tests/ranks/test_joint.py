@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from harness.joint import CASES, CONTRAST, TOKENS, Case, batch_of, concatenate, gradient_of, towers
+from harness.joint_loops import gradcache
 from harness.ranks import (
     Collectives,
     Outcome,
@@ -27,7 +28,7 @@ from harness.ranks import (
     same_on_all,
 )
 from harness.reference import relative_error
-from macrobatch import Encoded, MacroStep, by_tokens, contrastive_loss
+from macrobatch import Encoded, MacroStep, by_tokens, contrastive_loss, verify
 
 MODES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "ddp": (ddp, {}),
@@ -169,7 +170,7 @@ def test_sharded_gradients_travel_once(ran):
 
 
 def noisy(wrap: Any, **options: Any) -> Outcome:
-    """Dropout in the towers, random numbers in the loss: each rank has its own in the towers, the first's in the loss."""
+    """Each rank draws its own random numbers in the towers, and the first rank's in the loss."""
     model = wrap(towers(dropout=0.3))
     drawn = []
 
@@ -252,6 +253,53 @@ def test_parts_that_only_joint_uses(ran, mode):
         loss = contrastive_loss(image, text, scale=model.scale.exp()) + model.head(image).var()
         expected = gradient_of(model, loss + model.router.weight.square().sum())
         assert relative_error(difference(found[window], found[window + 1]), expected) <= 1e-12
+
+
+# ------------------------------------------------------------------------------------------------- verify, others
+
+
+def verified(wrap: Any, name: str) -> Outcome:
+    """The default step, MacroStep; on shares of unequal size."""
+    case, batch = CASES[name], own_batch(0, (5, 3)[dist.get_rank()], dist.get_rank())
+    report = verify(wrap(towers()), case.loss_fn, batch, joint=case.joint)
+    return {"ok": report.ok, "error": report.max_relative_error, "text": str(report)}
+
+
+def verified_gradcache() -> Outcome:
+    """As its `DistributedContrastiveLoss` has it under DDP, which takes the mean over ranks."""
+
+    def joint(model: Any, encoded: Encoded) -> Any:
+        return contrastive_loss(encoded.image, encoded.text, scale=3.0)
+
+    def step(model: Any, batch: Any) -> None:
+        gradcache(model, batch, micro=2, joint=joint, gathers=True)
+
+    bare, batch = towers(), own_batch(0, 4, dist.get_rank())
+    for name, parameter in bare.named_parameters():
+        parameter.requires_grad_(name.startswith(("image", "text")))
+    report = verify(ddp(bare), CONTRAST.loss_fn, batch, joint=joint, step=step)
+    return {"ok": report.ok, "cause": report.causes[0].name, "evidence": report.causes[0].evidence}
+
+
+for _name in CASES:
+    SCENARIOS[f"verified-{_name}-ddp"] = partial(verified, ddp, _name)
+    SCENARIOS[f"verified-{_name}-fsdp2"] = partial(verified, fsdp2, _name)
+SCENARIOS["verified-gradcache"] = verified_gradcache
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", CASES)
+def test_verify(ran, name, mode):
+    for outcome in all_well(ran[f"verified-{name}-{mode}"]):
+        assert outcome["ok"], outcome["text"]
+        assert outcome["error"] <= 1e-12
+
+
+def test_gradcache_on_two_ranks_has_half_the_gradient(ran):
+    for outcome in all_well(ran["verified-gradcache"]):
+        assert not outcome["ok"]
+        assert outcome["cause"] == "world size"
+        assert "0.5 times the right one" in outcome["evidence"]
 
 
 # ------------------------------------------------------------------------------------------------- memory, mistakes

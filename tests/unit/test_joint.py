@@ -24,8 +24,9 @@ from harness.joint import (
     towers,
     weights,
 )
+from harness.joint_loops import gradcache, openclip, sentence_transformers
 from harness.reference import relative_error
-from macrobatch import Accumulator, Encoded, MacroStep, Sum, by_tokens, contrastive_loss
+from macrobatch import Accumulator, Encoded, MacroStep, Sum, by_tokens, contrastive_loss, verify
 from macrobatch.errors import BatchError, FitError, UsageError
 
 
@@ -347,6 +348,81 @@ def test_nothing_is_read_inside_the_window(name):
         train(batch)
     reads = [read for read in watch.reads if read not in ("equal", "untyped_storage", "data_ptr")]
     assert reads in ([], ["cpu"])  # the verdict on a CPU, after the step was queued
+
+
+# ------------------------------------------------------------------------------------------------------ beside others
+
+
+def ours(model, batch, *, micro, joint):
+    train_on(model, micro=micro, joint=joint)(batch)
+
+
+def errors_of(loop, dropout):
+    """Of the towers, and the factor of the scale, against checkpointing with the same random numbers."""
+    model, batch = towers(dropout=dropout), batch_of(16)
+    torch.manual_seed(5)
+    expected = checkpointed_gradient(model, CONTRAST, batch, 2)
+    torch.manual_seed(5)
+    found = step_of(model, lambda: loop(model, batch, micro=2, joint=CONTRAST.joint))
+    factor = (found.pop("scale") / expected.pop("scale")).item()
+    return relative_error(found, expected), factor
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("loop", [ours, gradcache, sentence_transformers])
+def test_loops_that_are_right_in_one_process(loop, dropout):
+    error, factor = errors_of(loop, dropout)
+    assert error <= 1e-12
+    assert factor == pytest.approx(1.000, abs=1e-12)
+
+
+def test_openclip_counts_its_scale_in_every_micro_batch():
+    error, factor = errors_of(openclip, 0.0)
+    assert error <= 1e-12
+    assert factor == pytest.approx(8.000, abs=1e-9)
+
+
+def test_openclip_does_not_replay_masks():
+    error, _ = errors_of(openclip, 0.1)
+    assert error > 0.1
+
+
+def test_verify_names_what_is_wrong():
+    model, batch = towers(), batch_of(16)
+
+    def step(loop):
+        return lambda model, batch: loop(model, batch, micro=2, joint=CONTRAST.joint)
+
+    report = verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=step(openclip))
+    assert [cause.name for cause in report.causes] == ["parameters counted several times"]
+    assert "scale 8;" in report.causes[0].evidence.replace(")", "")
+    for loop in (gradcache, sentence_transformers, ours):
+        assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=step(loop)).ok
+
+    def halved(model, batch):
+        gradcache(model, batch, micro=2, joint=lambda m, e: CONTRAST.joint(m, e) / 3)
+
+    assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=halved).causes[0].name == "constant factor"
+
+    def first_only(model, batch):
+        gradcache(model, {key: rows[:8] for key, rows in batch.items()}, micro=2, joint=CONTRAST.joint)
+
+    assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=first_only).causes[0].name == "unexplained"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_verify_our_own_step(name, dtype):
+    case = CASES[name]
+    report = verify(towers(dtype, dropout=0.1), case.loss_fn, batch_of(9, dtype=dtype), joint=case.joint)
+    assert report.ok, report
+
+
+def test_verify_says_to_use_joint():
+    model, batch = towers(), batch_of(9)
+    report = verify(model, CONTRAST.whole, batch, micro=3)
+    assert report.causes[0].name == "loss that couples samples"
+    assert "joint=" in report.causes[0].cure
 
 
 # ------------------------------------------------------------------------------------------------------ memory

@@ -20,6 +20,7 @@ from macrobatch.verification.label_causes import label_causes, loss_padding_caus
 from macrobatch.verification.report import Cause
 from macrobatch.verification.sample_matching import num_indistinguishable
 from macrobatch.verification.weighting import causes_of_window, leftover_cause
+from macrobatch.verification.whole_loss import whole_loss_causes
 
 MAX_DIAGNOSED = 4  # windows
 NOISE = 1e-5  # the difference that two float32 sums of the same numbers may have on a GPU
@@ -34,6 +35,8 @@ def explain(case: Case) -> tuple[list[Cause], list[str]]:
     allow_clipping(case, notes)
     _add_notes(case, notes)
     wrong = [window for window in case.windows if window.is_wrong]
+    if case.is_joint:
+        return list(_joint_causes(case, wrong)), notes
     structural = list(_window_causes(case))
     causes = list(_step_causes(case, wrong))
     causes = causes or (label_causes(case, wrong) if wrong else [])
@@ -154,6 +157,19 @@ def _cause_of_wrong_windows(case: Case, wrong: list[Comparison]) -> Cause | None
         or hook_clipping_cause(case)
         or coupling_cause(case, wrong)
     )
+
+
+def _joint_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
+    """The causes for a loss of the whole batch: of those that cut the batch, none applies."""
+    if case.has_wrong_count:
+        yield _window_count_cause(case)
+    early = _foreign_optimizer_cause(case) or _replaced_parameter_cause(case) or _idle_step_cause(case)
+    if wrong and early is None:
+        early = _synchronisation_cause(case, wrong) or _missing_gradient_cause(case, wrong)
+    if early is not None:
+        yield early
+    else:
+        yield from whole_loss_causes(case, wrong)
 
 
 def _window_count_cause(case: Case) -> Cause:

@@ -156,6 +156,7 @@ class Case:
         big_batch_calls: the calls of the model for one big batch.
         run_doubled: runs the step again with doubled gradients; returns None if that is impossible.
         repeat_error: the difference between two runs of one big batch; 0 if it is rounding.
+        is_joint: whether the loss is one of the whole batch, so that parts of the batch tell nothing.
         scaling_error: the error of the gradient of twice the loss against twice the gradient; 0 if it is rounding.
     """
 
@@ -171,6 +172,7 @@ class Case:
     run_doubled: Callable[[], Observation | None] = lambda: None
     repeat_error: float = 0.0
     scaling_error: float = 0.0
+    is_joint: bool = False
 
     @cached_property
     def doubled_observation(self) -> Observation | None:

@@ -37,8 +37,8 @@ def coupling_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
     return Cause(
         name="loss that couples samples",
         evidence=f"the model's outputs do not depend on the other samples, but the loss does: {share}.",
-        cure="Put samples that the loss compares into the same micro-batch. Or compute the embeddings of the whole "
-        "batch first, under no_grad(), and compare every micro-batch with those.",
+        cure="No cut of the batch has this gradient. Use MacroStep(..., joint=), and verify(..., joint=): loss_fn "
+        "returns the encodings of each sample, and joint makes the loss of all of them.",
     )
 
 

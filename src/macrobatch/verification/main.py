@@ -22,7 +22,7 @@ from macrobatch._ranks.select import common_wrapper, select_backend
 from macrobatch._step import validation as arguments
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.macrostep import MacroStep
-from macrobatch.types import Counts, Reduction
+from macrobatch.types import Counts, Joint, Reduction
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
 from macrobatch.verification.causes import explain
 from macrobatch.verification.comparison import Case, Comparison, Precision
@@ -33,6 +33,7 @@ from macrobatch.verification.report import ParameterError, Report, WindowReport
 from macrobatch.verification.sample_matching import MatchedSamples, match_samples
 from macrobatch.verification.saved_state import DropoutSwitch, SavedState
 from macrobatch.verification.step_watcher import Step, watch
+from macrobatch.verification.whole_loss import WholeLoss
 
 NUM_WORST = 5  # how many parameters a report names
 
@@ -47,6 +48,7 @@ def verify(
     reduction: Reduction = "mean",
     collate: Collate | None = None,
     counts: Counts | None = None,
+    joint: Joint | None = None,
     windows: int | None = None,
 ) -> Report:
     """Compare the gradient that a training step accumulates with that of one big batch.
@@ -88,6 +90,7 @@ def verify(
         reduction: "mean" or "sum": what ``loss_fn`` returns.
         collate: turns a list of samples into a batch for ``loss_fn``.
         counts: without ``step``, for a dict of terms: what `MacroStep` takes.
+        joint: for a loss of the whole batch: what `MacroStep` takes. ``loss_fn`` then returns an `Encoded`.
         windows: how many optimizer steps the step must take. Default: any number.
 
     Returns:
@@ -99,7 +102,7 @@ def verify(
         FitError: the whole batch does not fit into memory at once.
     """
     _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
-    arguments.checked_counts(counts)
+    arguments.checked_joint(joint, arguments.checked_counts(counts))
     ranks = Ranks.of(model)
     with contextlib.ExitStack() as afterwards:
         dropout = DropoutSwitch(model)
@@ -107,16 +110,20 @@ def verify(
         saved_state = SavedState(model, batch, is_sharded=ranks.is_sharded)
         afterwards.callback(saved_state.restore)
         afterwards.callback(_drop_held_gradients, model)
-        big = BigBatch(model, loss_fn, batch, ranks, collate, reduction)
+        reference, weighed = loss_fn, reduction
+        if joint is not None:
+            reference, weighed = WholeLoss(loss_fn, joint, reduction, ranks), "mean"
+        big = BigBatch(model, reference, batch, ranks, collate, weighed)
         entries = big.entries()
         saved_state.include_leaves(big.foreign_leaves)
-        step_or_default = step or default_step(loss_fn, micro, reduction, collate, counts)
+        step_or_default = step or default_step(loss_fn, micro, reduction, collate, counts, joint)
         run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
         observation = run()
         reruns = _run_again(run, model, observation) if step is not None else None
         saved_state.restore_gradients()
         _enter_modes(big.names, observation)
-        case = compare(observation, reruns, big, reduction, divides_by_samples=step is None, expected_windows=windows)
+        case = compare(observation, reruns, big, weighed, divides_by_samples=step is None, expected_windows=windows)
+        case.is_joint = joint is not None
         case.run_doubled = functools.partial(_run_doubled, run, saved_state, big.names, observation)
         report: Report = ranks.broadcast(build_report(case, dropout.names))
     return report
@@ -152,13 +159,15 @@ def default_step(
     reduction: Reduction,
     collate: Collate | None,
     counts: Counts | None = None,
+    joint: Joint | None = None,
 ) -> Step:
     """A step that runs `MacroStep` with a learning rate of 0."""
 
     def step(model: nn.Module, batch: Any) -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         size = micro or uneven_size(samples_of(batch, collate).count)
-        MacroStep(model, optimizer, loss_fn, micro=size, reduction=reduction, collate=collate, counts=counts)(batch)
+        options: Any = {"reduction": reduction, "collate": collate, "counts": counts, "joint": joint}
+        MacroStep(model, optimizer, loss_fn, micro=size, **options)(batch)
 
     return step
 
