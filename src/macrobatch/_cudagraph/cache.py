@@ -361,7 +361,7 @@ class RecordingCache:
         window: Window
         if isinstance(totals, StaticTermTotals):
             window = TermWindow(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
-            window.expect(totals.denominators)
+            window.expect(totals.denominators, totals.buffers)
             items = window.weigh(checked_terms(loss, items, window.names))
             loss = items.loss
         else:
@@ -373,7 +373,7 @@ class RecordingCache:
         require_leaves(loss, leaves_of)
         confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
         run_confined(loss, window.add(loss, items), confinement)
-        totals.add(window.totals())
+        totals.add(window)
         return window
 
     # ------------------------------------------------------------------------------------------ warnings

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import tensors_of
 from macrobatch._step.denominators import Denominators
-from macrobatch._step.terms import TermWindow
+from macrobatch._step.terms import TermBuffers, TermWindow
 from macrobatch._step.totals import HostItems, Totals, Window, wide
 from macrobatch._torch.tensors import copy_all
 
@@ -31,8 +31,9 @@ class StaticTotals:
         if isinstance(multiplier := window.multiplier, Tensor):
             self.multiplier.copy_(multiplier)
 
-    def add(self, totals: Totals) -> None:
+    def add(self, window: Window) -> None:
         """Add the totals of one micro-batch. Recordings contain this call."""
+        totals = window.totals()
         self.loss += totals.loss
         if totals.items is not None and totals.lowest is not None:
             self._used.add(totals.items.dtype)
@@ -55,36 +56,33 @@ class StaticTotals:
 
 
 class StaticTermTotals(StaticTotals):
-    """The totals of terms, and what they are divided by.
+    """The buffers of terms: recorded windows add to them.
 
     Args:
-        denominators: of a window; those of later ones take their place.
+        denominators: of a window; what those of later ones are divided by takes its place.
     """
 
     def __init__(self, denominators: Denominators) -> None:
-        device, count = denominators.total.device, len(denominators.names)
-        super().__init__(device)
-        self.loss = torch.zeros(2, count, device=device, dtype=wide(device))  # the sums of losses, and of items
-        self._fewest = torch.zeros(count, device=device, dtype=wide(device))
-        self.denominators = denominators._replace(own=denominators.own.clone(), total=denominators.total.clone())
+        super().__init__(denominators.own.device)
+        self.denominators = denominators
+        self.buffers = TermBuffers.of(denominators)
 
     def begin(self, window: Window) -> None:
         super().begin(window)
         assert isinstance(window, TermWindow)
-        assert window.denominators is not None
-        self.denominators.total.copy_(window.denominators.total)
+        self.buffers.divisors.copy_(window.buffers.divisors)
 
-    def add(self, totals: Totals) -> None:
-        assert totals.lowest is not None
-        self.loss += totals.loss
-        torch.minimum(self._fewest, totals.lowest, out=self._fewest)
+    def add(self, window: Window) -> None:
+        """Nothing: the recorded window has added to the buffers itself."""
 
     def clear(self) -> None:
         super().clear()
-        self._fewest.zero_()
+        for buffer in self.buffers[1:]:
+            buffer.zero_()
 
     def add_to(self, window: Window) -> None:
-        window.absorb(Totals(self.loss, None, self._fewest))
+        assert isinstance(window, TermWindow)
+        window.absorb_buffers(self.buffers)
 
 
 class Recording:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._step.denominators import Denominators, rounding_of
-from macrobatch._step.totals import UNSCALED, HostItems, Totals, Window, is_zero, wide
+from macrobatch._step.totals import UNSCALED, HostItems, Window, is_zero, wide
 from macrobatch.types import Items, Reduction
 
 
@@ -25,19 +25,40 @@ class Weighed(NamedTuple):
 
     Attributes:
         loss: one scalar, whose gradient is the micro-batch's share of the window's; None where no term has a loss.
-        rows: what each term adds to the sums of losses, and to the items: of shape (2, terms), on the device.
+        shares: what each term adds to its mean, on the device; None where no term counts.
+        items: of each term, on the device; None where no term counts.
         host: the items that the host knows; None where it does not.
         rounding: of items that are no whole numbers.
         lacks: whether a term is absent, or has no items for all the host knows.
-        counts: whether any term counts.
     """
 
     loss: Tensor | None
-    rows: Tensor
+    shares: Tensor | None
+    items: Tensor | None
     host: tuple[int | float | None, ...]
     rounding: tuple[float, ...]
     lacks: bool
-    counts: bool
+
+
+class TermBuffers(NamedTuple):
+    """Where a window of terms adds up, one number a term, on the device.
+
+    Attributes:
+        divisors: the denominators of all ranks; 1 where a term has none: it adds nothing.
+        means: the sums of what micro-batches add to each mean.
+        items: the sums of items.
+        fewest: the smallest number of items in a micro-batch: a negative one is an error.
+    """
+
+    divisors: Tensor
+    means: Tensor
+    items: Tensor
+    fewest: Tensor
+
+    @classmethod
+    def of(cls, denominators: Denominators) -> TermBuffers:
+        divisors = torch.where(denominators.total == 0, 1, denominators.total)
+        return cls(divisors, *(torch.zeros_like(divisors) for _ in range(3)))
 
 
 class TermWindow(Window):
@@ -70,15 +91,12 @@ class TermWindow(Window):
         super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
         self.denominators: Denominators | None = None
 
-    def expect(self, denominators: Denominators) -> None:
-        """What the terms are divided by, before the first of them comes."""
+    def expect(self, denominators: Denominators, buffers: TermBuffers | None = None) -> None:
+        """What the terms are divided by, before the first of them comes; and where they add up, if not here."""
         self.denominators = denominators
+        self.buffers = TermBuffers.of(denominators) if buffers is None else buffers
         device = self._device = denominators.own.device
-        count = len(denominators.names)
-        self._divisors = torch.where(denominators.total == 0, 1, denominators.total)  # a term of no items adds nothing
-        self._sums = torch.zeros(2, count, device=device, dtype=wide(device))  # of losses, and of items
-        self._fewest = torch.zeros(count, device=device, dtype=wide(device))  # items of a term in a micro-batch
-        self._host: list[int | float | None] = [0] * count
+        self._host: list[int | float | None] = [0] * len(denominators.names)
         self._rounding = list(denominators.rounding)
         if self._multiplier is None:
             one = torch.ones((), device=device, dtype=torch.float32)
@@ -96,43 +114,30 @@ class TermWindow(Window):
 
         `repeats`: the micro-batch counts for nothing, so all of its losses do.
         """
-        device, count = self.device, len(self.names)
         given = [terms.get(name) for name in self.names]
-        present = [term is not None and not (is_zero(term[1]) and not repeats) for term in given]
-        lacks = not all(present)
-        if not any(present):  # as one loss without items: what it used gets a gradient of zero
-            present = [term is not None and term[0].requires_grad for term in given]
-            counts = False
-        else:
-            counts = not repeats
-        kept = [term[0] for term, is_there in zip(given, present, strict=True) if term is not None and is_there]
         items = [_count_of(term) for term in given]
+        counts = [term is not None and not is_zero(n) for term, n in zip(given, items, strict=True)]
         host = tuple(None if isinstance(n, Tensor) else n for n in items)
-        rounding = tuple(map(rounding_of, items))
-        if not kept or not counts:
-            rows = torch.zeros(2, count, device=device, dtype=wide(device))
-            loss = _sum_of(kept) if kept else None
-            return Weighed(loss, rows, host, rounding, lacks, counts)
-        values = self._stack(given, present, kept)
+        lacks, rounding = not all(counts), tuple(map(rounding_of, items))
+        if repeats or not any(counts):  # as one loss without items: what it used gets a gradient of zero
+            return Weighed(_sum_of(given), None, None, host, rounding, lacks)
+        values = self._stack(given, counts)
         numbers = torch.stack([self._number(n) for n in items])
-        is_mean = self._reduction == "mean"
-        weights = numbers / self._divisors if is_mean else self._divisors.reciprocal()
-        loss = (values * weights.to(values.dtype)).sum()
-        sums = values.detach().to(numbers.dtype)
-        if is_mean:
-            sums = sums.masked_fill(numbers == 0, 0) * numbers
-        return Weighed(loss, torch.stack([sums, numbers]), host, rounding, lacks, counts)
+        divisors = self.buffers.divisors
+        weights = numbers / divisors if self._reduction == "mean" else divisors.reciprocal()
+        shares = values * weights.to(values.dtype)
+        return Weighed(shares.sum(), shares.detach(), numbers, host, rounding, lacks)
 
-    def _stack(self, given: Sequence[Any], present: Sequence[bool], kept: Sequence[Tensor]) -> Tensor:
+    def _stack(self, given: Sequence[Any], counts: Sequence[bool]) -> Tensor:
         """The losses as one vector, at least in float32; 0 where a term adds nothing."""
         dtype = torch.float32
-        for loss in kept:
-            dtype = torch.promote_types(dtype, loss.dtype)
+        for term, is_counted in zip(given, counts, strict=True):
+            dtype = torch.promote_types(dtype, term[0].dtype) if is_counted else dtype
         nothing = torch.zeros((), device=self.device, dtype=dtype)
         return torch.stack(
             [
-                term[0].reshape(()).to(self.device, dtype, non_blocking=True) if is_there else nothing
-                for term, is_there in zip(given, present, strict=True)
+                term[0].reshape(()).to(self.device, dtype, non_blocking=True) if is_counted else nothing
+                for term, is_counted in zip(given, counts, strict=True)
             ]
         )
 
@@ -145,9 +150,12 @@ class TermWindow(Window):
     def add(self, loss: Tensor | None, items: Any) -> Tensor:
         """Count a micro-batch as it was weighed; returns the seed of its backward."""
         self._note(items.host, items.rounding)
-        self._sums += items.rows
-        torch.minimum(self._fewest, items.rows[1], out=self._fewest)
-        like = self._fewest.new_ones(()) if loss is None else torch.ones_like(loss)
+        buffers = self.buffers
+        if items.items is not None:
+            buffers.means.add_(items.shares)
+            buffers.items.add_(items.items)
+            torch.minimum(buffers.fewest, items.items, out=buffers.fewest)
+        like = buffers.means.new_ones(()) if loss is None else torch.ones_like(loss)
         return like if self.multiplier is UNSCALED else (like * self.multiplier).to(like.dtype)
 
     def add_nothing(self, loss: Tensor) -> Tensor:
@@ -161,7 +169,7 @@ class TermWindow(Window):
         self._rounding = list(map(max, self._rounding, rounding))
 
     def counts_for_nothing(self, items: Any) -> bool:
-        return not items.counts
+        return items.items is None
 
     # ------------------------------------------------------------------------------------------ recorded ones
 
@@ -173,30 +181,31 @@ class TermWindow(Window):
         host, rounding = zip(*host_items, strict=True)
         self._note(host, rounding)
 
-    def totals(self) -> Totals:
-        return Totals(self._sums, None, self._fewest)
-
-    def absorb(self, totals: Totals) -> None:
-        assert totals.lowest is not None
-        self._sums += totals.loss
-        torch.minimum(self._fewest, totals.lowest, out=self._fewest)
+    def absorb_buffers(self, buffers: TermBuffers) -> None:
+        """Add what was kept elsewhere."""
+        self.buffers.means.add_(buffers.means)
+        self.buffers.items.add_(buffers.items)
+        torch.minimum(self.buffers.fewest, buffers.fewest, out=self.buffers.fewest)
 
     # ------------------------------------------------------------------------------------------ between ranks
 
     def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
-        more = [torch.full((), number, device=self.device, dtype=self._sums.dtype) for number in flags]
-        own = [*self._sums.flatten(), *self._own_miscounts().to(self._sums.dtype), self._own_bad().to(self._sums.dtype)]
-        self._travelling = all_reduce(torch.stack([*own, *more]))
+        buffers, dtype = self.buffers, self.buffers.means.dtype
+        bad = self._own_bad().to(dtype).reshape(1)
+        more = [torch.full((1,), number, device=self.device, dtype=dtype) for number in flags]
+        own = [buffers.means, buffers.items, self._own_miscounts().to(dtype), bad, *more]
+        self._travelling = all_reduce(torch.cat(own))
 
     def flag(self, index: int) -> float:
         assert self._everyone is not None
         return float(self._everyone[3 * len(self.names) + 1 + index])
 
-    def _everyones_sums(self) -> Tensor:
-        """The sums of losses, and of items, on all ranks."""
+    def _of_all(self) -> tuple[Tensor, Tensor]:
+        """The means and the items, of all ranks."""
         if self._everyone is None:
-            return self._sums
-        return self._everyone[: 2 * len(self.names)].view(2, -1)
+            return self.buffers.means, self.buffers.items
+        count = len(self.names)
+        return self._everyone[:count], self._everyone[count : 2 * count]
 
     # ------------------------------------------------------------------------------------------ the totals
 
@@ -216,20 +225,20 @@ class TermWindow(Window):
         return any(self.denominators.host)
 
     def lacks_items(self) -> Tensor:
-        return (self._everyones_sums()[1] == 0).all()
+        return (self._of_all()[1] == 0).all()
 
     def items(self) -> Tensor:
         """Those of the first term."""
-        first: Tensor = self._everyones_sums()[1][:1].sum()  # 0 where no rank ever had a sample: no name is known
+        first: Tensor = self._of_all()[1][:1].sum()  # 0 where no rank ever had a sample: no name is known
         return first.to(torch.int64) if self._everyone is None and not any(self._rounding[:1]) else first
 
     def losses(self) -> dict[str, Tensor]:
-        sums, items = self._everyones_sums()
-        return dict(zip(self.names, (sums / items).unbind(), strict=True))  # 0 / 0 is NaN
+        means, items = self._of_all()
+        return dict(zip(self.names, means.masked_fill(items == 0, torch.nan).unbind(), strict=True))
 
     def loss(self) -> Tensor:
-        sums, items = self._everyones_sums()
-        total: Tensor = (sums / items).masked_fill(items == 0, 0).sum()
+        means, items = self._of_all()
+        total: Tensor = means.sum()  # a term without items has added nothing
         return total.masked_fill((items == 0).all(), torch.nan)
 
     def divisor(self) -> float | Tensor:
@@ -254,7 +263,7 @@ class TermWindow(Window):
 
     def _own_bad(self) -> Tensor:
         assert self.denominators is not None
-        numbers = torch.cat([self._fewest, self._sums[1], self.denominators.own])
+        numbers = torch.cat([self.buffers.fewest, self.buffers.items, self.denominators.own])
         return ~(torch.isfinite(numbers) & (numbers >= 0)).all()
 
     # ------------------------------------------------------------------------------------------ what was said before
@@ -278,7 +287,7 @@ class TermWindow(Window):
 
     def _own_miscounts(self) -> Tensor:
         assert self.denominators is not None
-        said, found = self.denominators.own, self._sums[1]
+        said, found = self.denominators.own, self.buffers.items
         apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
         differs = apart != 0
         if any(self._rounding):  # whole numbers must agree exactly, as long as floats can tell them apart
@@ -293,10 +302,10 @@ class TermWindow(Window):
         miscounted = self.miscounted()
         assert miscounted is not None
         index = int(miscounted.int().argmax())
-        where, said, found = "", self.denominators.own[index].item(), self._sums[1, index].item()
+        where, said, found = "", self.denominators.own[index].item(), self.buffers.items[index].item()
         if self._everyone is not None and not self._own_miscounts()[index]:
             where = ", with those of the other ranks,"
-            said, found = self.denominators.total[index].item(), self._everyones_sums()[1, index].item()
+            said, found = self.denominators.total[index].item(), self._of_all()[1][index].item()
         mistake = (
             f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
         )
@@ -315,12 +324,13 @@ def _count_of(term: tuple[Tensor, Items] | None) -> int | float | Tensor:
     return 1 if term[1] is None else term[1]
 
 
-def _sum_of(losses: Sequence[Tensor]) -> Tensor:
-    """A scalar whose backward reaches all that these do."""
-    first, *others = losses
-    total = first.reshape(())
-    for loss in others:
-        total = total + loss.reshape(()).to(total.device)
+def _sum_of(given: Sequence[tuple[Tensor, Items] | None]) -> Tensor | None:
+    """A scalar whose backward reaches all that the losses do; None where none reaches anything."""
+    total = None
+    for term in given:
+        if term is not None and term[0].requires_grad:
+            loss = term[0].reshape(())
+            total = loss if total is None else total + loss.to(total.device)
     return total
 
 
