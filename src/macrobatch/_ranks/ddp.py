@@ -56,7 +56,7 @@ class DDP(Local):
         for model in self._models:  # what else the first forward would do, together with the other ranks
             torch_ddp.prepare_forward(model)
 
-    def begin(self, last: bool) -> None:
+    def begin(self, last: bool, *, after_forward: bool = False) -> None:
         for model in self._models:
             if torch_ddp.is_joining(model):
                 raise BackendError(
@@ -68,13 +68,15 @@ class DDP(Local):
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
         if self._synced:
-            for model in self._models:  # a number that says the same, until a forward of DDP's sets it to True
+            for model in self._models if not after_forward else ():
+                # A number that says the same, until a forward of DDP's sets it to True.
                 model.require_forward_param_sync = int(model.require_forward_param_sync)
             return
-        if may_sync and self._micro:
+        if may_sync and (self._micro or after_forward):
+            cure = ', or use sync="window"' if self._micro else ""
             raise BackendError(
                 "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know "
-                'it: with sync="micro" its gradient would not travel. Wrap the model anew, or use sync="window".'
+                f"it: its gradient would not travel. Wrap the model anew{cure}."
             )
         for model in self._models:
             if model.static_graph and not torch_ddp.knows_static_graph(model):

@@ -1,0 +1,85 @@
+"""Windows that count items: engines, one for each set of models, that leave clipping and stepping to the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from macrobatch._ranks.select import select_backend
+from macrobatch._step.engine import Engine
+from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch.errors import UsageError
+from macrobatch.types import Items
+
+
+class ItemCounter:
+    """Adds losses with items to the windows of the models that they belong to.
+
+    Args:
+        state: Accelerate's ``GradientState``.
+        scaler: tells the scaler of mixed precision, if there is one.
+    """
+
+    def __init__(self, state: Any, scaler: Callable[[], Any]) -> None:
+        self._state = state
+        self._scaler = scaler
+        self._engines: dict[frozenset[int], tuple[Engine, LeaveMean]] = {}
+
+    def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool) -> None:
+        """A micro-batch. In the one that `closes` the window, gradients become the mean over its items."""
+        engine = self._engine_of(models)
+        engine.begin(LAST_OF_ALL if closes else IN_BETWEEN, after_forward=True)
+        try:
+            engine.backward(loss, items)
+            engine.close()
+        except BaseException:
+            engine.give_up()
+            if engine.is_broken:
+                engine.discard()
+            raise
+
+    def are_void(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the last window of these parameters had no items. Waits for the device where only that knows."""
+        wanted = set(map(id, parameters))
+        return any(
+            closing.is_void()
+            for engine, closing in self._engines.values()
+            if any(id(p) in wanted for model in engine.models for p in model.parameters())
+        )
+
+    def discard(self) -> None:
+        """Drop what is accumulated."""
+        for engine, _ in self._engines.values():
+            engine.discard()
+
+    def forget_closed(self) -> None:
+        """Models were prepared: how gradients travel is to be found out anew."""
+        self._engines = {key: pair for key, pair in self._engines.items() if pair[0].has_accumulated}
+
+    def _engine_of(self, models: Sequence[Any]) -> Engine:
+        key = frozenset(map(id, models))
+        if key not in self._engines:
+            self._engines[key] = self._make_engine(models, key)
+        return self._engines[key][0]
+
+    def _make_engine(self, models: Sequence[Any], key: frozenset[int]) -> tuple[Engine, LeaveMean]:
+        if not models or not all(isinstance(model, nn.Module) for model in models):
+            raise UsageError(
+                "backward(loss, items=...) needs to know the modules whose gradients it divides: hand them to "
+                "accumulate(), as prepare() returned them. A bare tensor must become a parameter of an nn.Module."
+            )
+        if any(other & key and engine.has_accumulated for other, (engine, _) in self._engines.items()):
+            raise UsageError(
+                "accumulate() was given other models earlier in this window. Hand the same models to every "
+                "accumulate() of a window that counts items."
+            )
+        each = self._state.plugin_kwargs.get("sync_each_batch", False)
+        backend = select_backend(
+            models, sync="micro" if each else "window", gather="micro", process_group=None, accumulate_dtype=None
+        )
+        scaler = self._scaler()
+        closing = LeaveMean([], scaler)
+        return Engine(models, [], backend, closing, scaler=scaler), closing

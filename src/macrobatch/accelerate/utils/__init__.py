@@ -1,0 +1,25 @@
+"""`accelerate.utils`, but for `GradientAccumulationPlugin`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import accelerate.utils
+from accelerate.utils import *  # noqa: F403
+
+from macrobatch.accelerate import _forwarding
+
+
+@dataclass
+class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):
+    """Accelerate's, with one more choice.
+
+    Args:
+        exact_remainder: divide a short window by the micro-batches that it holds. False divides by ``num_steps``, as
+            Accelerate does: bitwise its results, where they are wrong too.
+    """
+
+    exact_remainder: bool = True
+
+
+def __getattr__(name: str) -> Any:
+    return _forwarding.attribute_of(accelerate.utils, name, __name__)
