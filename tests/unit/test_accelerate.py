@@ -12,7 +12,6 @@ import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import GradientState
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -230,7 +229,9 @@ def test_short_windows_are_exact_whatever_is_handed_over(given, optimizers):
     accelerator = Accelerator(gradient_accumulation_steps=4)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
     prepared = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model[:optimizers]]
-    model, loader, *prepared = accelerator.prepare(model, DataLoader(data := draws(7, 1, 2), batch_size=None), *prepared)
+    model, loader, *prepared = accelerator.prepare(
+        model, DataLoader(data := draws(7, 1, 2), batch_size=None), *prepared
+    )
     found = []
     for x in loader:
         with accelerator.accumulate(*given(model)):
@@ -348,7 +349,7 @@ def test_losses_that_are_back_propagated_without_the_accelerator():
 
 def test_clipping_in_every_micro_batch_clips_the_whole():
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, optimizer = trained(accelerator)
+    model, _ = trained(accelerator)
     norms = []
     for size in (4.0, -3.0):
         with accelerator.accumulate(model):
@@ -698,7 +699,7 @@ def test_other_models_in_the_same_window():
 def test_items_for_a_tensor():
     accelerator = Accelerator()
     weight = torch.zeros(1, requires_grad=True)
-    with pytest.raises(UsageError, match="parameter of an nn.Module"), accelerator.accumulate(weight):
+    with pytest.raises(UsageError, match=r"parameter of an nn\.Module"), accelerator.accumulate(weight):
         accelerator.backward(weight.sum(), items=1)
 
 

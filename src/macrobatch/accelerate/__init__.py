@@ -11,24 +11,20 @@ try:
     import accelerate
 except ImportError as error:
     raise ImportError(
-        'macrobatch.accelerate builds on Hugging Face Accelerate, which is not installed: pip install "macrobatch[accelerate]".'
+        "macrobatch.accelerate builds on Hugging Face Accelerate, which is not installed: "
+        'pip install "macrobatch[accelerate]".'
     ) from error
 
-from accelerate import *  # noqa: F403
+from macrobatch.accelerate import forwarding
 
-from macrobatch.accelerate import _forwarding
-
-_forwarding.install(__name__, __path__)
+forwarding.install(__name__, list(__path__))
 
 from macrobatch.accelerate.accelerator import Accelerator  # noqa: E402
 from macrobatch.accelerate.utils import GradientAccumulationPlugin  # noqa: E402
 
-__all__ = [  # noqa: PLE0604
-    *(name for name in vars(accelerate) if not name.startswith("_")),
-    "Accelerator",
-    "GradientAccumulationPlugin",
-]
+__all__ = ["Accelerator", "GradientAccumulationPlugin"]
+__all__ += [name for name in vars(accelerate) if not (name.startswith("_") or name in __all__)]
 
 
 def __getattr__(name: str) -> Any:
-    return _forwarding.attribute_of(accelerate, name, __name__)
+    return forwarding.attribute_of(accelerate, name, __name__)

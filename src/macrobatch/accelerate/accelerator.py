@@ -12,8 +12,8 @@ import accelerate.accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from macrobatch.accelerate import _forwarding
-from macrobatch.accelerate._windows import MicroBatch, Windows
+from macrobatch.accelerate import forwarding
+from macrobatch.accelerate.windows import MicroBatch, Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -134,7 +134,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         count = items if isinstance(items, Tensor) else loss.new_tensor(float(items))  # type: ignore[arg-type]
         total = self.reduce(count.detach().clone().double().to(self.device), reduction="sum")
-        return loss * (count * self.num_processes / total.clamp(min=1)).to(loss)
+        weight: Tensor = count * self.num_processes / total.clamp(min=1)
+        return loss * weight.to(loss)
 
     # ------------------------------------------------------------------------------------------ clipping
 
@@ -223,4 +224,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def __getattr__(name: str) -> Any:
-    return _forwarding.attribute_of(accelerate.accelerator, name, __name__)
+    return forwarding.attribute_of(accelerate.accelerator, name, __name__)

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import accelerate.utils
-from accelerate.utils import *  # noqa: F403
 
-from macrobatch.accelerate import _forwarding
+from macrobatch.accelerate import forwarding
+
+__all__ = [name for name in vars(accelerate.utils) if not name.startswith("_")]
 
 
 @dataclass
-class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):
+class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):  # type: ignore[misc]
     """Accelerate's, with one more choice.
 
     Args:
@@ -22,4 +23,4 @@ class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):
 
 
 def __getattr__(name: str) -> Any:
-    return _forwarding.attribute_of(accelerate.utils, name, __name__)
+    return forwarding.attribute_of(accelerate.utils, name, __name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from macrobatch._torch.optimizers import overflows_of
 
 if TYPE_CHECKING:
-    from macrobatch.accelerate._windows import Windows
+    from macrobatch.accelerate.windows import Windows
 
 _has_lomo = functools.cache(is_lomo_available)  # Accelerate searches for that package in every step
 

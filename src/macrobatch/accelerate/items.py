@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from macrobatch._ranks.select import select_backend
 from macrobatch._step.engine import Engine
 from macrobatch._step.leaving import LeaveMean
 from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -55,9 +57,10 @@ class ItemCounter:
         for engine, _ in self._engines.values():
             engine.discard()
 
-    def forget_closed(self) -> None:
-        """Models were prepared: how gradients travel is to be found out anew."""
-        self._engines = {key: pair for key, pair in self._engines.items() if pair[0].has_accumulated}
+    def expect(self, model: nn.Module) -> None:
+        """A model was prepared. While `fully_shard` gathers parameters, from forward to backward, others are seen."""
+        if data_parallel_of(model) == "FSDPModule" and any(p.requires_grad for p in model.parameters()):
+            self._engine_of([model])
 
     def _engine_of(self, models: Sequence[Any]) -> Engine:
         key = frozenset(map(id, models))
@@ -76,6 +79,11 @@ class ItemCounter:
                 "accumulate() was given other models earlier in this window. Hand the same models to every "
                 "accumulate() of a window that counts items."
             )
+        if any(data_parallel_of(model) == "FSDPModule" and _is_gathered(model) for model in models):
+            raise UsageError(
+                "accumulate() was given another model than prepare() returned, and fully_shard has gathered its "
+                "parameters by now. Hand over the prepared model itself."
+            )
         each = self._state.plugin_kwargs.get("sync_each_batch", False)
         backend = select_backend(
             models, sync="micro" if each else "window", gather="micro", process_group=None, accumulate_dtype=None
@@ -83,3 +91,7 @@ class ItemCounter:
         scaler = self._scaler()
         closing = LeaveMean([], scaler)
         return Engine(models, [], backend, closing, scaler=scaler), closing
+
+
+def _is_gathered(model: nn.Module) -> bool:
+    return not all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)

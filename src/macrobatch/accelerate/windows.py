@@ -24,10 +24,10 @@ from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of
 from macrobatch._step.scaling import Seeds
 from macrobatch._step.validation import checked_loss
-from macrobatch._torch.modules import without_compile
+from macrobatch._torch.modules import data_parallel_of, without_compile
 from macrobatch._torch.tensors import version_of
-from macrobatch.accelerate._items import ItemCounter
-from macrobatch.accelerate._optimizer import Optimizer, SharedScaler
+from macrobatch.accelerate.items import ItemCounter
+from macrobatch.accelerate.prepared import Optimizer, SharedScaler
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Items
 
@@ -74,7 +74,7 @@ class MicroBatch:
 
 
 class Window:
-    """What the gradient of one owner holds: of a prepared optimizer, or of a prepared model whose parameters none holds.
+    """What the gradient of one owner holds: a prepared optimizer, or a prepared model whose parameters none holds.
 
     Attributes:
         micro_batches: how many have had a backward.
@@ -154,7 +154,7 @@ class Windows:
                 self._window(one)
             elif isinstance(one, nn.Module):
                 self._prepared[one] = True
-        self._items.forget_closed()
+                self._items.expect(one)
 
     def share(self, scaler: Any) -> SharedScaler:
         """The scaler that all prepared optimizers step with."""
@@ -379,7 +379,8 @@ class Windows:
         reach = reach_of(loss)
         if not reach.may_nest:
             micro_batch.used = (micro_batch.used or set()) | set(map(id, reach.leaves))
-        micro_batch.strays += [leaf for leaf in reach.leaves if not any(leaf is stray for stray in micro_batch.strays)]
+        if not any(isinstance(model, nn.Module) and _is_sharded(model) for model in micro_batch.models):
+            micro_batch.strays += reach.leaves
 
     def _require_given(self, loss: Tensor, models: Iterable[Any]) -> None:
         """An error if the loss trains what `accumulate` was not told of: its gradient would be left out."""
@@ -418,6 +419,11 @@ def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Changes where a backward adds to a gradient."""
     gradients = (p.grad for p in parameters)
     return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether the leaves of its graphs are others than its parameters."""
+    return data_parallel_of(model) in ("FSDPModule", "FullyShardedDataParallel")
 
 
 def _needs_all(models: Iterable[object]) -> bool:

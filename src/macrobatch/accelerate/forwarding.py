@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,9 +29,7 @@ class _Forwarder(MetaPathFinder, Loader):
         self._package = package
         self._own = own
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         if not fullname.startswith(self._package + ".") or fullname.removeprefix(self._package + ".") in self._own:
             return None
         try:
