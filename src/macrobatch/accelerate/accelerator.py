@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from macrobatch.accelerate import forwarding
-from macrobatch.accelerate.windows import MicroBatch, Windows
+from macrobatch.accelerate.windows import MicroBatch, Windows, flattened
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -54,7 +54,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *arguments: Any, exact_remainder: bool | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._exact_remainder = exact_remainder
+        self._default = os.environ.get("MACROBATCH_EXACT_REMAINDER", "1").lower() not in ("0", "false", "no")
         self._windows = Windows(self.gradient_state, lambda: self.scaler, self._is_exact)
+        self._accumulates_itself = self.distributed_type in THEIR_OWN
         self._has_warned = False
 
     # ------------------------------------------------------------------------------------------ accumulating
@@ -69,7 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._accumulates_itself:
             theirs: AbstractContextManager[None] = super().accumulate(*models)
             return theirs
-        return MicroBatch(self._windows, models, self._advance, self._hold)
+        return MicroBatch(self._windows, flattened(models), self._advance, self._hold)
 
     def backward(self, loss: Tensor, items: Items = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch.
@@ -104,24 +106,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.sync_gradients = closes
         return closes
 
-    def _hold(self, micro_batch: MicroBatch, flags: ExitStack) -> None:
+    def _hold(self, micro_batch: MicroBatch) -> AbstractContextManager[object] | None:
         """Keep gradients from travelling before the window closes, unless every micro-batch is to send them."""
-        if not self.use_distributed or micro_batch.closes or self.gradient_state.plugin_kwargs.get("sync_each_batch"):
-            return
+        if micro_batch.closes or not self.use_distributed or self.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            return None
+        held = ExitStack()
         for model in micro_batch.models:
             if isinstance(model, nn.Module):
-                flags.enter_context(self.no_sync(model))
+                held.enter_context(self.no_sync(model))
+        return held
 
     def _is_exact(self) -> bool:
         """Whether windows of any length are brought to their mean."""
         if self._exact_remainder is not None:
             return self._exact_remainder
-        said: bool | None = self.gradient_state.plugin_kwargs.get("exact_remainder")
-        return os.environ.get("MACROBATCH_EXACT_REMAINDER", "1") not in ("0", "false", "no") if said is None else said
-
-    @property
-    def _accumulates_itself(self) -> bool:
-        return self.distributed_type in THEIR_OWN
+        return bool(self.gradient_state.plugin_kwargs.get("exact_remainder", self._default))
 
     def _weighed(self, loss: Tensor, items: Items) -> Tensor:
         """Where gradients are out of reach until the step: exact only if they need no scale that comes later."""

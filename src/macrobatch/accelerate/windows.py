@@ -10,13 +10,12 @@ was given, and to those of all optimizers whose gradients it has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from macrobatch._ranks.collectives import local_tensor
@@ -24,12 +23,16 @@ from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of
 from macrobatch._step.scaling import Seeds
 from macrobatch._step.validation import checked_loss
-from macrobatch._torch.modules import data_parallel_of, without_compile
+from macrobatch._torch.modules import data_parallel_of
 from macrobatch._torch.tensors import version_of
 from macrobatch.accelerate.items import ItemCounter
 from macrobatch.accelerate.prepared import Optimizer, SharedScaler
-from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.accelerate.synchronised import needs_every_parameter, require_synchronised
+from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
+
+Model = nn.Module | Tensor
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are others than their parameters
 
 
 class MicroBatch:
@@ -37,44 +40,47 @@ class MicroBatch:
 
     Args:
         windows: all of the Accelerator's.
-        models: that it was given: modules or tensors, also inside lists and the like.
+        models: those that it was given.
         advance: moves Accelerate's counter on; returns whether this micro-batch closes its windows.
-        hold: enters what keeps the gradients of the models from travelling, where they need not.
+        hold: returns what keeps the gradients of these models from travelling, where they need not.
     """
 
     def __init__(
         self,
         windows: Windows,
-        models: Iterable[Any],
+        models: list[Model],
         advance: Callable[[], bool],
-        hold: Callable[[MicroBatch, ExitStack], None],
+        hold: Callable[[MicroBatch], AbstractContextManager[object] | None],
     ) -> None:
-        self.models: list[nn.Module | Tensor] = list(_flattened(models))
+        self.models = models
         self.closes = False
         self.has_items = False  # whether a backward has given items
-        self.used: set[int] | None = None  # parameters that closing backwards have reached, where that is known
-        self.strays: list[Tensor] = []  # those of them that belong to no owner
+        self.used: set[int] | None = None  # parameters that closing backwards have reached, where somebody asks
+        self.leaves: list[Tensor] = []  # the same, where all are known
         self._windows = windows
         self._advance = advance
         self._hold = hold
-        self._flags = ExitStack()
+        self._held: AbstractContextManager[object] | None = None
         self._outer: MicroBatch | None = None
 
     def __enter__(self) -> None:
         self.closes = self._advance()
-        self._hold(self, self._flags)
+        if (held := self._hold(self)) is not None:
+            held.__enter__()
+            self._held = held
         self._outer, self._windows.current = self._windows.current, self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._windows.current, self._outer = self._outer, None
-        self._flags.close()
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
         if kind is None:
             self._windows.leave(self)
-        self.models, self.strays = [], []  # windows remember which micro-batch was their last, but keep no model alive
+        self.models, self.leaves = [], []  # windows remember their last micro-batch, and must keep no model alive
 
 
 class Window:
-    """What the gradient of one owner holds: a prepared optimizer, or a prepared model whose parameters none holds.
+    """What the gradient of one owner holds: a prepared optimizer, a prepared model whose parameters none holds, or None.
 
     Attributes:
         micro_batches: how many have had a backward.
@@ -86,19 +92,23 @@ class Window:
         dropped_in: the closing micro-batch in which it asked to clear before the backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Optimizer | nn.Module | None = None) -> None:
+        self.owner = owner
         self.wants_clear = False
         self.begin()
 
     def begin(self) -> None:
         """A new window."""
-        self.micro_batches = 0
-        self.divisor = 0
-        self.counts = False
-        self.is_closed = self.is_stepped = False
+        self.micro_batches = self.divisor = 0
+        self.counts = self.is_closed = self.is_stepped = False
         self.factor = 1.0  # what the gradient was multiplied with
         self.last: MicroBatch | None = None
         self.dropped_in: MicroBatch | None = None
+
+    def clear(self) -> None:
+        """Clear the gradients themselves."""
+        if isinstance(self.owner, Optimizer):
+            self.owner.optimizer.zero_grad()
 
     @property
     def is_open(self) -> bool:
@@ -132,29 +142,35 @@ class Windows:
 
     def forget(self) -> None:
         """Forget all models and optimizers."""
-        self._prepared: Any = WeakIdKeyDictionary()  # modules
-        self._windows: Any = WeakIdKeyDictionary()  # by owner
-        self._known: tuple[list[int], set[int]] | None = None  # modules that are owners, and what that depends on
-        self._owned: Any = WeakIdKeyDictionary()  # by model: the ids of owners that hold parameters of it
+        self._rest = Window()
+        self._of_optimizers: list[Window] = []
+        self._of_modules: list[Window] = []
         self._items = ItemCounter(self._state, self._scaler)
+        self.look_again()
 
-    def restart(self) -> None:
-        """Drop what is accumulated: another state was loaded."""
-        for owner, window in list(self._windows.items()):
-            if window.is_open and isinstance(owner, Optimizer):
-                owner.optimizer.zero_grad()
-            window.begin()
-        self._items.discard()
+    def look_again(self) -> None:
+        """Optimizers hold other parameters."""
+        self._owned: Any = WeakIdKeyDictionary()  # by model: the windows that hold parameters of it
+        self._all = [*self._of_optimizers, *(window for window in self._of_modules if self._parameters(window))]
 
     def adopt(self, prepared: Iterable[object]) -> None:
         """Models and optimizers were prepared."""
         for one in prepared:
             Optimizer.adopt(one, self)
-            if isinstance(one, Optimizer):
-                self._window(one)
-            elif isinstance(one, nn.Module):
-                self._prepared[one] = True
+            if isinstance(one, Optimizer) and not any(window.owner is one for window in self._of_optimizers):
+                self._of_optimizers.append(Window(one))
+            elif isinstance(one, nn.Module) and not any(window.owner is one for window in self._of_modules):
+                self._of_modules.append(Window(one))
                 self._items.expect(one)
+        self.look_again()
+
+    def restart(self) -> None:
+        """Drop what is accumulated: another state was loaded."""
+        for window in self._all:
+            if window.is_open:
+                window.clear()
+            window.begin()
+        self._items.discard()
 
     def share(self, scaler: Any) -> SharedScaler:
         """The scaler that all prepared optimizers step with."""
@@ -165,7 +181,7 @@ class Windows:
     @property
     def num_open(self) -> int:
         """How many micro-batches are accumulated that no step can have used."""
-        return max((window.micro_batches for window in self._windows.values() if window.is_open), default=0)
+        return max((window.micro_batches for window in self._all if window.is_open), default=0)
 
     # ------------------------------------------------------------------------------------------ backwards
 
@@ -182,7 +198,9 @@ class Windows:
                 )
             self._run(loss, self._state.num_steps, options)
             return
-        windows = [self._begin(owner, counts=items is not None) for owner in self._owners_of(micro_batch.models)]
+        windows = self._windows_of(micro_batch.models)
+        for window in windows:
+            self._begin(window, counts=items is not None)
         if items is None:
             self._add(loss, micro_batch, windows, options)
         else:
@@ -194,12 +212,13 @@ class Windows:
         if micro_batch.closes:
             self._scale(windows, micro_batch, undo=True)  # where an earlier backward of it has closed them
             self._note_reach(loss, micro_batch, windows, divisor)
-        others = [owner for owner in self._owners() if self._window(owner) not in windows]
-        before = [_marks(self._held_by(owner)) for owner in others]
+        others = [window for window in self._all if window not in windows] if len(windows) < len(self._all) else []
+        before = [self._marks(window) for window in others]
         self._run(loss, divisor, options)
-        pairs = zip(others, before, strict=True)
-        changed = [owner for owner, marks in pairs if _marks(self._held_by(owner)) != marks]
-        windows += [self._begin(owner, counts=False) for owner in changed or ([] if windows else [self])]
+        changed = [window for window, marks in zip(others, before, strict=True) if self._marks(window) != marks]
+        for window in changed:
+            self._begin(window, counts=False)
+        windows = windows + changed or [self._rest]
         for window in windows:
             window.divisor = divisor
             window.count(micro_batch)
@@ -217,7 +236,7 @@ class Windows:
                 "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
                 "losses up and call it once."
             )
-        models = micro_batch.models or list(self._prepared)
+        models = micro_batch.models or [window.owner for window in self._of_modules]
         self._require_given(loss, models)
         self._items.add(loss, items, models, closes=micro_batch.closes)
         micro_batch.has_items = True
@@ -231,20 +250,18 @@ class Windows:
         root = loss if scaler is None else scaler.scale(loss)
         torch.autograd.backward(root, self._seeds.of(1 / divisor, root), **options)
 
-    def _begin(self, owner: Any, *, counts: bool) -> Window:
-        """The owner's window; a new one if it was closed by an earlier micro-batch."""
-        window = self._window(owner)
+    def _begin(self, window: Window, *, counts: bool) -> None:
+        """Before a backward; a new window if an earlier micro-batch has closed it."""
         if window.is_closed and window.last is not self.current:
             window.begin()
-        if window.wants_clear and not window.micro_batches and isinstance(owner, Optimizer):
-            owner.optimizer.zero_grad()  # the program had asked for it, with nothing of this window there
+        if window.wants_clear and not window.micro_batches:
+            window.clear()  # the program had asked for it, with nothing of this window there
         window.wants_clear, window.dropped_in = False, None
         if window.micro_batches and window.counts != counts:
             raise BatchError(
                 "items must be given for every micro-batch of a window, or for none: earlier in this one they were "
                 f"{'not' if counts else 'given'}. Without them every micro-batch weighs the same."
             )
-        return window
 
     def _divisor(self, windows: Sequence[Window]) -> int:
         """What a loss is divided by: the length that its windows should have, as of their first micro-batch."""
@@ -254,38 +271,39 @@ class Windows:
         divisors = {window.divisor for window in windows if window.micro_batches} or {steps}
         if len(divisors) > 1:
             raise UsageError(
-                f"gradient_accumulation_steps was changed inside a window, and this loss belongs to windows of "
+                "gradient_accumulation_steps was changed inside a window, and this loss belongs to windows of "
                 f"{' and '.join(map(str, sorted(divisors)))} micro-batches. Change it where sync_gradients is True."
             )
         return divisors.pop()
 
     def _scale(self, windows: Sequence[Window], micro_batch: MicroBatch, *, undo: bool = False) -> None:
         """Bring closed windows to their mean, where they hold another number of micro-batches than was divided by."""
-        if not self._is_exact():
-            return
-        owners = {id(window): owner for owner, window in self._windows.items()}
-        for window in windows:
-            factor = 1.0 if undo or not window.is_closed else window.divisor / window.micro_batches
-            if factor != window.factor:
-                extras = self._extras(micro_batch) if window is windows[0] else ()
-                multiply(self._gradients(owners[id(window)], extras), factor / window.factor)
-                window.factor = factor
+        for window in windows if self._is_exact() else ():
+            factor = 1.0 if undo else window.divisor / window.micro_batches
+            if factor == window.factor:
+                continue
+            parameters = self._parameters(window)
+            if window is windows[0]:
+                parameters += self._ownerless(micro_batch)
+            gradients = {id(p): local_tensor(p.grad) for p in parameters if p.grad is not None}
+            multiply(list(gradients.values()), factor / window.factor)
+            window.factor = factor
 
     # ------------------------------------------------------------------------------------------ what optimizers ask
 
     def begin_step(self, optimizer: Optimizer) -> bool:
         """A step is due: returns whether to leave it out, because the window has no items."""
+        if self.current is not None:
+            require_synchronised(self.current.models, self.current.used)
         window = self._window(optimizer)
         window.is_stepped = True
-        if self.current is not None:
-            _require_synchronised(self.current)
-        return window.counts and window.is_closed and self._items.are_void(_held_by(optimizer))
+        return window.counts and window.is_closed and self._items.are_void(optimizer.parameters())
 
     def may_clear(self, optimizer: Optimizer) -> bool:
         """Whether `zero_grad` may clear: not what was accumulated for a step that is still to come."""
-        window = self._window(optimizer)
         if self.current is None or not self._is_exact():
             return True
+        window = self._window(optimizer)
         if not self._state.sync_gradients:  # Accelerate itself leaves it out
             window.wants_clear = not window.is_open
         elif window.is_open:
@@ -295,15 +313,15 @@ class Windows:
 
     def leave(self, micro_batch: MicroBatch) -> None:
         """A micro-batch ends."""
-        _require_synchronised(micro_batch)
-        for owner, window in list(self._windows.items()) if micro_batch.closes else ():
+        require_synchronised(micro_batch.models, micro_batch.used)
+        for window in self._of_optimizers if micro_batch.closes else ():
             if window.dropped_in is micro_batch:  # no backward came: the program does drop what it has accumulated
-                owner.optimizer.zero_grad()
+                window.clear()
                 window.begin()
 
     def require_means(self, call: str) -> None:
         """An error if gradients are sums, or a scaler is in the middle of a window."""
-        if any(window.is_open and window.counts for window in self._windows.values()):
+        if any(window.is_open and window.counts for window in self._all):
             raise UsageError(
                 f"{call} inside a window that counts items: until its last backward the gradients are undivided sums. "
                 "Put it under `if accelerator.sync_gradients:`."
@@ -316,76 +334,60 @@ class Windows:
 
     def _others_await_step(self) -> bool:
         """Whether an optimizer holds scaled gradients of a complete window, and was not stepped."""
-        windows = [self._windows[optimizer] for optimizer in self._optimizers()]
-        return any(window.is_closed and not window.is_stepped for window in windows)
+        return any(window.is_closed and not window.is_stepped for window in self._of_optimizers)
 
     # ------------------------------------------------------------------------------------------ whose gradients
 
-    def _window(self, owner: Any) -> Window:
-        if (window := self._windows.get(owner)) is None:
-            window = self._windows[owner] = Window()
-        found: Window = window
-        return found
+    def _window(self, optimizer: Optimizer) -> Window:
+        return next((window for window in self._of_optimizers if window.owner is optimizer), self._rest)
 
-    def _optimizers(self) -> list[Optimizer]:
-        return [owner for owner in self._windows if isinstance(owner, Optimizer)]
-
-    def _owners(self) -> list[Any]:
-        """The prepared optimizers, and the prepared models with parameters that none of them holds."""
-        optimizers, modules = self._optimizers(), list(self._prepared)
-        sizes = [len(modules), *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)]
-        if self._known is None or self._known[0] != sizes:
-            self._known = sizes, {id(module) for module in modules if self._held_by(module)}
-            self._owned = WeakIdKeyDictionary()
-        return optimizers + [module for module in modules if id(module) in self._known[1]]
-
-    def _owners_of(self, models: Sequence[nn.Module | Tensor]) -> list[Any]:
-        """Those that hold parameters of these models."""
-        owners = self._owners()
-        if len(owners) < 2 or not models:
-            return owners or [self]
-        found: set[int] = set()
+    def _windows_of(self, models: Sequence[Model]) -> list[Window]:
+        """Those that hold gradients of these models; all, where none is given."""
+        if len(self._all) < 2 or not models:
+            return self._all
+        found: list[Window] = []
         for model in models:
             if (known := self._owned.get(model)) is None:
-                own = set(map(id, _parameters_of(model)))
-                known = {id(owner) for owner in owners if not own.isdisjoint(map(id, self._held_by(owner)))}
+                own = set(map(id, parameters_of(model)))
+                known = [window for window in self._all if not own.isdisjoint(map(id, self._parameters(window)))]
                 self._owned[model] = known
-            found |= known
-        return [owner for owner in owners if id(owner) in found]
+            found += [window for window in known if window not in found]
+        return found
 
-    def _held_by(self, owner: object) -> list[Tensor]:
-        """The parameters whose gradients a window of this owner holds."""
-        if isinstance(owner, Optimizer):
-            return _held_by(owner)
-        held = {id(p) for optimizer in self._optimizers() for p in _held_by(optimizer)}
-        return [p for p in _parameters_of(owner) if p.requires_grad and id(p) not in held]
+    def _parameters(self, window: Window) -> list[Tensor]:
+        """Those whose gradients a window holds: of a model, only what no optimizer holds."""
+        if isinstance(window.owner, Optimizer):
+            return window.owner.parameters()
+        held = {id(p) for other in self._of_optimizers for p in self._parameters(other)}
+        return [p for p in parameters_of(window.owner) if p.requires_grad and id(p) not in held]
 
-    def _gradients(self, owner: object, extras: Sequence[Tensor]) -> list[Tensor]:
-        parameters = [*self._held_by(owner), *extras]
-        return [local_tensor(p.grad) for p in {id(p): p for p in parameters}.values() if p.grad is not None]
-
-    def _extras(self, micro_batch: MicroBatch) -> list[Tensor]:
-        """What is trained in a micro-batch and belongs to no owner."""
-        known = {id(p) for owner in self._owners() for p in self._held_by(owner)}
-        trained = [p for model in micro_batch.models for p in _parameters_of(model)] + micro_batch.strays
+    def _ownerless(self, micro_batch: MicroBatch) -> list[Tensor]:
+        """What is trained in a micro-batch, and no window holds."""
+        known = {id(p) for window in self._all for p in self._parameters(window)}
+        trained = [p for model in micro_batch.models for p in parameters_of(model)] + micro_batch.leaves
         return [p for p in trained if id(p) not in known]
+
+    def _marks(self, window: Window) -> list[tuple[int, int]]:
+        """Changes where a backward adds to a gradient."""
+        gradients = (p.grad for p in self._parameters(window))
+        return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
 
     def _note_reach(self, loss: Tensor, micro_batch: MicroBatch, windows: Sequence[Window], divisor: int) -> None:
         """Before a closing backward: which parameters it reaches, where somebody will ask."""
-        lengths = {window.micro_batches + (window.last is not micro_batch) for window in windows}
+        lengths = {window.micro_batches + (window.last is not micro_batch) for window in windows or [self._rest]}
         is_irregular = self._is_exact() and lengths != {divisor}
-        if not is_irregular and not (max(lengths, default=1) > 1 and _needs_all(micro_batch.models)):
+        if not is_irregular and (lengths == {1} or not needs_every_parameter(micro_batch.models)):
             return
         reach = reach_of(loss)
         if not reach.may_nest:
             micro_batch.used = (micro_batch.used or set()) | set(map(id, reach.leaves))
-        if not any(isinstance(model, nn.Module) and _is_sharded(model) for model in micro_batch.models):
-            micro_batch.strays += reach.leaves
+        if not any(isinstance(model, nn.Module) and data_parallel_of(model) in SHARDED for model in micro_batch.models):
+            micro_batch.leaves += reach.leaves
 
-    def _require_given(self, loss: Tensor, models: Iterable[Any]) -> None:
+    def _require_given(self, loss: Tensor, models: Iterable[object]) -> None:
         """An error if the loss trains what `accumulate` was not told of: its gradient would be left out."""
-        given = {id(p) for model in models for p in _parameters_of(model)}
-        others = {id(p) for optimizer in self._optimizers() for p in _held_by(optimizer)} - given
+        given = {id(p) for model in models for p in parameters_of(model)}
+        others = {id(p) for window in self._of_optimizers for p in self._parameters(window)} - given
         if others and any(id(leaf) in others for leaf in reach_of(loss).leaves):
             raise UsageError(
                 "the loss reaches parameters of a prepared optimizer whose model accumulate() was not given: a window "
@@ -394,58 +396,21 @@ class Windows:
             )
 
 
-def _flattened(models: Iterable[Any]) -> Iterator[nn.Module | Tensor]:
+def flattened(models: Iterable[Any]) -> list[Model]:
     """Modules and tensors, wherever they are: programs hand over lists and generators, too."""
+    found: list[Model] = []
     for one in models:
         if isinstance(one, nn.Module | Tensor):
-            yield one
+            found.append(one)
         elif isinstance(one, dict):
-            yield from _flattened(one.values())
+            found += flattened(one.values())
         elif isinstance(one, Iterable) and not isinstance(one, str):
-            yield from _flattened(one)
+            found += flattened(one)
+    return found
 
 
-def _parameters_of(owner: object) -> list[Tensor]:
+def parameters_of(owner: object) -> list[Tensor]:
+    """Those of a module; a tensor is its own."""
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
     return [owner] if isinstance(owner, Tensor) else []
-
-
-def _held_by(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Changes where a backward adds to a gradient."""
-    gradients = (p.grad for p in parameters)
-    return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether the leaves of its graphs are others than its parameters."""
-    return data_parallel_of(model) in ("FSDPModule", "FullyShardedDataParallel")
-
-
-def _needs_all(models: Iterable[object]) -> bool:
-    """Whether there is a DDP that synchronises nothing of a bucket until all of it has had its backward."""
-    return any(map(_reduces_all, models))
-
-
-def _reduces_all(model: object) -> bool:
-    bare = without_compile(model) if isinstance(model, nn.Module) else model
-    return isinstance(bare, DistributedDataParallel) and not (bare.find_unused_parameters or bare.static_graph)
-
-
-def _require_synchronised(micro_batch: MicroBatch) -> None:
-    """An error if the closing backwards left a gradient on this rank alone."""
-    if (used := micro_batch.used) is None:
-        return
-    micro_batch.used = None
-    for model in filter(_reduces_all, micro_batch.models):
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]  # type: ignore[union-attr]
-        if missing:
-            raise BackendError(
-                f"{len(missing)} parameters have no part in this rank's last micro-batch of the window, the first of "
-                f"them {missing[0]!r}: DistributedDataParallel has not synchronised what they have accumulated. "
-                "Prepare the model with DistributedDataParallelKwargs(find_unused_parameters=True)."
-            )
