@@ -18,7 +18,9 @@ def needs_every_parameter(models: Iterable[object]) -> bool:
 
 def require_synchronised(models: Iterable[object], used: Collection[int] | None) -> None:
     """An error if the closing backwards, which used these parameters, left a gradient on this rank alone."""
-    for model in models if used is not None else ():
+    if used is None:
+        return
+    for model in models:
         if not isinstance(model, nn.Module) or not _reduces_whole_buckets(model):
             continue
         if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]:

@@ -80,7 +80,7 @@ class MicroBatch:
 
 
 class Window:
-    """What the gradient of one owner holds: a prepared optimizer, a prepared model whose parameters none holds, or None.
+    """What a gradient holds: that of a prepared optimizer, of a prepared model that none holds, or of the rest.
 
     Attributes:
         micro_batches: how many have had a backward.
@@ -236,7 +236,7 @@ class Windows:
                 "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
                 "losses up and call it once."
             )
-        models = micro_batch.models or [window.owner for window in self._of_modules]
+        models: list[Any] = micro_batch.models or [window.owner for window in self._of_modules]
         self._require_given(loss, models)
         self._items.add(loss, items, models, closes=micro_batch.closes)
         micro_batch.has_items = True
