@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._ranks.backend import Abilities, Local
 from macrobatch._ranks.collectives import Group, all_reduce_flat, unused_by_all
 from macrobatch._torch import ddp as torch_ddp
+from macrobatch._torch.modules import without_compile
 from macrobatch.errors import BackendError
 from macrobatch.types import When
 
@@ -113,11 +115,7 @@ class DDP(Local):
             return ()
         missing = [name for name, p in named.items() if id(p) not in used and self._reduces(p)]
         if missing and not may_nest:
-            raise BackendError(
-                f"{len(missing)} parameters have no part in this rank's last micro-batch of the window, the first of "
-                f"them {missing[0]!r}: DistributedDataParallel would not synchronise what they have accumulated. Wrap "
-                "the model with find_unused_parameters=True."
-            )
+            raise _unused(missing)
         return missing
 
     @property
@@ -142,3 +140,29 @@ class DDP(Local):
 
     def drop_gradients(self) -> None:
         self._held = False
+
+
+def needs_every_parameter(models: Iterable[object]) -> bool:
+    """Whether one of them is a DDP that synchronises nothing of a bucket until all of it has had its backward."""
+    return any(map(_reduces_whole_buckets, models))
+
+
+def require_all_used(models: Iterable[object], used: Collection[int] | None) -> None:
+    """After the last backward of a window, which used these: an error if it left a gradient on this rank alone."""
+    for model in filter(_reduces_whole_buckets, models if used is not None else ()):
+        assert isinstance(model, nn.Module) and used is not None
+        if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]:
+            raise _unused(missing)
+
+
+def _reduces_whole_buckets(model: object) -> bool:
+    bare = without_compile(model) if isinstance(model, nn.Module) else None
+    return isinstance(bare, DistributedDataParallel) and not (bare.find_unused_parameters or bare.static_graph)
+
+
+def _unused(names: Sequence[str]) -> BackendError:
+    return BackendError(
+        f"{len(names)} parameters have no part in this rank's last micro-batch of the window, the first of them "
+        f"{names[0]!r}: DistributedDataParallel does not synchronise what they have accumulated. Wrap the model with "
+        "find_unused_parameters=True."
+    )

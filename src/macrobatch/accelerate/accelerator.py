@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from contextlib import AbstractContextManager, ExitStack
@@ -13,7 +14,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from macrobatch.accelerate import forwarding
-from macrobatch.accelerate.windows import MicroBatch, Windows, flattened
+from macrobatch.accelerate.micro_batch import MicroBatch
+from macrobatch.accelerate.windows import Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -27,22 +29,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Accelerate's `Accelerator` with exact windows.
 
     >>> import torch
-    >>> from torch.utils.data import DataLoader
     >>> from macrobatch.accelerate import Accelerator
     >>> model = nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> loader = DataLoader(torch.ones(6, 2), batch_size=1)
     >>> accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
-    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    >>> closed = []
+    >>> model, optimizer, loader = accelerator.prepare(
+    ...     model, torch.optim.SGD(model.parameters()), torch.utils.data.DataLoader(torch.ones(6, 2))
+    ... )
     >>> for x in loader:
     ...     with accelerator.accumulate(model):
     ...         accelerator.backward(model(x).mean())
+    ...         print(accelerator.sync_gradients, model.bias.grad.item())
     ...         optimizer.step()
     ...         optimizer.zero_grad()
-    ...     closed.append(accelerator.sync_gradients)
-    >>> closed
-    [False, False, False, True, False, True]
+    False 0.25
+    False 0.5
+    False 0.75
+    True 1.0
+    False 0.25
+    True 1.0
 
     Args:
         arguments: all of Accelerate's.
@@ -71,7 +75,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._accumulates_itself:
             theirs: AbstractContextManager[None] = super().accumulate(*models)
             return theirs
-        return MicroBatch(self._windows, flattened(models), self._advance, self._hold)
+        return MicroBatch(self._windows, models, self._advance, self._hold)
 
     def backward(self, loss: Tensor, items: Items = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch.
@@ -144,37 +148,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Inside a window, where the optimizer does not step, it only measures: clipped parts do not add up to a clipped
         whole.
         """
-        if self._accumulates_itself or not self._is_exact():
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        self._windows.require_means("clip_grad_norm_()")
-        if not self.sync_gradients:
-            self._warn_about_clipping("clip_grad_norm_()")
-            max_norm = float("inf")
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        may_clip = self._may_clip("clip_grad_norm_()")
+        return super().clip_grad_norm_(parameters, max_norm if may_clip else math.inf, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every number of the given gradients; inside a window, where the optimizer does not step, nothing."""
-        if not self._accumulates_itself and self._is_exact():
-            self._windows.require_means("clip_grad_value_()")
-            if not self.sync_gradients:
-                self._warn_about_clipping("clip_grad_value_()")
-                return
-        super().clip_grad_value_(parameters, clip_value)
+        if self._may_clip("clip_grad_value_()"):
+            super().clip_grad_value_(parameters, clip_value)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients by the loss scale of fp16, once a window."""
-        if not self._accumulates_itself:
-            self._windows.require_means("unscale_gradients()")
-        super().unscale_gradients(optimizer)
-
-    def _warn_about_clipping(self, call: str) -> None:
-        if not self._has_warned:
+    def _may_clip(self, call: str) -> bool:
+        if self._accumulates_itself or not self._is_exact():
+            return True
+        self._windows.require_means(call)
+        if not (self.sync_gradients or self._has_warned):
             self._has_warned = True
             logger.warning(
                 "%s inside a window clips nothing: the gradient is complete where accelerator.sync_gradients is True, "
                 "and is clipped there (told once)",
                 call,
             )
+        return bool(self.sync_gradients)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the gradients by the loss scale of fp16, once a window."""
+        if not self._accumulates_itself:
+            self._windows.require_means("unscale_gradients()")
+        super().unscale_gradients(optimizer)
 
     # ------------------------------------------------------------------------------------------ preparing and saving
 

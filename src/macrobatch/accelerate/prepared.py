@@ -57,12 +57,6 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if self.windows is None or self.windows.may_clear(self):
             super().zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add it, and let the windows know."""
-        super().add_param_group(param_group)
-        if self.windows is not None:
-            self.windows.look_again()
-
     def parameters(self) -> list[Tensor]:
         """All that it steps."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -11,14 +11,13 @@ was given, and to those of all optimizers whose gradients it has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from macrobatch._ranks.collectives import local_tensor
+from macrobatch._ranks.ddp import needs_every_parameter, require_all_used
 from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of
 from macrobatch._step.scaling import Seeds
@@ -26,100 +25,12 @@ from macrobatch._step.validation import checked_loss
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch._torch.tensors import version_of
 from macrobatch.accelerate.items import ItemCounter
+from macrobatch.accelerate.micro_batch import MicroBatch, Model, Window, parameters_of
 from macrobatch.accelerate.prepared import Optimizer, SharedScaler
-from macrobatch.accelerate.synchronised import needs_every_parameter, require_synchronised
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
 
-Model = nn.Module | Tensor
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are others than their parameters
-
-
-class MicroBatch:
-    """What `accumulate()` returns: a context manager for the forward, backwards and steps of one micro-batch.
-
-    Args:
-        windows: all of the Accelerator's.
-        models: those that it was given.
-        advance: moves Accelerate's counter on; returns whether this micro-batch closes its windows.
-        hold: returns what keeps the gradients of these models from travelling, where they need not.
-    """
-
-    def __init__(
-        self,
-        windows: Windows,
-        models: list[Model],
-        advance: Callable[[], bool],
-        hold: Callable[[MicroBatch], AbstractContextManager[object] | None],
-    ) -> None:
-        self.models = models
-        self.closes = False
-        self.has_items = False  # whether a backward has given items
-        self.used: set[int] | None = None  # parameters that closing backwards have reached, where somebody asks
-        self.leaves: list[Tensor] = []  # the same, where all are known
-        self._windows = windows
-        self._advance = advance
-        self._hold = hold
-        self._held: AbstractContextManager[object] | None = None
-        self._outer: MicroBatch | None = None
-
-    def __enter__(self) -> None:
-        self.closes = self._advance()
-        if (held := self._hold(self)) is not None:
-            held.__enter__()
-            self._held = held
-        self._outer, self._windows.current = self._windows.current, self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._windows.current, self._outer = self._outer, None
-        if self._held is not None:
-            self._held.__exit__(None, None, None)
-        if kind is None:
-            self._windows.leave(self)
-        self.models, self.leaves = [], []  # windows remember their last micro-batch, and must keep no model alive
-
-
-class Window:
-    """What a gradient holds: that of a prepared optimizer, of a prepared model that none holds, or of the rest.
-
-    Attributes:
-        micro_batches: how many have had a backward.
-        divisor: what their losses were divided by.
-        counts: whether they came with items.
-        is_closed: whether the last of them has had its backward.
-        is_stepped: whether the program has asked for a step since.
-        wants_clear: whether it has asked for cleared gradients since, and got none.
-        dropped_in: the closing micro-batch in which it asked to clear before the backward.
-    """
-
-    def __init__(self, owner: Optimizer | nn.Module | None = None) -> None:
-        self.owner = owner
-        self.wants_clear = False
-        self.begin()
-
-    def begin(self) -> None:
-        """A new window."""
-        self.micro_batches = self.divisor = 0
-        self.counts = self.is_closed = self.is_stepped = False
-        self.factor = 1.0  # what the gradient was multiplied with
-        self.last: MicroBatch | None = None
-        self.dropped_in: MicroBatch | None = None
-
-    def clear(self) -> None:
-        """Clear the gradients themselves."""
-        if isinstance(self.owner, Optimizer):
-            self.owner.optimizer.zero_grad()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it holds micro-batches and awaits its last."""
-        return self.micro_batches > 0 and not self.is_closed
-
-    def count(self, micro_batch: MicroBatch) -> None:
-        """A backward of that micro-batch was added: its first, or one more."""
-        self.micro_batches += micro_batch is not self.last
-        self.last = micro_batch
-        self.is_closed = micro_batch.closes
 
 
 class Windows:
@@ -138,31 +49,29 @@ class Windows:
         self._is_exact = is_exact
         self._shared: SharedScaler | None = None
         self._seeds = Seeds()
+        self._steps = 1  # what losses of open windows are divided by
         self.forget()
 
     def forget(self) -> None:
         """Forget all models and optimizers."""
         self._rest = Window()
         self._of_optimizers: list[Window] = []
-        self._of_modules: list[Window] = []
+        self._modules: list[nn.Module] = []
         self._items = ItemCounter(self._state, self._scaler)
-        self.look_again()
 
-    def look_again(self) -> None:
-        """Optimizers hold other parameters."""
-        self._owned: Any = WeakIdKeyDictionary()  # by model: the windows that hold parameters of it
-        self._all = [*self._of_optimizers, *(window for window in self._of_modules if self._parameters(window))]
+    @property
+    def _all(self) -> list[Window]:
+        return [self._rest, *self._of_optimizers]
 
     def adopt(self, prepared: Iterable[object]) -> None:
         """Models and optimizers were prepared."""
         for one in prepared:
             Optimizer.adopt(one, self)
-            if isinstance(one, Optimizer) and not any(window.owner is one for window in self._of_optimizers):
+            if isinstance(one, Optimizer) and self._window(one) is self._rest:
                 self._of_optimizers.append(Window(one))
-            elif isinstance(one, nn.Module) and not any(window.owner is one for window in self._of_modules):
-                self._of_modules.append(Window(one))
+            elif isinstance(one, nn.Module) and not any(module is one for module in self._modules):
+                self._modules.append(one)
                 self._items.expect(one)
-        self.look_again()
 
     def restart(self) -> None:
         """Drop what is accumulated: another state was loaded."""
@@ -181,7 +90,7 @@ class Windows:
     @property
     def num_open(self) -> int:
         """How many micro-batches are accumulated that no step can have used."""
-        return max((window.micro_batches for window in self._all if window.is_open), default=0)
+        return max(window.micro_batches * window.is_open for window in self._all)
 
     # ------------------------------------------------------------------------------------------ backwards
 
@@ -208,19 +117,18 @@ class Windows:
 
     def _add(self, loss: Tensor, micro_batch: MicroBatch, windows: list[Window], options: dict[str, Any]) -> None:
         """Every micro-batch weighs the same."""
-        divisor = self._divisor(windows)
+        divisor = self._divisor()
         if micro_batch.closes:
             self._scale(windows, micro_batch, undo=True)  # where an earlier backward of it has closed them
             self._note_reach(loss, micro_batch, windows, divisor)
-        others = [window for window in self._all if window not in windows] if len(windows) < len(self._all) else []
-        before = [self._marks(window) for window in others]
+        others = [window for window in self._of_optimizers if window not in windows]
+        before = [_marks(window.parameters) for window in others]
         self._run(loss, divisor, options)
-        changed = [window for window, marks in zip(others, before, strict=True) if self._marks(window) != marks]
-        for window in changed:
-            self._begin(window, counts=False)
-        windows = windows + changed or [self._rest]
+        for window, marks in zip(others, before, strict=True):
+            if _marks(window.parameters) != marks:
+                self._begin(window, counts=False)
+                windows = [*windows, window]
         for window in windows:
-            window.divisor = divisor
             window.count(micro_batch)
         if micro_batch.closes:
             self._scale(windows, micro_batch)
@@ -236,7 +144,7 @@ class Windows:
                 "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
                 "losses up and call it once."
             )
-        models: list[Any] = micro_batch.models or [window.owner for window in self._of_modules]
+        models = micro_batch.models or self._modules
         self._require_given(loss, models)
         self._items.add(loss, items, models, closes=micro_batch.closes)
         micro_batch.has_items = True
@@ -263,28 +171,24 @@ class Windows:
                 f"{'not' if counts else 'given'}. Without them every micro-batch weighs the same."
             )
 
-    def _divisor(self, windows: Sequence[Window]) -> int:
-        """What a loss is divided by: the length that its windows should have, as of their first micro-batch."""
+    def _divisor(self) -> int:
+        """What losses are divided by: the length that windows should have, and the same for all that are open."""
         steps: int = self._state.num_steps
-        if not self._is_exact():
-            return steps
-        divisors = {window.divisor for window in windows if window.micro_batches} or {steps}
-        if len(divisors) > 1:
-            raise UsageError(
-                "gradient_accumulation_steps was changed inside a window, and this loss belongs to windows of "
-                f"{' and '.join(map(str, sorted(divisors)))} micro-batches. Change it where sync_gradients is True."
-            )
-        return divisors.pop()
+        if not self._is_exact() or not any(window.is_open or window.last is self.current for window in self._all):
+            self._steps = steps
+        return self._steps
 
     def _scale(self, windows: Sequence[Window], micro_batch: MicroBatch, *, undo: bool = False) -> None:
         """Bring closed windows to their mean, where they hold another number of micro-batches than was divided by."""
         for window in windows if self._is_exact() else ():
-            factor = 1.0 if undo else window.divisor / window.micro_batches
+            factor = 1.0 if undo else self._steps / window.micro_batches
             if factor == window.factor:
                 continue
-            parameters = self._parameters(window)
+            parameters = window.parameters
             if window is windows[0]:
-                parameters += self._ownerless(micro_batch)
+                held = {id(p) for other in self._of_optimizers for p in other.parameters}
+                trained = [p for model in micro_batch.models for p in parameters_of(model)] + micro_batch.leaves
+                parameters += [p for p in trained if id(p) not in held]
             gradients = {id(p): local_tensor(p.grad) for p in parameters if p.grad is not None}
             multiply(list(gradients.values()), factor / window.factor)
             window.factor = factor
@@ -294,7 +198,7 @@ class Windows:
     def begin_step(self, optimizer: Optimizer) -> bool:
         """A step is due: returns whether to leave it out, because the window has no items."""
         if self.current is not None:
-            require_synchronised(self.current.models, self.current.used)
+            require_all_used(self.current.models, self.current.used)
         window = self._window(optimizer)
         window.is_stepped = True
         return window.counts and window.is_closed and self._items.are_void(optimizer.parameters())
@@ -313,7 +217,7 @@ class Windows:
 
     def leave(self, micro_batch: MicroBatch) -> None:
         """A micro-batch ends."""
-        require_synchronised(micro_batch.models, micro_batch.used)
+        require_all_used(micro_batch.models, micro_batch.used)
         for window in self._of_optimizers if micro_batch.closes else ():
             if window.dropped_in is micro_batch:  # no backward came: the program does drop what it has accumulated
                 window.clear()
@@ -339,42 +243,20 @@ class Windows:
     # ------------------------------------------------------------------------------------------ whose gradients
 
     def _window(self, optimizer: Optimizer) -> Window:
-        return next((window for window in self._of_optimizers if window.owner is optimizer), self._rest)
+        return next((window for window in self._of_optimizers if window.optimizer is optimizer), self._rest)
 
     def _windows_of(self, models: Sequence[Model]) -> list[Window]:
-        """Those that hold gradients of these models; all, where none is given."""
-        if len(self._all) < 2 or not models:
-            return self._all
-        found: list[Window] = []
-        for model in models:
-            if (known := self._owned.get(model)) is None:
-                own = set(map(id, parameters_of(model)))
-                known = [window for window in self._all if not own.isdisjoint(map(id, self._parameters(window)))]
-                self._owned[model] = known
-            found += [window for window in known if window not in found]
-        return found
-
-    def _parameters(self, window: Window) -> list[Tensor]:
-        """Those whose gradients a window holds: of a model, only what no optimizer holds."""
-        if isinstance(window.owner, Optimizer):
-            return window.owner.parameters()
-        held = {id(p) for other in self._of_optimizers for p in self._parameters(other)}
-        return [p for p in parameters_of(window.owner) if p.requires_grad and id(p) not in held]
-
-    def _ownerless(self, micro_batch: MicroBatch) -> list[Tensor]:
-        """What is trained in a micro-batch, and no window holds."""
-        known = {id(p) for window in self._all for p in self._parameters(window)}
-        trained = [p for model in micro_batch.models for p in parameters_of(model)] + micro_batch.leaves
-        return [p for p in trained if id(p) not in known]
-
-    def _marks(self, window: Window) -> list[tuple[int, int]]:
-        """Changes where a backward adds to a gradient."""
-        gradients = (p.grad for p in self._parameters(window))
-        return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
+        """Those that hold gradients of these models. What no optimizer holds has one together, or the only one's."""
+        if len(self._of_optimizers) < 2 or not models:
+            return self._of_optimizers or [self._rest]
+        own = {id(p) for model in models for p in parameters_of(model) if p.requires_grad}
+        held = [own.intersection(map(id, window.parameters)) for window in self._of_optimizers]
+        found = [window for window, shared in zip(self._of_optimizers, held, strict=True) if shared]
+        return found if own <= set().union(*held) else [*found, self._rest]
 
     def _note_reach(self, loss: Tensor, micro_batch: MicroBatch, windows: Sequence[Window], divisor: int) -> None:
         """Before a closing backward: which parameters it reaches, where somebody will ask."""
-        lengths = {window.micro_batches + (window.last is not micro_batch) for window in windows or [self._rest]}
+        lengths = {window.micro_batches + (window.last is not micro_batch) for window in windows}
         is_irregular = self._is_exact() and lengths != {divisor}
         if not is_irregular and (lengths == {1} or not needs_every_parameter(micro_batch.models)):
             return
@@ -387,7 +269,7 @@ class Windows:
     def _require_given(self, loss: Tensor, models: Iterable[object]) -> None:
         """An error if the loss trains what `accumulate` was not told of: its gradient would be left out."""
         given = {id(p) for model in models for p in parameters_of(model)}
-        others = {id(p) for window in self._of_optimizers for p in self._parameters(window)} - given
+        others = {id(p) for window in self._of_optimizers for p in window.parameters} - given
         if others and any(id(leaf) in others for leaf in reach_of(loss).leaves):
             raise UsageError(
                 "the loss reaches parameters of a prepared optimizer whose model accumulate() was not given: a window "
@@ -396,21 +278,7 @@ class Windows:
             )
 
 
-def flattened(models: Iterable[Any]) -> list[Model]:
-    """Modules and tensors, wherever they are: programs hand over lists and generators, too."""
-    found: list[Model] = []
-    for one in models:
-        if isinstance(one, nn.Module | Tensor):
-            found.append(one)
-        elif isinstance(one, dict):
-            found += flattened(one.values())
-        elif isinstance(one, Iterable) and not isinstance(one, str):
-            found += flattened(one)
-    return found
-
-
-def parameters_of(owner: object) -> list[Tensor]:
-    """Those of a module; a tensor is its own."""
-    if isinstance(owner, nn.Module):
-        return list(owner.parameters())
-    return [owner] if isinstance(owner, Tensor) else []
+def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Changes where a backward adds to a gradient."""
+    gradients = (p.grad for p in parameters)
+    return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
