@@ -249,6 +249,24 @@ def draws(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.parametrize("given", ["itself", "a list", "a generator", "its layers", "a new wrapper", "nothing"])
+def test_items_are_counted_whatever_is_handed_over(given):
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    data = [draws(size, 2) for size in (1, 3, 2, 5, 1, 4)]
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=None))
+    found = []
+    for x in loader:
+        with accelerator.accumulate(*ARGUMENTS[given](model)):
+            accelerator.backward(model(x).square().mean(), items=len(x))
+            if accelerator.sync_gradients:
+                found.append(reference.gradients_of(model))
+    for gradients, window in zip(found, (data[:4], data[4:]), strict=True):
+        model.zero_grad()
+        model(torch.cat(window)).square().mean().backward()
+        assert relative_error(gradients, reference.gradients_of(model)) <= 1e-12
+
+
 def test_nothing_is_kept_of_what_was_handed_over():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer = trained(accelerator)

@@ -150,7 +150,8 @@ def needs_every_parameter(models: Iterable[object]) -> bool:
 def require_all_used(models: Iterable[object], used: Collection[int] | None) -> None:
     """After the last backward of a window, which used these: an error if it left a gradient on this rank alone."""
     for model in filter(_reduces_whole_buckets, models if used is not None else ()):
-        assert isinstance(model, nn.Module) and used is not None
+        assert isinstance(model, nn.Module)
+        assert used is not None
         if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]:
             raise _unused(missing)
 

@@ -14,8 +14,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from macrobatch.accelerate import forwarding
-from macrobatch.accelerate.micro_batch import MicroBatch
-from macrobatch.accelerate.windows import Windows
+from macrobatch.accelerate.windows import MicroBatch, Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -32,21 +31,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     >>> from macrobatch.accelerate import Accelerator
     >>> model = nn.Linear(2, 1)
     >>> accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
-    >>> model, optimizer, loader = accelerator.prepare(
-    ...     model, torch.optim.SGD(model.parameters()), torch.utils.data.DataLoader(torch.ones(6, 2))
-    ... )
-    >>> for x in loader:
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    >>> for x in accelerator.prepare(torch.utils.data.DataLoader(torch.ones(6, 2))):
     ...     with accelerator.accumulate(model):
     ...         accelerator.backward(model(x).mean())
-    ...         print(accelerator.sync_gradients, model.bias.grad.item())
+    ...         if accelerator.sync_gradients:
+    ...             print(model.bias.grad.item())  # of four micro-batches, and of the two that are left
     ...         optimizer.step()
     ...         optimizer.zero_grad()
-    False 0.25
-    False 0.5
-    False 0.75
-    True 1.0
-    False 0.25
-    True 1.0
+    1.0
+    1.0
 
     Args:
         arguments: all of Accelerate's.
@@ -73,8 +67,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 only in the micro-batch that closes the window.
         """
         if self._accumulates_itself:
-            theirs: AbstractContextManager[None] = super().accumulate(*models)
-            return theirs
+            return super().accumulate(*models)  # type: ignore[no-any-return]
         return MicroBatch(self._windows, models, self._advance, self._hold)
 
     def backward(self, loss: Tensor, items: Items = None, **kwargs: Any) -> None:
@@ -90,14 +83,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             BatchError: the loss is no scalar with a graph, or items are given for some micro-batches of a window only.
             UsageError: items are given outside of `accumulate()`, or twice inside one.
         """
+        if items is not None and kwargs:
+            raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(sorted(kwargs))}.")
         if self._accumulates_itself:
             super().backward(loss if items is None else self._weighed(loss, items), **kwargs)
         elif kwargs.keys() <= {"retain_graph", "create_graph", "inputs"}:
             self._windows.backward(loss, items, kwargs)
-        elif items is None:  # an optimizer that steps in the backward, or a gradient of the program's own
+        else:  # an optimizer that steps in the backward, or a gradient of the program's own
             super().backward(loss, **kwargs)
-        else:
-            raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(sorted(kwargs))}.")
 
     def _advance(self) -> bool:
         """Move the counter on; returns whether the micro-batch that begins closes its window."""
@@ -115,9 +108,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if micro_batch.closes or not self.use_distributed or self.gradient_state.plugin_kwargs.get("sync_each_batch"):
             return None
         held = ExitStack()
-        for model in micro_batch.models:
-            if isinstance(model, nn.Module):
-                held.enter_context(self.no_sync(model))
+        for model in (model for model in micro_batch.models if isinstance(model, nn.Module)):
+            held.enter_context(self.no_sync(model))
         return held
 
     def _is_exact(self) -> bool:
@@ -130,23 +122,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Where gradients are out of reach until the step: exact only if they need no scale that comes later."""
         if self.distributed_type is not DistributedType.DEEPSPEED or self.gradient_accumulation_steps > 1:
             raise UsageError(
-                f"backward(loss, items=...) with gradient_accumulation_steps={self.gradient_accumulation_steps} under "
-                f"{self.distributed_type.value}: it holds the gradients of a window back, so they cannot be divided by "
-                "items that are known when the window closes. Leave items out, divide the loss by the items of the "
-                "whole window yourself, or use DDP or FSDP."
+                f"backward(loss, items=...) under {self.distributed_type.value}, with windows of "
+                f"{self.gradient_accumulation_steps}: it holds gradients back, so they cannot be divided by items that "
+                "are known when the window closes. Leave items out, or use DDP or FSDP."
             )
         count = items if isinstance(items, Tensor) else loss.new_tensor(float(items))  # type: ignore[arg-type]
         total = self.reduce(count.detach().clone().double().to(self.device), reduction="sum")
-        weight: Tensor = count * self.num_processes / total.clamp(min=1)
-        return loss * weight.to(loss)
-
-    # ------------------------------------------------------------------------------------------ clipping
+        return loss.mul((count * self.num_processes / total.clamp(min=1)).to(loss))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the norm of all given gradients together; returns it as it was before.
 
-        Inside a window, where the optimizer does not step, it only measures: clipped parts do not add up to a clipped
-        whole.
+        Inside a window, where no optimizer steps, it only measures: clipped parts do not add up to a clipped whole.
         """
         may_clip = self._may_clip("clip_grad_norm_()")
         return super().clip_grad_norm_(parameters, max_norm if may_clip else math.inf, norm_type)
@@ -171,7 +158,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the gradients by the loss scale of fp16, once a window."""
-        if not self._accumulates_itself:
+        if not self._accumulates_itself and self._is_exact():
             self._windows.require_means("unscale_gradients()")
         super().unscale_gradients(optimizer)
 
@@ -179,25 +166,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         """Accelerate's; the windows get to know what was prepared."""
-        prepared = super().prepare(*args, **options)
-        self._adopt(prepared if isinstance(prepared, tuple | list) else [prepared])
-        return prepared
+        return self._adopt(super().prepare(*args, **options))
 
     def prepare_model(self, *args: Any, **options: Any) -> Any:
         """Accelerate's; the windows get to know it."""
-        model = super().prepare_model(*args, **options)
-        self._adopt([model])
-        return model
+        return self._adopt(super().prepare_model(*args, **options))
 
     def prepare_optimizer(self, *args: Any, **options: Any) -> Any:
         """Accelerate's; its `step` and `zero_grad` ask the windows."""
-        optimizer = super().prepare_optimizer(*args, **options)
-        self._adopt([optimizer])
-        return optimizer
+        return self._adopt(super().prepare_optimizer(*args, **options))
 
-    def _adopt(self, prepared: Any) -> None:
+    def _adopt(self, prepared: Any) -> Any:
         if not self._accumulates_itself:
-            self._windows.adopt(prepared)
+            self._windows.adopt(prepared if isinstance(prepared, tuple | list) else [prepared])
+        return prepared
 
     def save_state(self, *args: Any, **options: Any) -> Any:
         """Accelerate's; warns if a window is open, for gradients are not saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import pkgutil
@@ -16,27 +17,21 @@ THEIRS = "accelerate"
 
 
 class _Forwarder(MetaPathFinder, Loader):
-    """Finds the sub-modules that are not here, and hands out Accelerate's own module objects.
+    """Finds the sub-modules of `package` that are not its `own`, and hands out Accelerate's module objects.
 
     It stands before all other finders: one that looks into the folder of a forwarded package would load a second copy.
-
-    Args:
-        package: the name under which Accelerate's sub-modules are wanted.
-        own: those that are here.
     """
 
     def __init__(self, package: str, own: frozenset[str]) -> None:
-        self._package = package
-        self._own = own
+        self._package, self._own = package, own
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         if not fullname.startswith(self._package + ".") or fullname.removeprefix(self._package + ".") in self._own:
             return None
-        try:
-            found = importlib.util.find_spec(self._origin_of(fullname))
-        except ModuleNotFoundError:
-            return None
-        return None if found is None else ModuleSpec(fullname, self)
+        with contextlib.suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(self._origin_of(fullname)) is not None:
+                return ModuleSpec(fullname, self)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._origin_of(spec.name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,9 +30,12 @@ class ItemCounter:
         self._scaler = scaler
         self._engines: dict[frozenset[int], tuple[Engine, LeaveMean]] = {}
 
-    def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool) -> None:
-        """A micro-batch. In the one that `closes` the window, gradients become the mean over its items."""
-        engine = self._engine_of(models)
+    def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool) -> LeaveMean:
+        """A micro-batch. In the one that `closes` the window, gradients become the mean over its items.
+
+        Returns what knows whether the window had any.
+        """
+        engine, closing = self._engine_of(models)
         engine.begin(LAST_OF_ALL if closes else IN_BETWEEN, after_forward=True)
         try:
             engine.backward(loss, items)
@@ -42,15 +45,7 @@ class ItemCounter:
             if engine.is_broken:
                 engine.discard()
             raise
-
-    def are_void(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the last window of these parameters had no items. Waits for the device where only that knows."""
-        wanted = set(map(id, parameters))
-        return any(
-            closing.is_void()
-            for engine, closing in self._engines.values()
-            if any(id(p) in wanted for model in engine.models for p in model.parameters())
-        )
+        return closing
 
     def discard(self) -> None:
         """Drop what is accumulated."""
@@ -58,28 +53,30 @@ class ItemCounter:
             engine.discard()
 
     def expect(self, model: nn.Module) -> None:
-        """A model was prepared. While `fully_shard` gathers parameters, from forward to backward, others are seen."""
-        if data_parallel_of(model) == "FSDPModule" and any(p.requires_grad for p in model.parameters()):
+        """A model was prepared. The parameters of a sharded one must be seen before its first forward."""
+        if is_sharded(model) and any(p.requires_grad for p in model.parameters()):
             self._engine_of([model])
 
-    def _engine_of(self, models: Sequence[Any]) -> Engine:
-        key = frozenset(map(id, models))
-        if key not in self._engines:
-            self._engines[key] = self._make_engine(models, key)
-        return self._engines[key][0]
-
-    def _make_engine(self, models: Sequence[Any], key: frozenset[int]) -> tuple[Engine, LeaveMean]:
+    def _engine_of(self, models: Sequence[Any]) -> tuple[Engine, LeaveMean]:
+        """That of the models with these parameters, whatever they are wrapped in."""
         if not models or not all(isinstance(model, nn.Module) for model in models):
             raise UsageError(
                 "backward(loss, items=...) needs to know the modules whose gradients it divides: hand them to "
                 "accumulate(), as prepare() returned them. A bare tensor must become a parameter of an nn.Module."
             )
-        if any(other & key and engine.has_accumulated for other, (engine, _) in self._engines.items()):
+        key = frozenset().union(*map(_ids_of, models))
+        open_keys = (other for other, (engine, _) in self._engines.items() if engine.has_accumulated)
+        if any(other != key and not other.isdisjoint(key) for other in open_keys):
             raise UsageError(
                 "accumulate() was given other models earlier in this window. Hand the same models to every "
                 "accumulate() of a window that counts items."
             )
-        if any(data_parallel_of(model) == "FSDPModule" and _is_gathered(model) for model in models):
+        if key not in self._engines:
+            self._engines[key] = self._make_engine(models)
+        return self._engines[key]
+
+    def _make_engine(self, models: Sequence[Any]) -> tuple[Engine, LeaveMean]:
+        if any(is_sharded(model) and not all(isinstance(p, DTensor) for p in model.parameters()) for model in models):
             raise UsageError(
                 "accumulate() was given another model than prepare() returned, and fully_shard has gathered its "
                 "parameters by now. Hand over the prepared model itself."
@@ -93,5 +90,10 @@ class ItemCounter:
         return Engine(models, [], backend, closing, scaler=scaler), closing
 
 
-def _is_gathered(model: nn.Module) -> bool:
-    return not all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` shows other parameters between a forward and its backward."""
+    return data_parallel_of(model) == "FSDPModule"
+
+
+def _ids_of(model: nn.Module) -> set[int]:
+    return {id(model)} if is_sharded(model) else set(map(id, model.parameters()))

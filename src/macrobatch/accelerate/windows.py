@@ -11,6 +11,7 @@ was given, and to those of all optimizers whose gradients it has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,17 +21,110 @@ from macrobatch._ranks.collectives import local_tensor
 from macrobatch._ranks.ddp import needs_every_parameter, require_all_used
 from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of
+from macrobatch._step.leaving import LeaveMean
 from macrobatch._step.scaling import Seeds
 from macrobatch._step.validation import checked_loss
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch._torch.tensors import version_of
 from macrobatch.accelerate.items import ItemCounter
-from macrobatch.accelerate.micro_batch import MicroBatch, Model, Window, parameters_of
 from macrobatch.accelerate.prepared import Optimizer, SharedScaler
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
 
+Model = nn.Module | Tensor
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are others than their parameters
+
+
+class MicroBatch:
+    """A context manager for the forward, the backwards and the steps of one micro-batch.
+
+    Args:
+        models: what `accumulate()` was given: modules and tensors, also in lists and the like.
+        advance: moves Accelerate's counter on; returns whether this micro-batch closes its windows.
+        hold: returns what keeps the gradients of these models from travelling, where they need not.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        models: Iterable[Any],
+        advance: Callable[[], bool],
+        hold: Callable[[MicroBatch], AbstractContextManager[object] | None],
+    ) -> None:
+        self.models = _flattened(models)
+        self.closes = False
+        self.has_items = False  # whether a backward has given items
+        self.used: set[int] | None = None  # parameters that closing backwards have reached, where somebody asks
+        self.leaves: list[Tensor] = []  # the same, where all are known
+        self._windows = windows
+        self._advance = advance
+        self._hold = hold
+        self._held: AbstractContextManager[object] | None = None
+        self._outer: MicroBatch | None = None
+
+    def __enter__(self) -> None:
+        self.closes = self._advance()
+        if (held := self._hold(self)) is not None:
+            held.__enter__()
+            self._held = held
+        self._outer, self._windows.current = self._windows.current, self
+        self._windows.latest = self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._windows.current, self._outer = self._outer, None
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
+        if kind is None:
+            self._windows.leave(self)
+        self.models, self.leaves = [], []  # windows remember their last micro-batch, and must keep no model alive
+
+
+class Window:
+    """What a gradient holds: that of a prepared optimizer, or of all that no such optimizer holds.
+
+    Attributes:
+        micro_batches: how many have had a backward.
+        closing: where their items are counted; None: they came without.
+        is_closed: whether the last of them has had its backward.
+        is_stepped: whether the program has asked for a step since.
+        wants_clear: whether it has asked for cleared gradients since, and got none.
+        dropped_in: the closing micro-batch in which it asked to clear before the backward.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self.optimizer = optimizer
+        self.wants_clear = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A new window."""
+        self.micro_batches = 0
+        self.closing: LeaveMean | None = None
+        self.is_closed = self.is_stepped = False
+        self.factor = 1.0  # what the gradient was multiplied with
+        self.last: MicroBatch | None = None
+        self.dropped_in: MicroBatch | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds micro-batches and awaits its last."""
+        return self.micro_batches > 0 and not self.is_closed
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those of the optimizer."""
+        return [] if self.optimizer is None else self.optimizer.parameters()
+
+    def count(self, micro_batch: MicroBatch) -> None:
+        """A backward of that micro-batch was added: its first, or one more."""
+        self.micro_batches += micro_batch is not self.last
+        self.last = micro_batch
+        self.is_closed = micro_batch.closes
+
+    def clear(self) -> None:
+        """Clear the gradients themselves."""
+        if self.optimizer is not None:
+            self.optimizer.optimizer.zero_grad()
 
 
 class Windows:
@@ -44,6 +138,7 @@ class Windows:
 
     def __init__(self, state: Any, scaler: Callable[[], Any], is_exact: Callable[[], bool]) -> None:
         self.current: MicroBatch | None = None
+        self.latest: MicroBatch | None = None  # the current one, or the last
         self._state = state
         self._scaler = scaler
         self._is_exact = is_exact
@@ -97,7 +192,7 @@ class Windows:
     def backward(self, loss: Tensor, items: Items, options: dict[str, Any]) -> None:
         """Add the gradient of a loss."""
         loss, micro_batch = checked_loss(loss), self.current
-        if self._shared is not None:
+        if self._shared is not None and not self._others_await_step():
             self._shared.catch_up()
         if micro_batch is None:
             if items is not None:
@@ -107,13 +202,11 @@ class Windows:
                 )
             self._run(loss, self._state.num_steps, options)
             return
-        windows = self._windows_of(micro_batch.models)
-        for window in windows:
-            self._begin(window, counts=items is not None)
+        windows = [self._begin(window, items is not None) for window in self._windows_of(micro_batch.models)]
         if items is None:
             self._add(loss, micro_batch, windows, options)
         else:
-            self._add_counted(loss, items, micro_batch, windows, options)
+            self._add_counted(loss, items, micro_batch, windows)
 
     def _add(self, loss: Tensor, micro_batch: MicroBatch, windows: list[Window], options: dict[str, Any]) -> None:
         """Every micro-batch weighs the same."""
@@ -126,19 +219,14 @@ class Windows:
         self._run(loss, divisor, options)
         for window, marks in zip(others, before, strict=True):
             if _marks(window.parameters) != marks:
-                self._begin(window, counts=False)
-                windows = [*windows, window]
+                windows.append(self._begin(window, counts=False))
         for window in windows:
             window.count(micro_batch)
         if micro_batch.closes:
             self._scale(windows, micro_batch)
 
-    def _add_counted(
-        self, loss: Tensor, items: Items, micro_batch: MicroBatch, windows: list[Window], options: dict[str, Any]
-    ) -> None:
+    def _add_counted(self, loss: Tensor, items: Items, micro_batch: MicroBatch, windows: list[Window]) -> None:
         """Every item weighs the same."""
-        if options:
-            raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(sorted(options))}.")
         if micro_batch.has_items:
             raise UsageError(
                 "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
@@ -146,10 +234,10 @@ class Windows:
             )
         models = micro_batch.models or self._modules
         self._require_given(loss, models)
-        self._items.add(loss, items, models, closes=micro_batch.closes)
+        closing = self._items.add(loss, items, models, closes=micro_batch.closes)
         micro_batch.has_items = True
         for window in windows:
-            window.counts = True
+            window.closing = closing
             window.count(micro_batch)
 
     def _run(self, loss: Tensor, divisor: int, options: dict[str, Any]) -> None:
@@ -158,24 +246,24 @@ class Windows:
         root = loss if scaler is None else scaler.scale(loss)
         torch.autograd.backward(root, self._seeds.of(1 / divisor, root), **options)
 
-    def _begin(self, window: Window, *, counts: bool) -> None:
+    def _begin(self, window: Window, counts: bool) -> Window:
         """Before a backward; a new window if an earlier micro-batch has closed it."""
         if window.is_closed and window.last is not self.current:
             window.begin()
         if window.wants_clear and not window.micro_batches:
             window.clear()  # the program had asked for it, with nothing of this window there
         window.wants_clear, window.dropped_in = False, None
-        if window.micro_batches and window.counts != counts:
+        if window.micro_batches and (window.closing is not None) != counts:
             raise BatchError(
                 "items must be given for every micro-batch of a window, or for none: earlier in this one they were "
                 f"{'not' if counts else 'given'}. Without them every micro-batch weighs the same."
             )
+        return window
 
     def _divisor(self) -> int:
         """What losses are divided by: the length that windows should have, and the same for all that are open."""
-        steps: int = self._state.num_steps
         if not self._is_exact() or not any(window.is_open or window.last is self.current for window in self._all):
-            self._steps = steps
+            self._steps = self._state.num_steps
         return self._steps
 
     def _scale(self, windows: Sequence[Window], micro_batch: MicroBatch, *, undo: bool = False) -> None:
@@ -187,7 +275,7 @@ class Windows:
             parameters = window.parameters
             if window is windows[0]:
                 held = {id(p) for other in self._of_optimizers for p in other.parameters}
-                trained = [p for model in micro_batch.models for p in parameters_of(model)] + micro_batch.leaves
+                trained = [p for model in micro_batch.models for p in _parameters_of(model)] + micro_batch.leaves
                 parameters += [p for p in trained if id(p) not in held]
             gradients = {id(p): local_tensor(p.grad) for p in parameters if p.grad is not None}
             multiply(list(gradients.values()), factor / window.factor)
@@ -201,7 +289,7 @@ class Windows:
             require_all_used(self.current.models, self.current.used)
         window = self._window(optimizer)
         window.is_stepped = True
-        return window.counts and window.is_closed and self._items.are_void(optimizer.parameters())
+        return window.closing is not None and window.is_closed and window.closing.is_void()
 
     def may_clear(self, optimizer: Optimizer) -> bool:
         """Whether `zero_grad` may clear: not what was accumulated for a step that is still to come."""
@@ -225,20 +313,18 @@ class Windows:
 
     def require_means(self, call: str) -> None:
         """An error if gradients are sums, or a scaler is in the middle of a window."""
-        if any(window.is_open and window.counts for window in self._all):
-            raise UsageError(
-                f"{call} inside a window that counts items: until its last backward the gradients are undivided sums. "
-                "Put it under `if accelerator.sync_gradients:`."
-            )
-        if self._scaler() is not None and not self._state.sync_gradients:
-            raise UsageError(
-                f"{call} inside a window: under mixed_precision='fp16' it would unscale gradients to which scaled ones "
-                "are added later. Put it under `if accelerator.sync_gradients:`."
-            )
+        why = ""
+        if any(window.is_open and window.closing is not None for window in self._all):
+            why = "that counts items: until its last backward the gradients are undivided sums"
+        elif self._scaler() is not None and not self._state.sync_gradients:
+            why = "under fp16: it would unscale gradients to which scaled ones are added later"
+        if why:
+            raise UsageError(f"{call} inside a window {why}. Put it under `if accelerator.sync_gradients:`.")
 
     def _others_await_step(self) -> bool:
-        """Whether an optimizer holds scaled gradients of a complete window, and was not stepped."""
-        return any(window.is_closed and not window.is_stepped for window in self._of_optimizers)
+        """Whether an optimizer holds scaled gradients that the last micro-batch has completed, and was not stepped."""
+        windows = (window for window in self._of_optimizers if window.last is self.latest)
+        return any(window.is_closed and not window.is_stepped for window in windows)
 
     # ------------------------------------------------------------------------------------------ whose gradients
 
@@ -249,7 +335,7 @@ class Windows:
         """Those that hold gradients of these models. What no optimizer holds has one together, or the only one's."""
         if len(self._of_optimizers) < 2 or not models:
             return self._of_optimizers or [self._rest]
-        own = {id(p) for model in models for p in parameters_of(model) if p.requires_grad}
+        own = {id(p) for model in models for p in _parameters_of(model) if p.requires_grad}
         held = [own.intersection(map(id, window.parameters)) for window in self._of_optimizers]
         found = [window for window, shared in zip(self._of_optimizers, held, strict=True) if shared]
         return found if own <= set().union(*held) else [*found, self._rest]
@@ -268,7 +354,7 @@ class Windows:
 
     def _require_given(self, loss: Tensor, models: Iterable[object]) -> None:
         """An error if the loss trains what `accumulate` was not told of: its gradient would be left out."""
-        given = {id(p) for model in models for p in parameters_of(model)}
+        given = {id(p) for model in models for p in _parameters_of(model)}
         others = {id(p) for window in self._of_optimizers for p in window.parameters} - given
         if others and any(id(leaf) in others for leaf in reach_of(loss).leaves):
             raise UsageError(
@@ -276,6 +362,23 @@ class Windows:
                 "that counts items would leave their gradient out. Hand that model to accumulate() too, or freeze it "
                 "for this loss with requires_grad_(False)."
             )
+
+
+def _flattened(models: Iterable[Any]) -> list[Model]:
+    found: list[Model] = []
+    for one in models:
+        if isinstance(one, nn.Module | Tensor):
+            found.append(one)
+        elif isinstance(one, Iterable) and not isinstance(one, str):
+            found += _flattened(one.values() if isinstance(one, dict) else one)
+    return found
+
+
+def _parameters_of(owner: object) -> list[Tensor]:
+    """Those of a module; a tensor is its own."""
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [owner] if isinstance(owner, Tensor) else []
 
 
 def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
