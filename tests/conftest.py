@@ -37,6 +37,7 @@ QUICK = (
     "unit/test_macrostep",
     "unit/test_traps",
     "unit/test_losses",
+    "unit/test_contrastive",
     "unit/test_verify",
     "unit/test_plan",
     "unit/test_public",
@@ -68,6 +69,8 @@ SLOW = {
     "test_nothing_is_read_inside_a_window",
     "test_other_libraries_leave_no_trace",
     "test_the_core_starts_without_what_the_trainer_needs",
+    "test_the_loss_is_checkpointed",
+    "test_the_loss_is_compiled",
     "test_torch_is_imported_when_it_is_needed",
 }
 

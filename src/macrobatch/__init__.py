@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from macrobatch._cut.policies import by_count, by_tokens
     from macrobatch.accumulator import Accumulator
+    from macrobatch.contrastive import contrastive_loss
     from macrobatch.errors import MacrobatchError
     from macrobatch.losses import causal_lm_loss
     from macrobatch.macrostep import MacroStep
@@ -22,6 +23,7 @@ __all__ = [
     "by_count",
     "by_tokens",
     "causal_lm_loss",
+    "contrastive_loss",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ _MODULES = {
     "by_count": "_cut.policies",
     "by_tokens": "_cut.policies",
     "causal_lm_loss": "losses",
+    "contrastive_loss": "contrastive",
     "verify": "verify",
 }
 

@@ -22,11 +22,12 @@ ROOMS = {
     "_step": {"errors", "types", "_torch", "_cut", "_ranks"},
     "_cudagraph": {"errors", "types", "_torch", "_cut", "_step"},
     "losses": {"errors", "types", "_torch", "_cut"},
+    "contrastive": {"errors"},
 }
 CORE = set(ROOMS)
 ROOMS["accumulator"] = CORE
 ROOMS["macrostep"] = CORE
-FACES = {"accumulator", "macrostep", "losses"}
+FACES = {"accumulator", "macrostep", "losses", "contrastive"}
 ROOMS["verification"] = CORE | FACES
 ROOMS["verify"] = {"verification"}
 ROOMS["accelerate"] = CORE | FACES | {"verification"}
@@ -49,6 +50,7 @@ def test_public_names():
         "by_count",
         "by_tokens",
         "causal_lm_loss",
+        "contrastive_loss",
         "verify",
     ]
     assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
