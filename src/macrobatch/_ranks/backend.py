@@ -62,12 +62,12 @@ class Local:
     def hold_window(self) -> None:
         """Before a window that may fail on one rank: no micro-batch of it communicates, only `finish` does."""
 
-    def begin(self, last: bool, *, after_forward: bool = False) -> None:
-        """Before the forward of a micro-batch.
+    def begin(self, last: bool) -> None:
+        """Before the forward of a micro-batch."""
 
-        `after_forward`: its forward is done already, and the caller has kept its gradients from travelling, or not, as
-        it should.
-        """
+    def begin_backward(self, last: bool) -> None:
+        """The same after its forward, where the caller has kept its gradients from travelling, or not, as it should."""
+        self.begin(last)
 
     def end(self) -> None:
         """After its backward, or when it is given up: everything is put back as it was."""

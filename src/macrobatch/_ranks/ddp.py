@@ -58,28 +58,16 @@ class DDP(Local):
         for model in self._models:  # what else the first forward would do, together with the other ranks
             torch_ddp.prepare_forward(model)
 
-    def begin(self, last: bool, *, after_forward: bool = False) -> None:
-        for model in self._models:
-            if torch_ddp.is_joining(model):
-                raise BackendError(
-                    "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
-                    "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
-                    "ranks of different lengths together by themselves. If the model was joined earlier, wrap it in "
-                    "DistributedDataParallel anew: torch never switches joining off again."
-                )
+    def begin(self, last: bool) -> None:
+        self._require_no_join()
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
         if self._synced:
-            for model in self._models if not after_forward else ():
-                # A number that says the same, until a forward of DDP's sets it to True.
+            for model in self._models:  # a number that says the same, until a forward of DDP's sets it to True
                 model.require_forward_param_sync = int(model.require_forward_param_sync)
             return
-        if may_sync and (self._micro or after_forward):
-            cure = ', or use sync="window"' if self._micro else ""
-            raise BackendError(
-                "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know "
-                f"it: its gradient would not travel. Wrap the model anew{cure}."
-            )
+        if may_sync and self._micro:
+            raise self._unknown_to_reducer()
         for model in self._models:
             if model.static_graph and not torch_ddp.knows_static_graph(model):
                 raise BackendError(
@@ -88,6 +76,29 @@ class DDP(Local):
                     "(steps=lambda step: 1 if step == 0 else 8), or leave static_graph out."
                 )
             self._flags.enter_context(model.no_sync())
+
+    def begin_backward(self, last: bool) -> None:
+        self._require_no_join()
+        self._synced = last or self._micro
+        if self._synced and self._has_others():
+            raise self._unknown_to_reducer()
+
+    def _require_no_join(self) -> None:
+        for model in self._models:
+            if torch_ddp.is_joining(model):
+                raise BackendError(
+                    "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
+                    "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
+                    "ranks of different lengths together by themselves. If the model was joined earlier, wrap it in "
+                    "DistributedDataParallel anew: torch never switches joining off again."
+                )
+
+    def _unknown_to_reducer(self) -> BackendError:
+        cure = ', or use sync="window"' if self._micro else ""
+        return BackendError(
+            "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know it: "
+            f"its gradient would not travel. Wrap the model anew{cure}."
+        )
 
     def end(self) -> None:
         self._flags.close()

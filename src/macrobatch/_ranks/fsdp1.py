@@ -53,7 +53,7 @@ class FSDP1(Local):
     def held_gradients(self) -> list[Tensor | None]:
         return fsdp.held_gradients(self._models)
 
-    def begin(self, last: bool, *, after_forward: bool = False) -> None:
+    def begin(self, last: bool) -> None:
         if any(module.training_state.name != "IDLE" for module in fsdp.modules_of(self._models)):
             raise BackendError(
                 "a forward or backward of FullyShardedDataParallel was left by an exception, and torch has no way to "

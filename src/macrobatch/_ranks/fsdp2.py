@@ -63,7 +63,7 @@ class FSDP2(Local):
         for module in fsdp.modules_of(self._models):
             module.unshard()
 
-    def begin(self, last: bool, *, after_forward: bool = False) -> None:
+    def begin(self, last: bool) -> None:
         self.end()
         fsdp.initialize(self._models)
         self._saved = fsdp.Flags(self._models)

@@ -121,7 +121,7 @@ class Engine:
         self.is_repeat = turn.repeat
         self._before_repeat = Snapshot(self.models) if turn.repeat else None
         self.open_gradients()
-        self.backend.begin(self.is_last, after_forward=after_forward)
+        (self.backend.begin_backward if after_forward else self.backend.begin)(self.is_last)
         self._lifecycle.begin_micro_batch()
 
     def backward(self, loss: Tensor, items: Items) -> None:
