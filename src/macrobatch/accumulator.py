@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._step.assembly import engine_for
+from macrobatch._step.denominators import TermCounter
 from macrobatch._step.epochs import Epochs
 from macrobatch._step.turns import Turn
-from macrobatch._step.validation import checked_choice
-from macrobatch.types import Items, NonFinite, Reduction, Remainder, StepResult, When
+from macrobatch._step.validation import checked_choice, checked_counts
+from macrobatch.errors import UsageError
+from macrobatch.types import Counts, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
 
 Batch = TypeVar("Batch")
 
@@ -61,6 +63,8 @@ class Accumulator:
             the error may come when the next window closes; it names the window, and a fused optimizer does not take
             the poisoned step. "skip": nothing changes, and the result says so. "keep": no check.
         process_group: the ranks to average over.
+        counts: for losses of several terms: ``counts(batch)`` returns the items of each, by name. `batches` then reads
+            the batches of a window before it hands out the first, and `backward` takes a dict.
     """
 
     def __init__(
@@ -79,8 +83,15 @@ class Accumulator:
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: NonFinite = "raise",
         process_group: object = None,
+        counts: Counts | None = None,
     ) -> None:
         remainder = checked_choice("remainder", remainder, Remainder)
+        self._has_terms = checked_counts(counts) is not None
+        if self._has_terms and remainder == "carry":
+            raise UsageError(
+                'remainder="carry" cannot go with counts=: the denominators of a window must be known before its first '
+                'backward, but the next epoch is not there yet. Use remainder="step", which is exact, or "drop".'
+            )
         self._engine = engine_for(
             model,
             optimizer,
@@ -95,15 +106,18 @@ class Accumulator:
             accumulate_dtype=accumulate_dtype,
             nonfinite=nonfinite,
             process_group=process_group,
+            has_terms=self._has_terms,
         )
-        self._epochs = Epochs(self._engine, remainder)
+        counter = None if counts is None else TermCounter(counts, self._engine.backend, lambda: self._engine.device)
+        self._epochs = Epochs(self._engine, remainder, counter)
 
     # ------------------------------------------------------------------------------------------ the main path
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of `loader`, each to be followed by its `backward` and by `step`.
 
-        A loader with a length is not read ahead; any other iterable is, by one batch, to know where it ends.
+        A loader with a length is not read ahead; any other iterable is, by one batch, to know where it ends. With
+        ``counts``, the batches of a window are all read before the first is handed out.
 
         Args:
             loader: any iterable of batches. Ranks may have loaders of different lengths.
@@ -117,11 +131,12 @@ class Accumulator:
         """
         return self._epochs.begin(loader)
 
-    def backward(self, loss: Tensor, items: Items = None) -> None:
+    def backward(self, loss: Tensor | Terms, items: Items = None) -> None:
         """Add the gradient of a micro-batch.
 
         Args:
-            loss: of the micro-batch: a mean over its items, or their sum (``reduction``).
+            loss: of the micro-batch: a mean over its items, or their sum (``reduction``). With ``counts``, a dict of
+                terms, ``{name: (loss, items)}``; terms that the micro-batch does not have may be left out.
             items: what the loss is a mean over: an int, or a tensor with one number, which the host never reads. None
                 weighs every micro-batch the same.
 
@@ -144,12 +159,20 @@ class Accumulator:
         Raises:
             UsageError: if it is called before `backward`, or if somebody has changed the accumulated gradients.
             NonFiniteError: if a gradient of the window, or of the one before, is infinite or NaN.
+            BatchError: if the items of a term do not add up to what ``counts`` said.
         """
+        if now and self._has_terms and self._engine.has_accumulated and not self._engine.is_last:
+            raise UsageError(
+                "step(now=True) in an unfinished window of terms: its gradients are divided by what counts= said of "
+                "all its batches. Take the others too, or drop it with discard(): the batches already read begin the "
+                "next."
+            )
         return self._engine.close(now)
 
     def discard(self) -> None:
         """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
         self._engine.discard()
+        self._epochs.recount()
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool | None = None) -> Iterator[None]:
@@ -167,6 +190,11 @@ class Accumulator:
         Args:
             last: whether this one closes the window; None: ``steps`` decides.
         """
+        if self._has_terms:
+            raise UsageError(
+                "micro_batch() cannot go with counts=: the batches of a window are read before its first backward. "
+                "Iterate over acc.batches(loader)."
+            )
         with self._engine.micro_batch(Turn(last, is_told=last is not None)):
             yield
 

@@ -33,14 +33,15 @@ from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step import validation
 from macrobatch._step.assembly import engine_for
 from macrobatch._step.attempts import Attempts
+from macrobatch._step.batch_terms import BatchTerms, with_items
 from macrobatch._step.spans import Observer
 from macrobatch._step.spare import Spare
 from macrobatch._step.turns import Turn
 from macrobatch.errors import BackendError, BatchError, UsageError
-from macrobatch.types import Items, Options, StepResult
+from macrobatch.types import Counts, Items, Options, StepResult, Terms
 
 Model = nn.Module | Sequence[nn.Module]
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items]]
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items] | Terms]
 
 
 class MacroStep:
@@ -63,10 +64,14 @@ class MacroStep:
         optimizer: one or a list.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
             ``reduction``), and the items: an int, or a tensor that the host never reads. The loss alone: its items are
-            the samples, with a warning where micro-batches have uneven numbers of labels that are not -100.
+            the samples, with a warning where micro-batches have uneven numbers of labels that are not -100. Or several
+            terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items.
         micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits. It is
             found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
+        counts: for terms: ``counts(batch)`` returns the items of each, by name, in the whole batch as handed over:
+            ints, or tensors, which the host never reads. Every call, on every rank, returns the same names in the same
+            order.
         fit_file: "auto": where to keep sizes that did not fit, so that the next run begins with smaller ones.
         cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed, for a GPU that
             waits for Python. Where that cannot be, as on a CPU, they run as they are, and a warning says so.
@@ -81,6 +86,7 @@ class MacroStep:
         *,
         micro: int | Policy | Literal["auto"] = "auto",
         collate: Collate | None = None,
+        counts: Counts | None = None,
         cuda_graph: bool = False,
         fit_file: str | os.PathLike[str] | None = None,
         **options: Unpack[Options],
@@ -101,7 +107,9 @@ class MacroStep:
         if fit_file is not None and self._micro is not None:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
         self._sizes = FittingSizes(fit_file)
-        self._engine = engine_for(model, optimizer, **options)
+        has_terms = validation.checked_counts(counts) is not None
+        self._engine = engine_for(model, optimizer, has_terms=has_terms, **options)
+        self._terms = None if counts is None else BatchTerms(counts, self._engine)
         parameters = (p for model in self._engine.models for p in model.parameters())
         self._sharing = sharing_ranks(parameters, self._engine.backend.group)
         if self._is_auto and self._sharing:
@@ -115,7 +123,7 @@ class MacroStep:
         sizes = self._sizes if self._is_auto else None
         self._attempts = Attempts(self._engine, self._agreement, sizes)
         self._spare = Spare(self._engine, self._agreement)
-        self._label_watch = LabelWatch() if self._engine.reduction == "mean" else None
+        self._label_watch = LabelWatch() if self._engine.reduction == "mean" and not has_terms else None
 
     def __call__(self, batch: Any) -> StepResult:
         """Take the optimizer step of a batch.
@@ -129,12 +137,17 @@ class MacroStep:
             What became of it, over all ranks.
 
         Raises:
-            BatchError: if the batch cannot be cut, or the loss is no scalar; nothing has changed then.
+            BatchError: if the batch cannot be cut, or the loss is no scalar, or the items of a term do not add up to
+                what ``counts`` says (on a GPU that may come with the next batch); nothing has changed then.
             FitError: if not even one sample fits into memory.
             NonFiniteError: if a gradient of this batch, or of the one before, is infinite or NaN.
         """
+        if self._terms is not None:
+            self._terms.begin_window()
         while True:
             cut = self._cut(batch)
+            if self._terms is not None:
+                self._terms.expect(cut)
             if cut.is_empty:
                 return self._engine.skip()
             if self._attempts.run(cut, partial(self._take_turns, cut), self._graphs):
@@ -180,6 +193,8 @@ class MacroStep:
             if not isinstance(self._micro, ByCount | ByTokens | None):
                 require_each_once(parts, samples.count)
             row = self._row(samples, parts)
+            if self._terms is not None and samples.count:
+                self._terms.count(batch)
         except Exception:
             self._exchange(Row(failed=1))
             raise
@@ -257,6 +272,9 @@ class MacroStep:
         """An eager micro-step. All of a window must agree on whether items were `counted`."""
         with self._engine.spans.of("forward"):
             loss, items = self._loss(self._model, micro_batch)
+        if self._terms is not None:
+            self._engine.backward(with_items(loss, samples))
+            return
         counted.add(items is not None)
         if len(counted) > 1:
             raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
@@ -274,9 +292,9 @@ class MacroStep:
                 return self._spare.copy(), 1
             return cut.samples.take(part), len(part.samples)
 
-    def _loss(self, model: Any, micro_batch: Any) -> tuple[Tensor, Items]:
+    def _loss(self, model: Any, micro_batch: Any) -> tuple[Any, Items]:
         loss = self._loss_fn(model, micro_batch)
-        if not isinstance(loss, tuple | list):
+        if self._terms is not None or not isinstance(loss, tuple | list):
             return loss, None
         if len(loss) != 2:
             raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
@@ -300,8 +318,10 @@ class MacroStep:
         """Where micro-steps can be recorded; else a warning says why they run eagerly."""
         engine, bare = self._engine, without_ddp(self._model)
 
-        def loss_of(micro_batch: Any, samples: int) -> tuple[Tensor, Items]:
+        def loss_of(micro_batch: Any, samples: int) -> tuple[Any, Items]:
             loss, items = self._loss(bare, micro_batch)
+            if self._terms is not None:
+                return with_items(loss, samples), None
             return validation.checked_loss(loss), validation.checked_items(samples if items is None else items)
 
         capturer = capturer_for(engine.device)
@@ -310,7 +330,12 @@ class MacroStep:
             warnings.warn(eager_message(str(why)), stacklevel=3)
             return None
         return RecordingCache(
-            engine.models, loss_of, reduction=engine.reduction, has_scaler=engine.scaler is not None, capturer=capturer
+            engine.models,
+            loss_of,
+            reduction=engine.reduction,
+            has_scaler=engine.scaler is not None,
+            capturer=capturer,
+            denominators=None if self._terms is None else self._terms.denominators,
         )
 
     def _why_eager(self) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 Items = int | float | Tensor | None
+Terms = Mapping[str, Tensor | tuple[Tensor, Items]]  # several losses, each with its own items
+Counts = Callable[[Any], Mapping[str, int | float | Tensor]]  # of a batch: the items of each term
 Reduction = Literal["mean", "sum"]
 When = Literal["window", "micro"]
 Remainder = Literal["step", "drop", "carry"]
@@ -39,11 +41,13 @@ class StepResult:
     Attributes:
         step: how many optimizer steps were taken so far, this one included; a tensor where the host does not know.
         micro_batches: how many of them the window held.
-        loss: the mean loss over the items of the window; NaN where there were none.
-        items: how many items that was (the number of micro-batches where no items were given).
+        loss: the mean loss over the items of the window; NaN where there were none. Of several terms, the sum.
+        items: how many items that was (the number of micro-batches where no items were given); of the first term where
+            there are several.
         grad_norm: of the window's mean gradient, before clipping; None without ``max_norm``.
         lr: the learning rate of each parameter group in this step.
         skipped: whether no step was taken; a tensor where the host does not know.
+        losses: the mean of each term by name, NaN where it had no items in the window; None without terms.
     """
 
     step: int | Tensor
@@ -53,3 +57,4 @@ class StepResult:
     grad_norm: Tensor | None
     lr: tuple[float | Tensor, ...]
     skipped: bool | Tensor
+    losses: dict[str, Tensor] | None = None

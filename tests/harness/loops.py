@@ -91,6 +91,38 @@ class Loop:
                     optimizer.zero_grad()
 
 
+def two_terms(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+    """Cross-entropy over the tokens, and a penalty over the samples."""
+    penalty = model(batch.x).square().flatten(1).mean(1).mean()
+    return {"tokens": (reference.mean_loss(model, batch), batch.items), "samples": (penalty, len(batch.x))}
+
+
+def two_counts(batch: Batch) -> dict[str, int]:
+    return {"tokens": batch.items, "samples": len(batch.x)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermLoop:
+    """A loop by hand over a loss of two terms: `weights` of each, given the window."""
+
+    weights: Callable[[list[Batch], Batch], dict[str, float]]
+    size: int = 6
+    loss: Callable[[nn.Module, Batch], dict[str, Any]] = two_terms
+
+    def __call__(self, model: nn.Module, batch: Batch) -> None:
+        optimizer, window = torch.optim.SGD(model.parameters(), 0.1), list(pieces(batch, self.size))
+        for micro in window:
+            weights = self.weights(window, micro)
+            sum(loss * weights[name] for name, (loss, _) in self.loss(model, micro).items()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def term_shares(window: list[Batch], micro: Batch) -> dict[str, float]:
+    """The right weights of both terms."""
+    return {"tokens": by_items(window, micro), "samples": len(micro.x) / sum(len(other.x) for other in window)}
+
+
 def by_items(window: list[Batch], micro: Batch) -> float:
     """The right weight of a mean loss."""
     return micro.items / sum(other.items for other in window)

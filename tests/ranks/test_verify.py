@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.loops import Loop, by_items, loss_fn, next_token_fn, pieces
+from harness.loops import Loop, by_items, loss_fn, next_token_fn, pieces, two_counts, two_terms
 from harness.ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
 from harness.reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
 from macrobatch import Accumulator, MacroStep, verify
@@ -170,6 +170,26 @@ def whole_batches(**options: Any) -> Callable[[nn.Module, Batch], None]:
     return step
 
 
+def terms_by_hand(**factors: float) -> Callable[[nn.Module, Batch], None]:
+    """Both terms in 3 micro-batches on every rank, each divided by its items on all ranks; times a factor."""
+
+    def step(model: Any, share: Batch) -> None:
+        optimizer, world = torch.optim.AdamW(model.parameters(), 0.1), dist.get_world_size()
+        totals = {name: everyone(count) for name, count in two_counts(share).items()}
+        for index, micro in enumerate(pieces(share, -(-len(share.x) // 3))):
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = index == 2
+            loss = sum(
+                loss * n * world / totals[name] * factors.get(name, 1.0)
+                for name, (loss, n) in two_terms(model, micro).items()
+            )
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 MODES = {
     "ddp": (ddp, {"sync": "window"}),
     "ddp-micro": (ddp, {"sync": "micro"}),
@@ -197,6 +217,9 @@ RIGHT = {
     "fsdp2-by-hand": lambda: verified(fsdp2(made()), by_hand(all_items)),
     "fsdp2-accumulator": lambda: verified(fsdp2(made()), accumulated),
     "fsdp2-bf16": lambda: verified(in_bf16(), by_hand(all_items)),
+    "ddp-terms": lambda: verified(ddp(made()), loss=two_terms, counts=two_counts),
+    "ddp-terms-by-hand": lambda: verified(ddp(made()), terms_by_hand(), loss=two_terms),
+    "fsdp2-terms": lambda: verified(fsdp2(made()), loss=two_terms, counts=two_counts),
     "fsdp2-float32": lambda: verified(fsdp2(made(dtype=torch.float32))),
 }
 WRONG = {
@@ -224,6 +247,14 @@ WRONG = {
     "ddp-too-many": (lambda: verified(ddp(made()), accumulated, windows=1), "number of optimizer steps"),
     "fsdp2-world": (lambda: verified(fsdp2(made()), by_hand(lambda b: everyone(b.items))), "world size"),
     "fsdp2-ranks": (lambda: verified(fsdp2(made()), by_hand(lambda b: b.items)), "mean of means"),
+    "ddp-term-world": (
+        lambda: verified(ddp(made()), terms_by_hand(samples=0.5), loss=two_terms),
+        "term and world size",
+    ),
+    "fsdp2-term-world": (
+        lambda: verified(fsdp2(made()), terms_by_hand(tokens=2.0), loss=two_terms),
+        "term and world size",
+    ),
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }
 SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}

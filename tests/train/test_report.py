@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
 from macrobatch.train.charts import Scale, smoothed, thinned
+from macrobatch.train.events import numbers_in
 from macrobatch.train.report import written
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -96,6 +97,19 @@ def test_the_report_says_what_happened(tmp_path):
     assert "torch 2.13" in text
     for chart in ("Loss", "Gradient norm", "Throughput", "Padding", "Learning rate", "Memory"):
         assert chart in text
+
+
+def test_terms_have_a_chart_where_there_are_several(tmp_path):
+    assert "Terms" not in text_of(a_run(tmp_path / "one"))
+    text = text_of(a_run(tmp_path / "several", losses={"policy": 1.25, "kl": None, "value": 0.5}))
+    assert "Terms" in text
+    assert "policy" in text
+    assert "value" in text
+
+
+def test_terms_are_events_of_their_own():
+    row = {"step": 3, "loss": 1.75, "losses": {"policy": 1.25, "kl": math.nan, "value": 0.5}}
+    assert numbers_in(row) == [("train/loss", 1.75), ("losses/policy", 1.25), ("losses/value", 0.5)]
 
 
 def test_a_run_that_was_killed_has_a_report(tmp_path):

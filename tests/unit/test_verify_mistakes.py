@@ -19,6 +19,7 @@ from harness.loops import (
     Loop,
     Perceptron,
     Statistics,
+    TermLoop,
     batch_of,
     by_items,
     cross_entropy,
@@ -31,6 +32,8 @@ from harness.loops import (
     regression,
     sequences,
     squared_error,
+    term_shares,
+    two_terms,
 )
 from harness.peers import accelerate_loop, accelerate_tokens, accelerator, all_labels, lightning_loop, loader_of
 from harness.reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, mean_loss, sum_loss
@@ -278,6 +281,13 @@ def backward_before(model: nn.Module) -> None:
 TRAINING = nn.Module.train
 TEN = batch_of(50)  # micro-batches of 5, all with as many items; in windows of 4 the last has 2
 TEN_UNEQUAL = batch_of(50, items=UNEQUAL)
+
+
+def term_mistake(cause, weights):
+    """A loop over two terms, one of which has other weights."""
+    step = TermLoop(weights=lambda window, micro: term_shares(window, micro) | weights(window, micro))
+    return Mistake(causes=(cause,), loss_fn=two_terms, step=step)
+
 
 MISTAKES = {
     # a constant factor
@@ -556,6 +566,24 @@ MISTAKES = {
     ),
     "Lightning, short last window": Mistake(
         causes=("short window",), step=lightning_loop(mean_loss), batch=TEN, dtype=torch.float32
+    ),
+    # several terms: tokens and samples, in micro-batches of 6, 6, 6 and 2 samples
+    "term not divided": term_mistake("term not divided", lambda window, micro: {"samples": 1.0}),
+    "tokens not divided": term_mistake("term not divided", lambda window, micro: {"tokens": 1.0}),
+    "term as a mean of means": term_mistake(
+        "term divided by the micro-batch's own count", lambda window, micro: {"samples": 1 / len(window)}
+    ),
+    "term weighted by the other's items": term_mistake(
+        "one count for two terms", lambda window, micro: {"samples": by_items(window, micro)}
+    ),
+    "term divided by the other's items": term_mistake(
+        "one count for two terms",
+        lambda window, micro: {"samples": len(micro.x) / sum(other.items for other in window)},
+    ),
+    "both terms as means of means": Mistake(
+        causes=("mean of means",),
+        loss_fn=two_terms,
+        step=TermLoop(weights=lambda window, micro: dict.fromkeys(("tokens", "samples"), 1 / len(window))),
     ),
 }
 

@@ -18,6 +18,7 @@ from harness.loops import (
     Loop,
     Perceptron,
     Statistics,
+    TermLoop,
     batch_of,
     by_items,
     cross_entropy,
@@ -29,6 +30,9 @@ from harness.loops import (
     sequences,
     squared_error,
     sum_fn,
+    term_shares,
+    two_counts,
+    two_terms,
 )
 from harness.peers import accelerate_loop, accelerate_tokens, accelerator, lightning_loop, loader_of, shifted_labels
 from harness.reference import (
@@ -61,11 +65,12 @@ class Right:
     training: bool = False
     note: str | None = None  # what the report has to mention
     windows: int = 3
+    counts: Callable[[Any], Any] | None = None
 
     def verified(self) -> Any:
         torch.manual_seed(0)
         model = self.make().to(self.dtype).train(self.training)
-        return verify(model, self.loss_fn, self.batch, step=self.step)
+        return verify(model, self.loss_fn, self.batch, step=self.step, counts=self.counts)
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -338,6 +343,14 @@ def averaged_as_it_goes(model: nn.Module, batch: Batch) -> None:
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 EVERY_MODEL = (Attention, Tied, Experts, Convolution, PartlyFrozen)
 
+
+def terms_in_windows(model: nn.Module, batch: Batch) -> None:
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), steps=4, counts=two_counts)
+    for micro in acc.batches(list(pieces(batch, 5))):
+        acc.backward(two_terms(model, micro))
+        acc.step()
+
+
 STEPS = {
     f"{make.__name__}, {dtype}": Right(make=make, dtype=dtype, step=None, windows=1)
     for make in EVERY_MODEL
@@ -436,6 +449,10 @@ STEPS = {
         step=accelerate_tokens(shifted_labels), loss_fn=next_token_fn, dtype=torch.float32
     ),
     "Lightning, full windows": Right(step=lightning_loop(mean_loss), batch=batch_of(40), windows=2),
+    "two terms": Right(step=None, loss_fn=two_terms, counts=two_counts, windows=1),
+    "two terms, by hand": Right(step=TermLoop(weights=term_shares), loss_fn=two_terms, windows=1),
+    "two terms, float32": Right(step=None, loss_fn=two_terms, counts=two_counts, dtype=torch.float32, windows=1),
+    "two terms, in windows": Right(step=terms_in_windows, loss_fn=two_terms),
 }
 
 

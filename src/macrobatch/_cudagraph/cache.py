@@ -35,14 +35,17 @@ from macrobatch._cudagraph.eligibility import (
     signature,
     tensors_of,
 )
-from macrobatch._cudagraph.recorded_step import Recording, StaticTotals
+from macrobatch._cudagraph.recorded_step import Recording, StaticTermTotals, StaticTotals
 from macrobatch._cut.memory import is_out_of_memory, release_cached_memory
+from macrobatch._step.denominators import Denominators
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import confinement_of, reach_of, run_confined
 from macrobatch._step.snapshot import Snapshot, modules_of
+from macrobatch._step.terms import TermWindow
 from macrobatch._step.totals import UNSCALED, Window
+from macrobatch._step.validation import checked_terms
 from macrobatch._torch.tensors import version_of, zero_all
-from macrobatch.types import Items, Reduction
+from macrobatch.types import Reduction
 
 MAX_SHAPES = 64  # a recording holds the launch parameters of thousands of kernels
 MAX_AT_ONCE = 8  # shapes that are recorded when they first come
@@ -51,7 +54,7 @@ WARM_UPS = 3
 MAX_TIME_SHARE = 0.9  # of the eager time: slower recordings are not worth their memory
 
 MicroBatch = tuple[Any, int]  # a micro-batch on the device, with its number of samples
-LossFunction = Callable[[Any, int], tuple[Tensor, Items]]
+LossFunction = Callable[[Any, int], tuple[Any, Any]]
 
 
 class _RestartError(Exception):
@@ -67,11 +70,12 @@ class RecordingCache:
 
     Args:
         models: the models that are trained.
-        loss_of: ``loss_of(micro_batch, samples)`` returns the loss and its items. It must call the models without DDP
-            (`without_ddp`), whose Python code a replay would leave out.
+        loss_of: ``loss_of(micro_batch, samples)`` returns the loss and its items, or a dict of terms and None. It must
+            call the models without DDP (`without_ddp`), whose Python code a replay would leave out.
         reduction: of these losses.
         has_scaler: whether a scaler multiplies the losses.
         capturer: of the models' device.
+        denominators: of losses that are dicts of terms: what those of the window that begins are divided by.
     """
 
     def __init__(
@@ -82,11 +86,13 @@ class RecordingCache:
         reduction: Reduction,
         has_scaler: bool,
         capturer: Capturer,
+        denominators: Callable[[], Denominators] | None = None,
     ) -> None:
         self._models = models
         self._loss_of = loss_of
         self._reduction: Reduction = reduction
         self._has_scaler = has_scaler
+        self._denominators = denominators
         self._capturer = capturer
         self._model_state: object = None
         self._is_disabled = False  # whether recording has been given up
@@ -282,7 +288,7 @@ class RecordingCache:
 
     def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         capturer = self._capturer
-        totals = self._totals = self._totals or StaticTotals(capturer.device)
+        totals = self._totals = self._totals or self._new_totals()
         pool = self._pool = self._pool or capturer.new_pool()
         static = copy_tensors(micro_batch)
 
@@ -303,6 +309,11 @@ class RecordingCache:
         recording = Recording(graph, inputs, totals, added_to, window.host_items)
         replayed = min(capturer.milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < MAX_TIME_SHARE * eager else None
+
+    def _new_totals(self) -> StaticTotals:
+        if self._denominators is None:
+            return StaticTotals(self._capturer.device)
+        return StaticTermTotals(self._denominators())
 
     def _warm_up(
         self, micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter], claim: PoolClaim
@@ -346,16 +357,23 @@ class RecordingCache:
     ) -> Window:
         """Run one micro-step as an eager one would, and add its totals to the static ones."""
         loss, items = self._loss_of(micro_batch, samples)
-        if loss.dtype == torch.float16 and not self._has_scaler:
-            raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
         multiplier = totals.multiplier if self._has_scaler else UNSCALED
-        window = Window(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
+        window: Window
+        if isinstance(totals, StaticTermTotals):
+            window = TermWindow(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
+            window.expect(totals.denominators, totals.buffers)
+            items = window.weigh(checked_terms(loss, items, window.names))
+            loss = items.loss
+        else:
+            if loss.dtype == torch.float16 and not self._has_scaler:
+                raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
+            window = Window(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
         if window.counts_for_nothing(items):
             raise _NoItemsError
         require_leaves(loss, leaves_of)
         confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
         run_confined(loss, window.add(loss, items), confinement)
-        totals.add(window.totals())
+        totals.add(window)
         return window
 
     # ------------------------------------------------------------------------------------------ warnings

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import tensors_of
-from macrobatch._step.totals import Totals, Window, wide
+from macrobatch._step.denominators import Denominators
+from macrobatch._step.terms import TermBuffers, TermWindow
+from macrobatch._step.totals import HostItems, Totals, Window, wide
 from macrobatch._torch.tensors import copy_all
 
 
@@ -24,8 +26,14 @@ class StaticTotals:
         self._used: set[torch.dtype] = set()
         self.used_recordings: set[Recording] = set()
 
-    def add(self, totals: Totals) -> None:
+    def begin(self, window: Window) -> None:
+        """Take over what a window has decided, before its first replay."""
+        if isinstance(multiplier := window.multiplier, Tensor):
+            self.multiplier.copy_(multiplier)
+
+    def add(self, window: Window) -> None:
         """Add the totals of one micro-batch. Recordings contain this call."""
+        totals = window.totals()
         self.loss += totals.loss
         if totals.items is not None and totals.lowest is not None:
             self._used.add(totals.items.dtype)
@@ -47,6 +55,36 @@ class StaticTotals:
             window.absorb(Totals(torch.zeros_like(self.loss), items, lowest))
 
 
+class StaticTermTotals(StaticTotals):
+    """The buffers of terms: recorded windows add to them.
+
+    Args:
+        denominators: of a window; what those of later ones are divided by takes its place.
+    """
+
+    def __init__(self, denominators: Denominators) -> None:
+        super().__init__(denominators.own.device)
+        self.denominators = denominators
+        self.buffers = TermBuffers.of(denominators)
+
+    def begin(self, window: Window) -> None:
+        super().begin(window)
+        assert isinstance(window, TermWindow)
+        self.buffers.divisors.copy_(window.buffers.divisors)
+
+    def add(self, window: Window) -> None:
+        """Nothing: the recorded window has added to the buffers itself."""
+
+    def clear(self) -> None:
+        super().clear()
+        for buffer in self.buffers[1:]:
+            buffer.zero_()
+
+    def add_to(self, window: Window) -> None:
+        assert isinstance(window, TermWindow)
+        window.absorb_buffers(self.buffers)
+
+
 class Recording:
     """The recorded micro-step of one shape.
 
@@ -62,7 +100,7 @@ class Recording:
         inputs: list[Tensor],
         totals: StaticTotals,
         reached: set[nn.Parameter],
-        host_items: int | float,
+        host_items: HostItems,
     ) -> None:
         self.reached = reached
         self._graph = graph
@@ -73,8 +111,8 @@ class Recording:
     def replay(self, micro_batch: object, window: Window) -> None:
         """Replay a micro-batch, and add it to the window."""
         window.add_recorded(self._host_items, self._totals.loss)
-        if not self._totals.used_recordings and isinstance(multiplier := window.multiplier, Tensor):
-            self._totals.multiplier.copy_(multiplier)
+        if not self._totals.used_recordings:
+            self._totals.begin(window)
         self._totals.used_recordings.add(self)
         self.run(micro_batch)
 

@@ -78,6 +78,13 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
     return [list(map(int, other)) for other in torch.stack(everyone).tolist()]
 
 
+def all_gather_objects(value: Any, group: Group) -> list[Any]:
+    """`value` of every rank. It must be on the host, and so must the group."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def all_reduce_max(number: float | Tensor, group: Group, device: torch.device) -> Tensor:
     """The largest of all ranks' numbers, which the host does not get to know."""
     largest = torch.as_tensor(number, dtype=torch.float32).reshape(()).to(device, non_blocking=True, copy=True)

@@ -22,6 +22,7 @@ def engine_for(
     *,
     steps: int | Callable[[int], int] = 1,
     drops_short: bool = False,
+    has_terms: bool = False,
     **options: Unpack[Options],
 ) -> Engine:
     """The engine for these models, which takes a step at each close; the arguments are checked."""
@@ -58,4 +59,5 @@ def engine_for(
         scaler=scaler,
         accumulate_dtype=accumulate_dtype,
         drops_short=drops_short,
+        has_terms=has_terms,
     )

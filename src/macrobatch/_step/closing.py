@@ -140,10 +140,13 @@ class TakeStep(Closing):
         self._raise_for(pending)
 
     def _raise_for(self, pending: Verdict | None) -> None:
-        if pending is not None and (error := pending.error(pending.read())) is not None:
-            if self._fused:
-                self._taken -= 1  # the device knew, and did not take it
-            raise error
+        if pending is None or (error := pending.error(pending.read())) is None:
+            return
+        if isinstance(error, NonFiniteError) and self._nonfinite != "raise":
+            return
+        if self._fused and self._scaler is None:  # under a scaler, skipped steps are counted on the device
+            self._taken -= 1  # the device knew, and did not take it
+        raise error
 
     # ------------------------------------------------------------------------------------------ the main path
 
@@ -224,7 +227,9 @@ class TakeStep(Closing):
 
     def _needs_host(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
         """Whether the host has to know the verdict before it goes on."""
-        if not window.has_items:
+        if not window.has_items or window.knows_miscount:
+            return True
+        if verdict.may_be_miscounted and (not fused or verdict.on_host):  # no such step may be taken
             return True
         if self._scaler is not None:
             return not fused or self._counts_on_host or verdict.needs_host
@@ -232,8 +237,9 @@ class TakeStep(Closing):
 
     def _defer_verdict(self, verdict: Verdict) -> bool | Tensor:
         """Queue the flag without waiting for it; returns what the result says of `skipped`."""
-        if self._scaler is None:
+        if self._scaler is None or verdict.may_be_miscounted:
             self._pending = verdict.send()
+        if self._scaler is None:
             return False
         self._update_scale(self._scaler, verdict)
         skipped = verdict.found_inf
@@ -280,6 +286,7 @@ def result_of(
         grad_norm=grad_norm,
         lr=lr,
         skipped=skipped,
+        losses=window.losses(),
     )
 
 

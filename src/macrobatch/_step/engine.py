@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from macrobatch._ranks.select import require_same_wrapping, wrapping
 from macrobatch._step import validation
 from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, record_use
 from macrobatch._step.closing import Closing
+from macrobatch._step.denominators import Denominators
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
 from macrobatch._step.lifecycle import Lifecycle, Mark
@@ -29,10 +31,12 @@ from macrobatch._step.parameters import GradientSource, Parameters
 from macrobatch._step.scaling import Seeds, TypicalItems
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.spans import Spans
+from macrobatch._step.terms import TermWindow, Weighed
+from macrobatch._step.ties import OutputTies
 from macrobatch._step.totals import Window
 from macrobatch._step.turns import Turn
-from macrobatch.errors import UsageError
-from macrobatch.types import Items, Reduction, StepResult
+from macrobatch.errors import BatchError, UsageError
+from macrobatch.types import Items, Reduction, StepResult, Terms
 
 
 class Engine:
@@ -48,6 +52,7 @@ class Engine:
         scaler: whose scale multiplies them.
         accumulate_dtype: in which gradients are added up.
         drops_short: whether a window that is shorter than it should be, on all ranks, is dropped.
+        has_terms: whether losses are dicts of terms, whose denominators are set before a window (`expect`).
 
     Attributes:
         is_last: whether the current micro-batch closes the window.
@@ -69,6 +74,7 @@ class Engine:
         scaler: GradScaler | None = None,
         accumulate_dtype: torch.dtype | None = None,
         drops_short: bool = False,
+        has_terms: bool = False,
     ) -> None:
         self.models = models
         self.backend = backend
@@ -84,7 +90,10 @@ class Engine:
         self._parameters = Parameters(models, optimizers)
         self._source = GradientSource(self._parameters, backend, accumulate_dtype)
         is_half = any(p.dtype == torch.float16 for p in self._parameters.named().values())
-        self._typical = TypicalItems(scaler, backend.group, shrinks=is_half or backend.uses_float16())
+        shrinks = (is_half or backend.uses_float16()) and not has_terms  # of terms, means are accumulated, not sums
+        self._typical = TypicalItems(None if has_terms else scaler, backend.group, shrinks=shrinks)
+        self._has_terms = has_terms
+        self._ties: OutputTies | None = None if backend.group is None or not has_terms else OutputTies(models)
         self._backward = Backward(backend, self._parameters, accumulate_dtype)
         self._lifecycle = Lifecycle()
         self._windows = 0  # how many were closed or discarded
@@ -122,29 +131,59 @@ class Engine:
         self._before_repeat = Snapshot(self.models) if turn.repeat else None
         self.open_gradients()
         (self.backend.begin_backward if after_forward else self.backend.begin)(self.is_last)
+        if self._ties is not None:
+            self._ties.begin()
         self._lifecycle.begin_micro_batch()
 
-    def backward(self, loss: Tensor, items: Items) -> None:
+    def backward(self, loss: Tensor | Terms, items: Items = None) -> None:
         """Add the gradient of a micro-batch, and end it."""
         self._lifecycle.require_backward(self._window)
-        loss, items = validation.checked_loss(loss), validation.checked_items(items)
-        self.closing.check_loss(loss)
-        self._typical.agree(items, loss.device, self._window)
+        root: Tensor | None
+        counted: Any
+        if self._has_terms:
+            root, counted = self._weigh(loss, items)
+        else:
+            root, counted = validation.checked_loss(loss), validation.checked_items(items)
+            self.closing.check_loss(root)
+            self._typical.agree(counted, root.device, self._window)
         window, gradients = self.window, self.open_gradients()
         gradients.check_untouched()
         self.closing.check_untouched()
-        confinement, awaited = self._backward.plan(loss, gradients, is_first=not window.turns)
+        if root is None:  # no term, and no other rank that waits for a backward
+            window.add(root, counted)
+            self._end()
+            self._lifecycle.end_backward()
+            return
+        confinement, awaited = self._backward.plan(root, gradients, is_first=not window.turns)
         if self.is_repeat:
-            seed, counts = window.add_nothing(loss), False
+            seed, counts = window.add_nothing(root), False
         else:
-            seed, counts = window.add(loss, items), not window.counts_for_nothing(items)
+            seed, counts = window.add(root, counted), not window.counts_for_nothing(counted)
         if self.is_last:
             self._send(window)  # it travels during the backward
         try:
-            self._run_backward(loss, seed, confinement, counts=counts, awaited=awaited)
+            self._run_backward(root, seed, confinement, counts=counts, awaited=awaited)
         finally:
             self._end()
         self._lifecycle.end_backward()
+
+    def _weigh(self, terms: object, items: Items) -> tuple[Tensor | None, Weighed]:
+        """One scalar of all terms; None where a micro-batch has none, and no other rank waits for its backward."""
+        window = self.window
+        assert isinstance(window, TermWindow)
+        checked = validation.checked_terms(terms, items, window.names)
+        for loss, _ in checked.values():
+            self.closing.check_loss(loss)
+        weighed = window.weigh(checked, repeats=self.is_repeat)
+        if self._ties is None or not weighed.lacks:
+            return weighed.loss, weighed
+        root = self._ties.tie(weighed.loss)
+        if root is None:
+            raise BatchError(
+                "a micro-batch has no term at all, and has not called the model, but all ranks must run the same "
+                "backward. Call the model, or return a term with its loss and 0 items."
+            )
+        return root, weighed
 
     def replay(self, recording: Replayable, micro_batch: object) -> None:
         """What `backward` does, for a micro-batch whose forward and backward were recorded."""
@@ -172,6 +211,8 @@ class Engine:
     def _end(self) -> None:
         """Put back what was set for a micro-batch, and for a repeated one what it changed."""
         self.backend.end()
+        if self._ties is not None:
+            self._ties.end()
         if self._before_repeat is not None:
             self._before_repeat.restore()
             self._before_repeat = None
@@ -198,9 +239,11 @@ class Engine:
             self._used |= used
 
     def _undo_first_turn(self) -> None:
-        self._window = None
+        failed, self._window = self._window, None
         self._drop_window()
         self.window.slots += self._turn.slots
+        if isinstance(failed, TermWindow) and failed.denominators is not None:
+            self.expect(failed.denominators)
         self.open_gradients()
 
     # ------------------------------------------------------------------------------------------ one window
@@ -211,9 +254,13 @@ class Engine:
         if self._window is None:
             require_same_wrapping(self.models, self._wrapping)
             length = self.steps(self.closing.taken) if callable(self.steps) else self.steps
+            number, length = self._windows + 1, validation.checked_steps(length, "steps(optimizer_step)")
+            if self._has_terms:
+                self._window = TermWindow(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
+                return self._window
             self._window = Window(
-                number=self._windows + 1,
-                length=validation.checked_steps(length, "steps(optimizer_step)"),
+                number=number,
+                length=length,
                 reduction=self.reduction,
                 scaler=self.scaler,
                 typical_items=self._typical.items,
@@ -222,6 +269,17 @@ class Engine:
                 seeds=self._seeds,
             )
         return self._window
+
+    def expect(self, denominators: Denominators) -> None:
+        """What the terms of the open window, or of a new one, are divided by. Before its first micro-batch."""
+        window = self.window
+        assert isinstance(window, TermWindow), "denominators are for windows of terms"
+        window.expect(denominators)
+
+    @property
+    def awaits_denominators(self) -> bool:
+        """Whether the open window, or a new one, has terms that nobody has counted yet."""
+        return self._has_terms and isinstance(window := self.window, TermWindow) and window.denominators is None
 
     @property
     def has_accumulated(self) -> bool:

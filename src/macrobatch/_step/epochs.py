@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._ranks.select import require_own_statistics
+from macrobatch._step.denominators import TermCounter
 from macrobatch._step.engine import Engine
 from macrobatch._step.lookahead import Epoch, ReadAhead, length_of
 from macrobatch._step.turns import Turn, exchange_lengths, negotiate_turns, plan_turns
@@ -22,11 +23,14 @@ class Epochs:
     Args:
         engine: which accumulates.
         remainder: what becomes of a short last window.
+        counter: of terms: windows are then read ahead, to know what they are divided by.
     """
 
-    def __init__(self, engine: Engine, remainder: Remainder) -> None:
+    def __init__(self, engine: Engine, remainder: Remainder, counter: TermCounter | None = None) -> None:
         self._engine = engine
         self._remainder = remainder
+        self._counter = counter
+        self._reader: ReadAhead[Any] | None = None  # of the current pass, where windows are read ahead
         self._current: object = None  # which pass is the current one
         self._stream: ReadAhead[Any] | None = None  # the last loader without a length, with what was read of it
 
@@ -35,7 +39,7 @@ class Epochs:
         self._engine.require_new_epoch()
         self._engine.give_up()
         self._current = object()
-        if length_of(loader) is None:
+        if length_of(loader) is None or self._counter is not None:
             loader = self._read_ahead(loader)
         return Epoch(self._iterate(loader, self._current), self._num_batches(loader))
 
@@ -43,6 +47,8 @@ class Epochs:
         engine = self._engine
         self._require_current(epoch)
         for batch, turn in self._turns(loader):
+            if engine.awaits_denominators:
+                self._count_window(turn.repeat)
             engine.begin(turn)
             try:
                 yield batch
@@ -54,6 +60,19 @@ class Epochs:
             engine.require_finished()
         self._current = None
         engine.end_epoch(drops=self._remainder == "drop")
+
+    def recount(self) -> None:
+        """A window was dropped: a batch that has had no backward yet begins the next, with those read after it."""
+        if self._counter is not None and self._engine.open_slots:
+            self._count_window(self._engine.is_repeat)
+
+    def _count_window(self, is_repeat: bool) -> None:
+        """Read the batches of the window that begins with the current one, and tell the engine its denominators."""
+        assert self._counter is not None
+        assert self._reader is not None
+        counted = [] if is_repeat else [self._reader.note, *self._reader.notes(self._engine.window.length - 1)]
+        self._counter.agree_on_names()
+        self._engine.expect(self._counter.total(counted))
 
     def _require_current(self, epoch: object) -> None:
         if self._current is not epoch:
@@ -67,9 +86,15 @@ class Epochs:
         return None if callable(steps) else length - (length + self._engine.open_slots) % steps
 
     def _read_ahead(self, loader: Iterable[Batch]) -> ReadAhead[Batch]:
-        """A loader without a length. One that goes on where it was left begins with the batch read ahead then."""
+        """A loader that is read ahead. One that goes on where it was left begins with the batch read ahead then."""
+        note = None if self._counter is None else self._counter.count
+        length = length_of(loader)
+        if length is not None:
+            self._reader = ReadAhead(loader, length, note)
+            return self._reader
         if self._stream is None or not self._stream.reads(loader):
-            self._stream = ReadAhead(loader)
+            self._stream = ReadAhead(loader, note=note)
+        self._reader = self._stream
         return self._stream
 
     def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:

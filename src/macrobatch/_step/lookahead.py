@@ -1,11 +1,11 @@
-"""Loaders: how long they are, and reading one batch ahead where they do not say."""
+"""Loaders: how long they are, and reading ahead: one batch where they do not say, or a window of them."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ class Epoch(Iterator[Batch]):
 def length_of(loader: Iterable[Batch]) -> int | None:
     """How many batches a loader says it has; None where it does not know."""
     if isinstance(loader, ReadAhead):
-        return None
+        return loader.length
     try:
         return len(loader)  # type: ignore[arg-type]
     except Exception:  # a TypeError mostly; but a length that is not known may be told in any way
@@ -54,16 +54,31 @@ def length_of(loader: Iterable[Batch]) -> int | None:
 
 
 class ReadAhead(Iterator[Batch]):
-    """An iterator that is read by one batch further than it is used, and keeps what it has read.
+    """An iterator that is read further than it is used, and keeps what it has read.
 
-    >>> batches = ReadAhead(iter("ab"))
-    >>> next(batches), batches.has_more(), next(batches), batches.has_more()
-    ('a', True, 'b', False)
+    >>> batches = ReadAhead(iter("abc"), note=str.upper)
+    >>> next(batches), batches.note, batches.notes(5), batches.has_more(), list(batches)
+    ('a', 'A', ['B', 'C'], True, ['b', 'c'])
+
+    Args:
+        loader: what is read.
+        length: how many batches it says it has; None where it does not know.
+        note: what to remember of each batch as it is read.
+
+    Attributes:
+        note: what was remembered of the batch that was handed out last.
     """
 
-    def __init__(self, loader: Iterable[Batch]) -> None:
+    def __init__(
+        self, loader: Iterable[Batch], length: int | None = None, note: Callable[[Batch], Any] | None = None
+    ) -> None:
+        self.length = length
+        self.note: Any = None
         self._iterator = iter(loader)
-        self._ahead: list[Batch] = []
+        self._take_note = note
+        self._ahead: deque[tuple[Batch, Any]] = deque()
+        self._current: Batch | None = None  # the batch that is in use, where those after it are read
+        self._is_first = True
 
     def reads(self, loader: Iterable[Batch]) -> bool:
         """Whether `loader` is the very iterator that is read here, and not one that begins anew each time."""
@@ -71,14 +86,33 @@ class ReadAhead(Iterator[Batch]):
 
     def has_more(self) -> bool:
         """Whether another batch follows."""
-        if not self._ahead:
-            self._ahead += itertools.islice(self._iterator, 1)
-        return bool(self._ahead)
+        return bool(self._ahead) or self._read()
+
+    def notes(self, count: int) -> list[Any]:
+        """What was remembered of the batches that follow: so many, or as many as there are.
+
+        An error if reading one overwrote another that is not used yet, or in use.
+        """
+        while len(self._ahead) < count:
+            before = _Contents(self._ahead[-1][0] if self._ahead else self._current, copies=self._is_first)
+            self._is_first = False
+            if not self._read():
+                break
+            before.require_same()
+        return [note for _, note in list(self._ahead)[:count]]
+
+    def _read(self) -> bool:
+        for batch in self._iterator:
+            self._ahead.append((batch, None if self._take_note is None else self._take_note(batch)))
+            return True
+        return False
 
     def __next__(self) -> Batch:
         if not self.has_more():
             raise StopIteration
-        return self._ahead.pop()
+        batch, self.note = self._ahead.popleft()
+        self._current = batch if self._take_note is not None else None
+        return batch
 
 
 def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
@@ -148,7 +182,7 @@ class _Contents:
         raise BatchError(
             "the loader writes every batch to the same memory, or to the same dict or list: reading one ahead, which "
             "shows where it ends, has overwritten the batch before. Let it yield new ones, e.g. batch.clone(), or give "
-            "it a __len__, with which nothing is read ahead."
+            "it a __len__, with which nothing is read ahead (but with counts=, which reads windows ahead)."
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
 UNSCALED = 1.0
+# The items of a recorded micro-batch that the host knows; of terms, each with its rounding, and None where it does not.
+HostItems = int | float | tuple[tuple[int | float | None, float], ...]
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -99,7 +101,7 @@ class Window:
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
-    def add(self, loss: Tensor, items: Items) -> Tensor:
+    def add(self, loss: Any, items: Items) -> Tensor:
         """Count a micro-batch; returns the seed of its backward, which makes its gradient that of a sum."""
         if type(items) is int and items and self._counted and self._is_simple and self._multiplier is UNSCALED:
             self.turns += 1  # what the lines below come to, for most micro-batches but the first
@@ -164,8 +166,9 @@ class Window:
         self._begin_turn(loss)
         return torch.zeros_like(loss)
 
-    def add_recorded(self, host_items: int | float, device_total: Tensor) -> None:
+    def add_recorded(self, host_items: HostItems, device_total: Tensor) -> None:
         """Count a micro-batch whose loss, and items that only the device knows, go to totals kept elsewhere."""
+        assert not isinstance(host_items, tuple), "those are of a window of terms"
         self._counted = True
         self.micro_batches += 1
         self._begin_turn(device_total)
@@ -183,7 +186,7 @@ class Window:
         return Totals(self._total_loss(), self._device_items, self._lowest)
 
     @property
-    def host_items(self) -> int | float:
+    def host_items(self) -> HostItems:
         """The items that the host knows."""
         return self._host_items
 
@@ -293,6 +296,27 @@ class Window:
     def _on_device(self) -> bool:
         """Whether this rank's items are known to the device only."""
         return self._device_items is not None or bool(self._unweighted)
+
+    def lacks_items(self) -> Tensor:
+        """Whether there are none, which only the device knows."""
+        return self.items() == 0
+
+    @property
+    def knows_miscount(self) -> bool:
+        """Whether the host knows that items do not add up to what was said beforehand: of terms alone that is said."""
+        return False
+
+    def miscounted(self) -> Tensor | None:
+        """Whether they do not, where only the device knows."""
+        return None
+
+    def miscount(self) -> str:
+        """Which term, and both numbers. The host waits for them."""
+        raise AssertionError("without terms nothing is said beforehand")
+
+    def losses(self) -> dict[str, Tensor] | None:
+        """The mean loss of each term; None where there is one loss without a name."""
+        return None
 
     def items(self) -> Tensor:
         """The items of the window, on the device."""

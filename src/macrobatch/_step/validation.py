@@ -27,10 +27,16 @@ T = TypeVar("T")
 # ---------------------------------------------------------------------------------------------- of a micro-batch
 
 
-def checked_loss(loss: Tensor) -> Tensor:
+def checked_loss(loss: object) -> Tensor:
     """`loss` as handed to `backward`, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
         return full_tensor(loss)
+    if isinstance(loss, Mapping):
+        raise BatchError(
+            f"the loss must be a tensor: got {type(loss).__name__}. A dict of terms ({', '.join(map(str, loss))}) "
+            "needs counts=, a function that returns the items of each term in a whole batch: they must be known before "
+            "the first backward."
+        )
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
     if loss.numel() != 1:
@@ -64,6 +70,59 @@ def checked_items(items: object) -> Items:
             f"items must be finite and not negative: got {items!r}. They are what the loss is a mean over."
         )
     return int(items) if isinstance(items, Integral) else float(items)
+
+
+def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[str, tuple[Tensor, Items]]:
+    """A dict of terms as handed to `backward`, each a loss with its items, or an error that names the term."""
+    if not isinstance(terms, Mapping):
+        found = "one loss" if isinstance(terms, Tensor) else type(terms).__name__
+        raise BatchError(
+            f"with counts= every loss is a dict of terms, {{name: (loss, items)}}: got {found}. Name its term, or "
+            "leave counts= out."
+        )
+    if items is not None:
+        raise UsageError("items= is for one loss: a dict of terms has the items of each term in it.")
+    checked: dict[str, tuple[Tensor, Items]] = {}
+    for name, term in terms.items():
+        if name not in names:
+            raise BatchError(
+                f"the term {name!r} is none of those that counts(batch) returns: {', '.join(names)}. Count its items "
+                "there, too."
+            )
+        loss, number = term if isinstance(term, tuple | list) and len(term) == 2 else (term, None)
+        try:
+            number = checked_items(number)
+            if not isinstance(loss, Tensor) or not _is_nothing(number):  # without items, even a graph is not needed
+                loss = checked_loss(loss)
+        except BatchError as error:
+            raise BatchError(f"the term {name!r}: {error}") from None
+        checked[name] = loss, number
+    return checked
+
+
+def _is_nothing(items: Items) -> bool:
+    return items is not None and not isinstance(items, Tensor) and items == 0
+
+
+def checked_count(name: object, count: object) -> int | float | Tensor:
+    """What `counts` says of a term, in memory of its own, or an error that names the term."""
+    if not isinstance(name, str):
+        raise BatchError(f"counts(batch) must return the items of each term by name: got {name!r} as a name.")
+    try:
+        items = checked_items(count)
+    except BatchError as error:
+        raise BatchError(f"counts(batch) of the term {name!r}: {error}") from None
+    if items is None:
+        raise BatchError(f"counts(batch) of the term {name!r} is None: return its number of items in the batch.")
+    return items.detach().clone() if isinstance(items, Tensor) else items
+
+
+def checked_counts(counts: T) -> T:
+    if counts is not None and not callable(counts):
+        raise UsageError(
+            f"counts must be a function of a batch that returns the number of items of each term: got {counts!r}."
+        )
+    return counts
 
 
 # ---------------------------------------------------------------------------------------------- of an accumulator

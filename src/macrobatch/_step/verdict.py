@@ -12,7 +12,7 @@ from macrobatch._step.totals import Window
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
 
 # Why a step must not be taken, as bits of one number.
-NONFINITE, NO_ITEMS, BAD_ITEMS, TOUCHED = 1, 2, 4, 8
+NONFINITE, NO_ITEMS, BAD_ITEMS, TOUCHED, MISCOUNTED = 1, 2, 4, 8, 16
 
 
 class Verdict:
@@ -23,11 +23,13 @@ class Verdict:
 
     def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
         self.window = window.number
+        self._miscounting = window if MISCOUNTED in reasons else None  # it knows which term
         self._simple = list(reasons) == [NONFINITE]
         numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
         self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
         self._arrival: torch.cuda.Event | None = None
         self.needs_host = TOUCHED in reasons  # whether a skipped step would not tell by itself that it is an error
+        self.may_be_miscounted = MISCOUNTED in reasons
 
     @property
     def found_inf(self) -> Tensor:
@@ -74,6 +76,12 @@ class Verdict:
                 f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
                 "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
             )
+        if reasons & MISCOUNTED and self._miscounting is not None:
+            return BatchError(
+                f"{self._miscounting.miscount()}, in window {self.window}; its step was not taken. What loss_fn "
+                "returns as items of a term must add up, over all micro-batches, to what counts(batch) says of the "
+                "batch: count both in the same way, after any shift of labels."
+            )
         if reasons == NONFINITE:
             return NonFiniteError(
                 f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
@@ -98,7 +106,9 @@ def verdict_on(window: Window, *, nonfinite: Tensor | None = None, writes: Tenso
         poisoned = window.poisoned()
         reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
     if not window.has_items:
-        reasons[NO_ITEMS] = window.items() == 0
-        if (bad_items := window.bad_items()) is not None:
-            reasons[BAD_ITEMS] = bad_items
+        reasons[NO_ITEMS] = window.lacks_items()
+    if (bad_items := window.bad_items()) is not None:
+        reasons[BAD_ITEMS] = bad_items
+    if (miscounted := window.miscounted()) is not None:
+        reasons[MISCOUNTED] = miscounted.any()
     return Verdict(window, reasons) if reasons else None

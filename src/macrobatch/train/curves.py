@@ -43,6 +43,7 @@ def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
         lines.append(Line("validation", measured, "validation"))
     charts = [
         Chart("Loss", "nats a token", lines, switch=True),
+        Chart("Terms", "the mean of each, which add up to the loss", terms(steps), switch=True),
         Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
         Chart(
             "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
@@ -52,6 +53,17 @@ def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
         _memory(values(steps, "memory_bytes")),
     ]
     return _drawn(charts)
+
+
+def terms(steps: Sequence[Row]) -> list[Line]:
+    """The mean of each term of the loss, where it has several.
+
+    >>> [line.points for line in terms([{"step": 1, "losses": {"policy": 2.0, "kl": None}}])]
+    [[(1, 2.0)], []]
+    """
+    names = dict.fromkeys(name for row in steps for name in row.get("losses") or ())
+    rows = {name: [{"step": row["step"], name: (row.get("losses") or {}).get(name)} for row in steps] for name in names}
+    return [Line(name, values(rows[name], name), f"run{number % 8}") for number, name in enumerate(names)]
 
 
 def _padding(steps: Sequence[Row]) -> list[Line]:

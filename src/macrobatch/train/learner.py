@@ -169,6 +169,8 @@ class Learner:
             "memory_bytes": max(memory),
             "time": lap.parts(),
         }
+        if result.losses is not None:
+            row["losses"] = {name: term.item() for name, term in result.losses.items()}
         return row, max(received)
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ class Silent:
 
         Always: step, loss. By name in the report: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
         tokens (of samples, without padding), padded_tokens (that were computed), padded_in_order (`padded_in_order`),
-        memory_bytes (`peak_memory`), time (the parts of a `Lap`).
+        memory_bytes (`peak_memory`), time (the parts of a `Lap`), losses (the mean of each term, of several).
         """
 
     def validation(self, step: int, loss: float) -> None:

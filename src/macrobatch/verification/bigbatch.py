@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,25 +21,30 @@ from macrobatch._cut.trees import map_tensors
 from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import Snapshot
-from macrobatch._step.validation import checked_items, checked_loss
+from macrobatch._step.validation import checked_items, checked_loss, checked_terms
 from macrobatch._torch.modules import REPLICATED, unwrapped
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
+from macrobatch.types import Reduction
 from macrobatch.verification.gradient import Gradient, NamedGradients, Ranks, as_dense, reduce_numbers
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Call
 from macrobatch.verification.saved_state import SavedAttributes
 from macrobatch.verification.step_watcher import calls_during, names_of_entries, run_eagerly, temporary_hooks
 
+WHOLE = ""  # the name of a loss that has no terms
 WIDE = (torch.float64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Term(NamedTuple):
+Weight = float | Mapping[str, float]  # of a loss; or of each of its terms, by name
+
+
+class Weighted(NamedTuple):
     """A part of the batch (None: all of it), and the weight of its loss."""
 
     samples: Sequence[int] | None
-    weight: float
+    weight: Weight
 
 
 class BigBatch:
@@ -48,29 +53,39 @@ class BigBatch:
     Args:
         model: the model that the step trains.
         collate: turns a list of samples into a batch, if `batch` is a list of samples.
+        reduction: of the terms of a loss, where it has several: their means are what is computed.
 
     Attributes:
         names: the parameters of the model, by name.
         foreign_leaves: leaves outside of the model that the loss trains too; set by `entries`.
         is_float64_copy: whether the gradients are computed on a float64 copy of the model.
         has_items: whether loss_fn returns items.
+        terms: the names of the terms that loss_fn returns; () for one loss.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, batch: Any, ranks: Ranks, collate: Collate | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: Any,
+        ranks: Ranks,
+        collate: Collate | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
         self.ranks = ranks
+        self._reduction = reduction
         self._loss_fn = loss_fn
         self._outermost = model
         self._trained_model = model if ranks.is_sharded else unwrapped(model, REPLICATED)
         self._model = self._trained_model
         self._autocast: torch.dtype | None = None
-        self._items: dict[tuple[int, ...] | None, float] = {}  # of each part whose loss was computed
+        self._items: dict[tuple[int, ...] | None, dict[str, float]] = {}  # of each part whose loss was computed
         self.names = Names(self._trained_model, fixed=ranks.is_sharded)
         self.foreign_leaves: list[Tensor] = []
         self._last_foreign_leaves: list[Tensor] = []  # those of the last loss
         self.is_float64_copy = False
         self.has_items = False
+        self.terms: tuple[str, ...] = ()
         self._batch = batch if collate is None else collate(list(batch))
         try:
             self.samples: Samples | None = samples_of(batch, collate)
@@ -92,7 +107,7 @@ class BigBatch:
         self._model, self.is_float64_copy = twin, True
         problem = None
         try:
-            gradient = self._rank_gradient([Term(None, 1.0)])
+            gradient = self._rank_gradient([Weighted(None, 1.0)])
             if all(part is None for part in gradient.values()):
                 problem = "loss_fn does not use the model that it is given"
             elif not _is_finite(gradient) and self._trained_model_is_finite():
@@ -106,7 +121,7 @@ class BigBatch:
 
     def _trained_model_is_finite(self) -> bool:
         with self.in_own_precision(None):
-            return _is_finite(self._rank_gradient([Term(None, 1.0)]))
+            return _is_finite(self._rank_gradient([Weighted(None, 1.0)]))
 
     @contextlib.contextmanager
     def in_own_precision(self, autocast: torch.dtype | None) -> Iterator[None]:
@@ -142,26 +157,31 @@ class BigBatch:
         entries = [self._model.get_submodule(name) for name in self._entries]
         modules = self._model.modules() if hooks else ()
         with temporary_hooks([module.register_forward_hook(lambda *_: None) for module in modules]), run_eagerly():
-            return calls_during(lambda: self.gradient([Term(None, 1.0)]), self._model, self.names, entries)
+            return calls_during(lambda: self.gradient([Weighted(None, 1.0)]), self._model, self.names, entries)
 
     def entries(self) -> list[nn.Module]:
         """The modules that `loss_fn` calls directly: the wrapped model, or parts of it."""
-        self._entries = names_of_entries(lambda: self.gradient([Term(None, 0.0)]), self._model)
+        self._entries = names_of_entries(lambda: self.gradient([Weighted(None, 0.0)]), self._model)
+        self.terms = self.ranks.broadcast(tuple(name for name in self._items[None] if name != WHOLE))
         if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them anew in each call
             first = self._last_foreign_leaves
-            self.gradient([Term(None, 0.0)])
+            self.gradient([Weighted(None, 0.0)])
             self.foreign_leaves = [leaf for leaf in first if any(leaf is other for other in self._last_foreign_leaves)]
         return [self._trained_model.get_submodule(name) if name else self._outermost for name in self._entries]
 
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
         """The number of items of each part (None: of the whole batch); of samples, if `loss_fn` returns no items.
 
-        Ranks may pass different numbers of parts.
+        Of several terms, those of the first. Ranks may pass different numbers of parts.
         """
+        return [next(iter(items.values()), 0.0) for items in self.items_of_terms(parts)]
+
+    def items_of_terms(self, parts: Sequence[Sequence[int] | None]) -> list[dict[str, float]]:
+        """The same for each term, by name."""
         keys = [None if part is None else tuple(part) for part in parts]
         if self.ranks.largest(float(any(key not in self._items for key in keys))):
-            self.gradient([Term(part, 0.0) for part in parts])
-        return [self._items[key] for key in keys]
+            self.gradient([Weighted(part, 0.0) for part in parts])
+        return [{name: self._items[key].get(name, 0.0) for name in self.terms or (WHOLE,)} for key in keys]
 
     def part(self, samples: Sequence[int] | None) -> Any:
         """The part of the batch with these samples."""
@@ -172,7 +192,7 @@ class BigBatch:
             part = self.samples.take(Part(sorted(samples)))
         return map_tensors(part, _to_double if self.is_float64_copy else lambda x: x)  # loss_fn may empty containers
 
-    def gradient(self, terms: Sequence[Term]) -> Gradient:
+    def gradient(self, terms: Sequence[Weighted]) -> Gradient:
         """The weighted sum of the terms' gradients over all ranks."""
         found = self._rank_gradient(terms)
         if self.ranks.group is not None and not self.ranks.is_sharded:
@@ -182,7 +202,7 @@ class BigBatch:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.names.parameters_of(self._model).items() if p.requires_grad}
 
-    def _rank_gradient(self, terms: Sequence[Term]) -> NamedGradients:
+    def _rank_gradient(self, terms: Sequence[Weighted]) -> NamedGradients:
         """The gradient of this rank's terms; of all ranks' terms where every backward communicates."""
         parameters = self._parameters()
         snapshot = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
@@ -190,7 +210,7 @@ class BigBatch:
         with without_gradients(parameters.values()), _without_post_hooks(hooked):
             try:
                 for samples, weight in self._pad_terms(terms):
-                    self._backward(samples, weight * self.ranks.average)
+                    self._backward(samples, weight)
                     _restore(snapshot)
                 return {
                     name: None if p.grad is None else as_dense(local_tensor(p.grad)) for name, p in parameters.items()
@@ -198,16 +218,19 @@ class BigBatch:
             finally:
                 _restore(snapshot)
 
-    def _pad_terms(self, terms: Sequence[Term]) -> Sequence[Term]:
+    def _pad_terms(self, terms: Sequence[Weighted]) -> Sequence[Weighted]:
         """Pad the terms with weights of 0 where every backward communicates, so that all ranks have equally many."""
         if not self.ranks.is_sharded:
             return terms
         longest = int(self.ranks.largest(len(terms)))
-        return [*terms, *[Term(None, 0.0)] * (longest - len(terms))]
+        return [*terms, *[Weighted(None, 0.0)] * (longest - len(terms))]
 
-    def _backward(self, samples: Sequence[int] | None, weight: float) -> None:
+    def _backward(self, samples: Sequence[int] | None, weight: Weight) -> None:
         try:
-            loss = self._loss(samples) * weight
+            losses = self._losses(samples)
+            if not losses and not self.ranks.is_sharded:
+                return  # no term has items
+            loss = self._weigh(losses, weight) * self.ranks.average
             self._require_no_new_parameters()
             self._last_foreign_leaves = self._leaves_outside_model(loss)
             with without_gradients(self._last_foreign_leaves):
@@ -221,17 +244,41 @@ class BigBatch:
             "fewer samples: a few in each micro-batch are enough."
         )
 
-    def _loss(self, samples: Sequence[int] | None) -> Tensor:
-        """Compute the loss of a part, and note its items."""
+    def _losses(self, samples: Sequence[int] | None) -> dict[str, Tensor]:
+        """Compute the loss of a part, or the means of its terms, and note the items."""
         with self._autocasting():
             returned = self._loss_fn(self._model, self.part(samples))
+        key = None if samples is None else tuple(samples)
+        if isinstance(returned, Mapping):
+            return self._means(returned, key)
         loss, items = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
         items = checked_items(items)
         self.has_items = items is not None
         if items is None and (samples is not None or self.samples is not None):
             items = len(samples) if samples is not None else self.samples.count  # type: ignore[union-attr]
-        self._items[None if samples is None else tuple(samples)] = 1.0 if items is None else float(items)
-        return checked_loss(loss)
+        self._items[key] = {WHOLE: 1.0 if items is None else float(items)}
+        return {WHOLE: checked_loss(loss)}
+
+    def _means(self, returned: Mapping[str, Any], key: tuple[int, ...] | None) -> dict[str, Tensor]:
+        """The mean of each term that has items."""
+        self.has_items = True
+        terms = checked_terms(returned, None, list(returned))
+        samples = 1 if self.samples is None else self.samples.count
+        counts = {
+            name: float((len(key) if key is not None else samples) if items is None else items)
+            for name, (_, items) in terms.items()
+        }
+        self._items[key] = counts
+        is_sum = self._reduction == "sum"
+        return {name: loss / counts[name] if is_sum else loss for name, (loss, _) in terms.items() if counts[name]}
+
+    def _weigh(self, losses: dict[str, Tensor], weight: Weight) -> Tensor:
+        """The weighted sum of the losses."""
+        weights = weight if isinstance(weight, Mapping) else dict.fromkeys(losses, weight)
+        weighed = [loss.reshape(()) * weights.get(name, 0.0) for name, loss in losses.items()]
+        if not weighed:
+            raise BatchError("a part of the batch has no term with items, but under FSDP every rank needs a backward.")
+        return sum(weighed[1:], start=weighed[0])
 
     def _require_no_new_parameters(self) -> None:
         """Raise if calling the model created parameters: no optimizer could hold them."""

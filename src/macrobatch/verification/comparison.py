@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from macrobatch.types import Reduction
-from macrobatch.verification.bigbatch import BigBatch, Term
+from macrobatch.verification.bigbatch import BigBatch, Weighted
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.observation import Call, Observation, ObservedWindow
 from macrobatch.verification.sample_matching import MatchedSamples
@@ -78,6 +79,16 @@ class Comparison:
     def tolerance(self) -> float:
         """The largest relative error of an explanation that fits."""
         return tolerance_for(self.bound)
+
+
+class Hypothesis(NamedTuple):
+    """A known way to weight micro-batches; the weights in `gradient` add up to 1."""
+
+    name: str | None  # None: the right weights
+    gradient: Gradient
+    evidence: str = ""
+    cure: str = ""
+    allows_factor: bool = True  # whether a factor is a separate mistake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,18 +206,28 @@ class Case:
     def expected_gradient(self, samples: list[int] | None, times: float = 1.0) -> Gradient:
         """The gradient of `times` the loss of one big batch of these samples (None: all), on all ranks."""
         parts = [samples] if samples is None or samples else []
+        if self.big.terms:
+            return self.big.gradient(
+                [Weighted(part, w) for part, w in zip(parts, self.shares(parts, times), strict=True)]
+            )
         if self.big.ranks.group is None and self.reduction == "mean":
-            return self.big.gradient([Term(part, times) for part in parts])
+            return self.big.gradient([Weighted(part, times) for part in parts])
         items = self.big.items(parts)
         total = self.big.ranks.sum(sum(items)) or 1.0
         if self.reduction == "mean":
-            return self.big.gradient([Term(part, times * n / total) for part, n in zip(parts, items, strict=True)])
+            return self.big.gradient([Weighted(part, times * n / total) for part, n in zip(parts, items, strict=True)])
         divisor = total if self.big.has_items or self.divides_by_samples else 1.0
-        return self.big.gradient([Term(part, times / divisor) for part in parts])
+        return self.big.gradient([Weighted(part, times / divisor) for part in parts])
+
+    def shares(self, parts: Sequence[Sequence[int] | None], times: float = 1.0) -> list[dict[str, float]]:
+        """The right weights of the parts' terms: their shares of the items of all parts on all ranks."""
+        items = self.big.items_of_terms(parts)
+        totals = {name: self.big.ranks.sum(sum(own[name] for own in items)) or 1.0 for name in self.big.terms}
+        return [{name: times * own[name] / totals[name] for name in own} for own in items]
 
     def weighted_gradient(self, parts: Sequence[Sequence[int]], weights: Sequence[float]) -> Gradient:
         """The gradient of the weighted mean of the parts' mean losses, on all ranks."""
         total = self.big.ranks.sum(sum(weights)) or 1.0
         items = self.big.items(parts) if self.reduction == "sum" else [1.0] * len(parts)
         terms = zip(parts, weights, items, strict=True)
-        return self.big.gradient([Term(part, weight / total / (n or 1.0)) for part, weight, n in terms if weight])
+        return self.big.gradient([Weighted(part, weight / total / (n or 1.0)) for part, weight, n in terms if weight])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from macrobatch.verification.bigbatch import Term
+from macrobatch.verification.bigbatch import Weight, Weighted
 from macrobatch.verification.comparison import Case, Comparison, tolerance_for
 from macrobatch.verification.gradient import Gradient, projection
 from macrobatch.verification.report import RETURN_ITEMS, Cause
@@ -50,9 +50,11 @@ def rank_items_cause(case: Case) -> Cause | None:
     halves = _halves(case)
     if case.reduction != "mean" or case.big.ranks.world_size == 1 or halves is None:
         return None
-    items = case.big.items(halves)
-    cut = case.big.gradient([Term(half, n / (sum(items) or 1.0)) for half, n in zip(halves, items, strict=True)])
-    whole = case.big.gradient([Term(None, 1.0)])
+    items = case.big.items_of_terms(halves)
+    totals = {name: sum(own[name] for own in items) or 1.0 for name in items[0]}
+    weights = [{name: n / totals[name] for name, n in own.items()} for own in items]
+    cut = case.big.gradient([Weighted(half, weight) for half, weight in zip(halves, weights, strict=True)])
+    whole = case.big.gradient([Weighted(None, 1.0)])
     apart, tolerance = whole.distance(cut) / (whole.largest or 1.0), tolerance_for(case.precision.bound)
     if not tolerance < apart < math.inf or _unexplained_share(case, halves) > tolerance:
         return None
@@ -81,10 +83,12 @@ def _unexplained_share(case: Case, halves: list[list[int]]) -> float:
     Only the first rank's samples count: between ranks every wrapper takes a mean.
     """
     weight = 1.0 if case.big.ranks.rank == 0 else 0.0
-    whole, one, other = (case.big.gradient([Term(part, weight)]) for part in (None, *halves))
-    if not math.isfinite(one.largest + other.largest):  # a half without items, perhaps
+    whole = case.big.gradient([Weighted(None, weight)])
+    weights: list[Weight] = [{name: weight} for name in case.big.terms] or [weight]
+    parts = [case.big.gradient([Weighted(half, weight)]) for half in halves for weight in weights]
+    if not math.isfinite(sum(part.largest for part in parts)):  # a half without items, perhaps
         return 0.0
-    return _residual(whole, [one, other]).largest / (whole.largest or 1.0)
+    return _residual(whole, parts).largest / (whole.largest or 1.0)
 
 
 def _residual(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
@@ -121,5 +125,5 @@ def _outputs(case: Case, samples: list[int] | None, count: int) -> list[tuple[st
         return hook
 
     with temporary_hooks([module.register_forward_hook(note(name)) for name, module in case.big.model.named_modules()]):
-        case.big.gradient([Term(samples, 0.0)])
+        case.big.gradient([Weighted(samples, 0.0)])
     return found

@@ -22,7 +22,7 @@ from macrobatch._ranks.select import common_wrapper, select_backend
 from macrobatch._step import validation as arguments
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.macrostep import MacroStep
-from macrobatch.types import Reduction
+from macrobatch.types import Counts, Reduction
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
 from macrobatch.verification.causes import explain
 from macrobatch.verification.comparison import Case, Comparison, Precision
@@ -46,6 +46,7 @@ def verify(
     step: Step | None = None,
     reduction: Reduction = "mean",
     collate: Collate | None = None,
+    counts: Counts | None = None,
     windows: int | None = None,
 ) -> Report:
     """Compare the gradient that a training step accumulates with that of one big batch.
@@ -77,7 +78,8 @@ def verify(
     Args:
         model: the model as it is trained: plain, compiled, or wrapped for several ranks.
         loss_fn: ``loss_fn(model, batch)`` returns the loss, or the loss and its number of items. The loss is the mean
-            over the items, or with ``reduction="sum"`` their sum.
+            over the items, or with ``reduction="sum"`` their sum. Or a dict of terms, ``{name: (loss, items)}``, whose
+            means are added up.
         batch: what the step gets; on several ranks, each rank's own share. Either tensors whose first dimension is the
             samples, or, with ``collate``, a list of samples.
         micro: without ``step``: how `MacroStep` cuts the batch. Default: about three micro-batches of unequal sizes.
@@ -85,6 +87,7 @@ def verify(
             optimizer step, or, if there is none, when it returns. Default: a `MacroStep`.
         reduction: "mean" or "sum": what ``loss_fn`` returns.
         collate: turns a list of samples into a batch for ``loss_fn``.
+        counts: without ``step``, for a dict of terms: what `MacroStep` takes.
         windows: how many optimizer steps the step must take. Default: any number.
 
     Returns:
@@ -96,6 +99,7 @@ def verify(
         FitError: the whole batch does not fit into memory at once.
     """
     _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
+    arguments.checked_counts(counts)
     ranks = Ranks.of(model)
     with contextlib.ExitStack() as afterwards:
         dropout = DropoutSwitch(model)
@@ -103,10 +107,10 @@ def verify(
         saved_state = SavedState(model, batch, is_sharded=ranks.is_sharded)
         afterwards.callback(saved_state.restore)
         afterwards.callback(_drop_held_gradients, model)
-        big = BigBatch(model, loss_fn, batch, ranks, collate)
+        big = BigBatch(model, loss_fn, batch, ranks, collate, reduction)
         entries = big.entries()
         saved_state.include_leaves(big.foreign_leaves)
-        step_or_default = step or default_step(loss_fn, micro, reduction, collate)
+        step_or_default = step or default_step(loss_fn, micro, reduction, collate, counts)
         run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
         observation = run()
         reruns = _run_again(run, model, observation) if step is not None else None
@@ -143,14 +147,18 @@ def _require_valid_arguments(
 
 
 def default_step(
-    loss_fn: LossFunction, micro: int | ByCount | ByTokens | None, reduction: Reduction, collate: Collate | None
+    loss_fn: LossFunction,
+    micro: int | ByCount | ByTokens | None,
+    reduction: Reduction,
+    collate: Collate | None,
+    counts: Counts | None = None,
 ) -> Step:
     """A step that runs `MacroStep` with a learning rate of 0."""
 
     def step(model: nn.Module, batch: Any) -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         size = micro or uneven_size(samples_of(batch, collate).count)
-        MacroStep(model, optimizer, loss_fn, micro=size, reduction=reduction, collate=collate)(batch)
+        MacroStep(model, optimizer, loss_fn, micro=size, reduction=reduction, collate=collate, counts=counts)(batch)
 
     return step
 
@@ -237,6 +245,7 @@ def compare(
 ) -> Case:
     """Compare every window with the gradient of one big batch of its samples."""
     precision = Precision.of(big, observation)
+    reduction = "mean" if big.terms else reduction  # one big batch computes the means of terms
     case = Case(observation, reruns, big, reduction, divides_by_samples, expected_windows, precision, big.calls())
     if not case.has_equal_step_counts:
         return case

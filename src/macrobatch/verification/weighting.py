@@ -15,22 +15,13 @@ import torch
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch.verification.clipping import mid_window_cause, remaining_shares
-from macrobatch.verification.comparison import Case, Comparison
+from macrobatch.verification.comparison import Case, Comparison, Hypothesis
 from macrobatch.verification.gradient import Gradient, projection
 from macrobatch.verification.label_causes import PADDING_CAUSE, sequence_leaves
 from macrobatch.verification.report import RETURN_ITEMS, Cause
+from macrobatch.verification.term_causes import term_hypotheses
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-class Hypothesis(NamedTuple):
-    """A known way to weight micro-batches; the weights in `gradient` add up to 1."""
-
-    name: str | None  # None: the right weights
-    gradient: Gradient
-    evidence: str = ""
-    cure: str = ""
-    allows_factor: bool = True  # whether a factor is a separate mistake
 
 
 class Fit(NamedTuple):
@@ -91,6 +82,7 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
         return
     assert parts is not None
     yield from _sample_hypotheses(case, window, parts)
+    yield from term_hypotheses(case, window, parts)
     held, count, items = window.observed.names, len(parts), case.big.items(parts)
     if window.micro_batches > 1:
         yield Hypothesis(

@@ -1,0 +1,146 @@
+"""What the terms of a loss are divided by: counted before the first backward of a window, and added up over all ranks.
+
+Several terms cannot share the one division at the window's close, so their denominators come first. Ints stay on the
+host, tensors on their device; nothing that lives on a device is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.collectives import all_gather_objects, start_all_reduce
+from macrobatch._step.totals import wide
+from macrobatch._step.validation import checked_count
+from macrobatch.errors import BatchError
+
+Count = int | float | Tensor
+Counted = tuple[Count, ...]  # what `counts` says of a batch, one number a term
+
+
+class Denominators(NamedTuple):
+    """The counts of one window, one a term.
+
+    Attributes:
+        names: of the terms.
+        host: this rank's counts; None where only the device knows.
+        own: the same, on the device.
+        total: those of all ranks together, on the device.
+        rounding: the relative error that floating-point counts may have; 0 for whole numbers.
+    """
+
+    names: tuple[str, ...]
+    host: tuple[int | float | None, ...]
+    own: Tensor
+    total: Tensor
+    rounding: tuple[float, ...]
+
+
+class TermCounter:
+    """Asks `counts` for the denominators of windows, and adds them up over the ranks.
+
+    Args:
+        counts: ``counts(batch)`` returns the number of items of each term, by name.
+        backend: of the ranks.
+        device: where the models are.
+    """
+
+    def __init__(
+        self, counts: Callable[[Any], Mapping[str, Count]], backend: Local, device: Callable[[], torch.device]
+    ) -> None:
+        self._counts = counts
+        self._backend = backend
+        self._device = device
+        self._names: tuple[str, ...] | None = None
+        self._is_agreed = backend.group is None
+
+    def count(self, batch: Any) -> Counted:
+        """The counts of a batch. Their names are those of every other batch."""
+        counted = self._counts(batch)
+        if not isinstance(counted, Mapping) or not counted:
+            raise BatchError(
+                "counts(batch) must return the number of items of each term, by name: got "
+                f"{'an empty dict' if isinstance(counted, Mapping) else type(counted).__name__}. For example "
+                '{"policy": mask.sum(), "kl": len(mask)}.'
+            )
+        names = tuple(counted)
+        if self._names is not None and names != self._names:
+            _raise_for_names(self._names, names, "before", "now")
+        numbers = tuple(checked_count(name, number) for name, number in counted.items())
+        self._names = names
+        return numbers
+
+    def agree_on_names(self) -> None:
+        """Once, before the first window: a rank without samples learns the names. All ranks call this together."""
+        if self._is_agreed:
+            return
+        everyone: list[tuple[str, ...] | None] = all_gather_objects(self._names, self._backend.host_group())
+        known = [(rank, names) for rank, names in enumerate(everyone) if names is not None]
+        assert known, "called where some rank has samples"
+        for rank, names in known[1:]:
+            if names != known[0][1]:
+                _raise_for_names(known[0][1], names, f"on rank {known[0][0]}", f"on rank {rank}")
+        self._names, self._is_agreed = known[0][1], True
+
+    def total(self, counted: Sequence[Counted]) -> Denominators:
+        """The denominators of a window with batches of those counts; on several ranks, all of them call this."""
+        names = self._names or ()
+        columns = [list(column) for column in zip(*counted, strict=True)] or [[0] for _ in names]
+        device = self._device()
+        own = _vector(columns, device)
+        total = own
+        if self._backend.group is not None and names:
+            total = start_all_reduce(own.clone(), self._backend.group)()
+        rounding = tuple(max(map(rounding_of, column)) for column in columns)
+        return Denominators(names, tuple(map(_host_sum, columns)), own, total, rounding)
+
+
+def rounding_of(count: Count) -> float:
+    """How far floating-point counts may be off, relative to their size."""
+    if isinstance(count, int) or (isinstance(count, Tensor) and not count.is_floating_point()):
+        return 0.0
+    return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
+
+
+def _host_sum(column: Iterable[Count]) -> int | float | None:
+    numbers = [count for count in column if not isinstance(count, Tensor)]
+    return None if any(isinstance(count, Tensor) for count in column) else sum(numbers)
+
+
+def _vector(columns: Sequence[Sequence[Count]], device: torch.device) -> Tensor:
+    """The sum of each column, on the device. The host's numbers travel in one copy."""
+    dtype = wide(device)
+    host = [sum(count for count in column if not isinstance(count, Tensor)) for column in columns]
+    vector = torch.tensor(host, dtype=dtype, device="cpu").to(device, non_blocking=True)
+    parts = [[count for count in column if isinstance(count, Tensor)] for column in columns]
+    if not any(parts):
+        return vector
+    nothing = torch.zeros((), dtype=dtype, device=device)
+    moved = [
+        torch.stack([c.detach().reshape(()).to(device, dtype, non_blocking=True) for c in part]).sum()
+        if part
+        else nothing
+        for part in parts
+    ]
+    return vector + torch.stack(moved)
+
+
+def _raise_for_names(expected: tuple[str, ...], found: tuple[str, ...], there: str, here: str) -> NoReturn:
+    """Name the first term that differs between what was `expected` there and what was `found` here."""
+    lists = f"{there}: {', '.join(expected)}; {here}: {', '.join(found)}"
+    for name in (*expected, *found):
+        if (name in expected) != (name in found):
+            only = there if name in expected else here
+            raise BatchError(
+                f"counts(batch) must return the same names on every call and rank: the term {name!r} came {only} only "
+                f"({lists}). Return 0 for a term that has no items in a batch."
+            )
+    name = next(name for name, other in zip(found, expected, strict=True) if name != other)
+    raise BatchError(
+        f"counts(batch) must return the same names in the same order on every call and rank: the term {name!r} came at "
+        f"another place ({lists})."
+    )

@@ -1,0 +1,337 @@
+"""A window of several terms: each loss is divided by its own denominator, before its backward.
+
+The gradient wanted is ``sum over terms of (sum of grad S / sum of n)``. The sums of n are known before the window
+(`Denominators`): each micro-batch makes one scalar of its terms, each weighed n / total. At the close only the scale of
+a scaler, and what a backend averages over, are left to be divided by. The items are counted all the same: they must add
+up to what was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from macrobatch._step.denominators import Denominators, rounding_of
+from macrobatch._step.totals import UNSCALED, HostItems, Window, is_zero, wide
+from macrobatch.types import Items, Reduction
+
+
+class Weighed(NamedTuple):
+    """The terms of one micro-batch.
+
+    Attributes:
+        loss: one scalar, whose gradient is the micro-batch's share of the window's; None where no term has a loss.
+        shares: what each term adds to its mean, on the device; None where no term counts.
+        items: of each term, on the device; None where no term counts.
+        host: the items that the host knows; None where it does not.
+        rounding: of items that are no whole numbers.
+        lacks: whether a term is absent, or has no items for all the host knows.
+    """
+
+    loss: Tensor | None
+    shares: Tensor | None
+    items: Tensor | None
+    host: tuple[int | float | None, ...]
+    rounding: tuple[float, ...]
+    lacks: bool
+
+
+class TermBuffers(NamedTuple):
+    """Where a window of terms adds up, one number a term, on the device.
+
+    Attributes:
+        divisors: the denominators of all ranks; 1 where a term has none: it adds nothing.
+        means: the sums of what micro-batches add to each mean.
+        items: the sums of items.
+        fewest: the smallest number of items in a micro-batch: a negative one is an error.
+    """
+
+    divisors: Tensor
+    means: Tensor
+    items: Tensor
+    fewest: Tensor
+
+    @classmethod
+    def of(cls, denominators: Denominators) -> TermBuffers:
+        divisors = torch.where(denominators.total == 0, 1, denominators.total)
+        return cls(divisors, *(torch.zeros_like(divisors) for _ in range(3)))
+
+
+class TermWindow(Window):
+    """The totals of one window of terms.
+
+    >>> window = TermWindow(number=1, length=1, reduction="mean")
+    >>> both = torch.tensor([4.0, 2.0], dtype=torch.float64)
+    >>> window.expect(Denominators(("tokens", "samples"), (4, 2), both, both, (0.0, 0.0)))
+    >>> weighed = window.weigh({"tokens": (torch.tensor(1.5), 4), "samples": (torch.tensor(8.0), torch.tensor(2))})
+    >>> weighed.loss, window.add(weighed.loss, weighed)   # the sum of the means, and the seed of its backward
+    (tensor(9.5000), tensor(1.))
+    >>> window.losses()["samples"], window.items(), window.miscounted()
+    (tensor(8., dtype=torch.float64), tensor(4), tensor([False, False]))
+
+    Args:
+        number, length, reduction: as of `Window`.
+        scaler: whose scale multiplies all losses of the window.
+        multiplier: the same, where it is known beforehand.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        length: int,
+        reduction: Reduction,
+        scaler: GradScaler | None = None,
+        multiplier: float | Tensor | None = None,
+    ) -> None:
+        super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
+        self.denominators: Denominators | None = None
+
+    def expect(self, denominators: Denominators, buffers: TermBuffers | None = None) -> None:
+        """What the terms are divided by, before the first of them comes; and where they add up, if not here."""
+        self.denominators = denominators
+        self.buffers = TermBuffers.of(denominators) if buffers is None else buffers
+        device = self._device = denominators.own.device
+        self._host: list[int | float | None] = [0] * len(denominators.names)
+        self._rounding = list(denominators.rounding)
+        if self._multiplier is None:
+            one = torch.ones((), device=device, dtype=torch.float32)
+            self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        assert self.denominators is not None, "denominators come before the first micro-batch"
+        return self.denominators.names
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    def weigh(self, terms: Mapping[str, tuple[Tensor, Items]], *, repeats: bool = False) -> Weighed:
+        """Make one scalar of the terms; nothing is counted yet.
+
+        `repeats`: the micro-batch counts for nothing, so all of its losses do.
+        """
+        given = [terms.get(name) for name in self.names]
+        items = [_count_of(term) for term in given]
+        counts = [term is not None and not is_zero(n) for term, n in zip(given, items, strict=True)]
+        host = tuple(None if isinstance(n, Tensor) else n for n in items)
+        lacks, rounding = not all(counts), tuple(map(rounding_of, items))
+        if repeats or not any(counts):  # as one loss without items: what it used gets a gradient of zero
+            return Weighed(_sum_of(given), None, None, host, rounding, lacks)
+        values = self._stack(given, counts)
+        numbers = torch.stack([self._number(n) for n in items])
+        divisors = self.buffers.divisors
+        weights = numbers / divisors if self._reduction == "mean" else divisors.reciprocal()
+        shares = values * weights.to(values.dtype)
+        return Weighed(shares.sum(), shares.detach(), numbers, host, rounding, lacks)
+
+    def _stack(self, given: Sequence[Any], counts: Sequence[bool]) -> Tensor:
+        """The losses as one vector, at least in float32; 0 where a term adds nothing."""
+        dtype = torch.float32
+        for term, is_counted in zip(given, counts, strict=True):
+            dtype = torch.promote_types(dtype, term[0].dtype) if is_counted else dtype
+        nothing = torch.zeros((), device=self.device, dtype=dtype)
+        return torch.stack(
+            [
+                term[0].reshape(()).to(self.device, dtype, non_blocking=True) if is_counted else nothing
+                for term, is_counted in zip(given, counts, strict=True)
+            ]
+        )
+
+    def _number(self, count: int | float | Tensor) -> Tensor:
+        dtype = wide(self.device)
+        if isinstance(count, Tensor):
+            return count.detach().reshape(()).to(self.device, dtype, non_blocking=True)
+        return torch.full((), count, device=self.device, dtype=dtype)
+
+    def add(self, loss: Tensor | None, items: Any) -> Tensor:
+        """Count a micro-batch as it was weighed; returns the seed of its backward."""
+        self._note(items.host, items.rounding)
+        buffers = self.buffers
+        if items.items is not None:
+            buffers.means.add_(items.shares)
+            buffers.items.add_(items.items)
+            torch.minimum(buffers.fewest, items.items, out=buffers.fewest)
+        like = buffers.means.new_ones(()) if loss is None else torch.ones_like(loss)
+        return like if self.multiplier is UNSCALED else (like * self.multiplier).to(like.dtype)
+
+    def add_nothing(self, loss: Tensor) -> Tensor:
+        self.turns += 1
+        return torch.zeros_like(loss)
+
+    def _note(self, host: Sequence[int | float | None], rounding: Sequence[float]) -> None:
+        self.turns += 1
+        self.micro_batches += 1
+        self._host = [None if a is None or b is None else a + b for a, b in zip(self._host, host, strict=True)]
+        self._rounding = list(map(max, self._rounding, rounding))
+
+    def counts_for_nothing(self, items: Any) -> bool:
+        return items.items is None
+
+    # ------------------------------------------------------------------------------------------ recorded ones
+
+    @property
+    def host_items(self) -> HostItems:
+        return tuple(zip(self._host, self._rounding, strict=True))
+
+    def add_recorded(self, host_items: Any, device_total: Tensor) -> None:  # noqa: ARG002
+        host, rounding = zip(*host_items, strict=True)
+        self._note(host, rounding)
+
+    def absorb_buffers(self, buffers: TermBuffers) -> None:
+        """Add what was kept elsewhere."""
+        self.buffers.means.add_(buffers.means)
+        self.buffers.items.add_(buffers.items)
+        torch.minimum(self.buffers.fewest, buffers.fewest, out=self.buffers.fewest)
+
+    # ------------------------------------------------------------------------------------------ between ranks
+
+    def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
+        buffers, dtype = self.buffers, self.buffers.means.dtype
+        bad = self._own_bad().to(dtype).reshape(1)
+        more = [torch.full((1,), number, device=self.device, dtype=dtype) for number in flags]
+        own = [buffers.means, buffers.items, self._own_miscounts().to(dtype), bad, *more]
+        self._travelling = all_reduce(torch.cat(own))
+
+    def flag(self, index: int) -> float:
+        assert self._everyone is not None
+        return float(self._everyone[3 * len(self.names) + 1 + index])
+
+    def _of_all(self) -> tuple[Tensor, Tensor]:
+        """The means and the items, of all ranks."""
+        if self._everyone is None:
+            return self.buffers.means, self.buffers.items
+        count = len(self.names)
+        return self._everyone[:count], self._everyone[count : 2 * count]
+
+    # ------------------------------------------------------------------------------------------ the totals
+
+    @property
+    def knows_multiplier(self) -> bool:
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        assert self.denominators is not None
+        known = (*self.denominators.host, *self._host)
+        return self._everyone is None and all(number == 0 for number in known)
+
+    @property
+    def has_items(self) -> bool:
+        assert self.denominators is not None
+        return any(self.denominators.host)
+
+    def lacks_items(self) -> Tensor:
+        return (self._of_all()[1] == 0).all()
+
+    def items(self) -> Tensor:
+        """Those of the first term."""
+        first: Tensor = self._of_all()[1][:1].sum()  # 0 where no rank ever had a sample: no name is known
+        return first.to(torch.int64) if self._everyone is None and not any(self._rounding[:1]) else first
+
+    def losses(self) -> dict[str, Tensor]:
+        means, items = self._of_all()
+        return dict(zip(self.names, means.masked_fill(items == 0, torch.nan).unbind(), strict=True))
+
+    def loss(self) -> Tensor:
+        means, items = self._of_all()
+        total: Tensor = means.sum()  # a term without items has added nothing
+        return total.masked_fill((items == 0).all(), torch.nan)
+
+    def divisor(self) -> float | Tensor:
+        multiplier = self.multiplier
+        if isinstance(multiplier, Tensor):
+            multiplier = multiplier.to(wide(self.device))
+        return multiplier / self.average
+
+    def typical_items(self) -> float | Tensor:
+        raise AssertionError("terms are never summed, so nothing is shrunk")
+
+    def poisoned(self) -> Tensor | None:
+        return None  # bad items tell of themselves
+
+    def bad_items(self) -> Tensor | None:
+        assert self.denominators is not None
+        if self._everyone is not None:
+            return self._everyone[3 * len(self.names)] != 0
+        if None not in (*self._host, *self.denominators.host):
+            return None
+        return self._own_bad()
+
+    def _own_bad(self) -> Tensor:
+        assert self.denominators is not None
+        numbers = torch.cat([self.buffers.fewest, self.buffers.items, self.denominators.own])
+        return ~(torch.isfinite(numbers) & (numbers >= 0)).all()
+
+    # ------------------------------------------------------------------------------------------ what was said before
+
+    @property
+    def knows_miscount(self) -> bool:
+        """Whether the host knows that this rank's items do not add up to what was said."""
+        assert self.denominators is not None
+        pairs = zip(self.denominators.host, self._host, self._rounding, strict=True)
+        return any(said is not None and found is not None and not _agree(said, found, r) for said, found, r in pairs)
+
+    def miscounted(self) -> Tensor | None:
+        """Of each term, whether its items differ from what was said, on any rank; None: the host knows none do."""
+        assert self.denominators is not None
+        if self._everyone is not None:
+            count = len(self.names)
+            return self._everyone[2 * count : 3 * count] != 0
+        if None not in (*self._host, *self.denominators.host) and not self.knows_miscount:
+            return None
+        return self._own_miscounts()
+
+    def _own_miscounts(self) -> Tensor:
+        assert self.denominators is not None
+        said, found = self.denominators.own, self.buffers.items
+        apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
+        differs = apart != 0
+        if any(self._rounding):  # whole numbers must agree exactly, as long as floats can tell them apart
+            rounding = torch.tensor(self._rounding, device="cpu").to(said, non_blocking=True)
+            is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
+            differs &= is_whole | ~(apart <= rounding * largest)
+        return differs
+
+    def miscount(self) -> str:
+        """Which term, and both numbers. The host waits for them."""
+        assert self.denominators is not None
+        miscounted = self.miscounted()
+        assert miscounted is not None
+        index = int(miscounted.int().argmax())
+        where, said, found = "", self.denominators.own[index].item(), self.buffers.items[index].item()
+        if self._everyone is not None and not self._own_miscounts()[index]:
+            where = ", with those of the other ranks,"
+            said, found = self.denominators.total[index].item(), self._of_all()[1][index].item()
+        if said == found:
+            return f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
+        return (
+            f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+        )
+
+
+def _count_of(term: tuple[Tensor, Items] | None) -> int | float | Tensor:
+    if term is None:
+        return 0
+    return 1 if term[1] is None else term[1]
+
+
+def _sum_of(given: Sequence[tuple[Tensor, Items] | None]) -> Tensor | None:
+    """A scalar whose backward reaches all that the losses do; None where none reaches anything."""
+    total = None
+    for term in given:
+        if term is not None and term[0].requires_grad:
+            loss = term[0].reshape(())
+            total = loss if total is None else total + loss.to(total.device)
+    return total
+
+
+def _agree(said: float, found: float, rounding: float) -> bool:
+    if said == found:
+        return True
+    largest = max(abs(said), abs(found))
+    is_whole = said == round(said) and found == round(found) and largest * rounding < 64
+    return not is_whole and abs(said - found) <= rounding * largest
