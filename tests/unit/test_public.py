@@ -38,7 +38,7 @@ ROOMS["cli"] = {"errors", "subcommands"}
 ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
 ROOMS["__main__"] = {"cli"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
-EXTRAS = {"train": TRAIN}
+EXTRAS = {"train": TRAIN, "accelerate": {"accelerate"}}
 
 
 def test_public_names():
