@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from macrobatch._cudagraph.cache import RecordingCache, eager_message
 from macrobatch._cudagraph.capture import capturer_for
 from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_ddp
+from macrobatch._cudagraph.two_passes import FirstPassCache, JointRecordings, SecondPassCache
 from macrobatch._cut.label_watch import LabelWatch
 from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import Part
@@ -125,7 +126,7 @@ class MacroStep:
                 f"ranks {self._sharing}, which must cut alike. Say how: micro= a number, by_count or by_tokens."
             )
         self._feed = Prefetcher()
-        self._graphs = self._make_graphs() if cuda_graph else None
+        self._graphs = self._make_graphs(has_joint=has_joint) if cuda_graph else None
         self._agreement = Agreement(self._engine.backend)
         sizes = self._sizes if self._is_auto else None
         self._attempts = Attempts(self._engine, self._agreement, sizes)
@@ -253,6 +254,7 @@ class MacroStep:
         batch's own memory: whatever it changes in place is then changed once.
         """
         engine, graphs = self._engine, self._graphs
+        assert not isinstance(graphs, JointRecordings), "those are of two passes"
         copies = self._attempts.may_repeat(cut, graphs) or cut.turns > len(cut.parts)
         if not cut.turns:
             engine.join_empty()
@@ -298,11 +300,18 @@ class MacroStep:
             for micro_batch, samples in self._feed.each([partial(take, part) for part in parts], self._engine.device):
                 yield copy_shared(micro_batch, shares_memory), samples
 
-        self._passes.run(cut, micro_batches)
+        self._passes.run(cut, micro_batches, self._coming(cut))
 
     def _make_passes(self, joint: Joint) -> TwoPasses:
         bare = without_ddp(self._model)
-        return TwoPasses(self._engine, partial(self._loss_fn, self._model), partial(joint, bare), self._attempts.agree)
+        return TwoPasses(
+            self._engine,
+            partial(self._loss_fn, self._model),
+            partial(joint, bare),
+            self._attempts.agree,
+            recordings=self._graphs if isinstance(self._graphs, JointRecordings) else None,
+            few_shapes=isinstance(self._micro, ByTokens),
+        )
 
     def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
         """An eager micro-step. All of a window must agree on whether items were `counted`."""
@@ -350,12 +359,14 @@ class MacroStep:
 
     # ------------------------------------------------------------------------------------------ recordings
 
-    def _make_graphs(self) -> RecordingCache | None:
+    def _make_graphs(self, *, has_joint: bool) -> RecordingCache | JointRecordings | None:
         """Where micro-steps can be recorded; else a warning says why they run eagerly."""
         engine, bare = self._engine, without_ddp(self._model)
 
         def loss_of(micro_batch: Any, samples: int) -> tuple[Any, Items]:
             loss, items = self._loss(bare, micro_batch)
+            if has_joint:
+                return loss, None
             if self._terms is not None:
                 return with_items(loss, samples), None
             return validation.checked_loss(loss), validation.checked_items(samples if items is None else items)
@@ -365,14 +376,17 @@ class MacroStep:
         if capturer is None or why is not None:
             warnings.warn(eager_message(str(why)), stacklevel=3)
             return None
-        return RecordingCache(
-            engine.models,
-            loss_of,
-            reduction=engine.reduction,
-            has_scaler=engine.scaler is not None,
-            capturer=capturer,
-            denominators=None if self._terms is None else self._terms.denominators,
-        )
+        options: Any = {
+            "reduction": engine.reduction,
+            "has_scaler": engine.scaler is not None,
+            "capturer": capturer,
+        }
+        if has_joint:
+            return JointRecordings(
+                FirstPassCache(engine.models, loss_of, **options), SecondPassCache(engine.models, loss_of, **options)
+            )
+        denominators = None if self._terms is None else self._terms.denominators
+        return RecordingCache(engine.models, loss_of, denominators=denominators, **options)
 
     def _why_eager(self) -> str | None:
         """What keeps micro-steps from being recorded, if anything does."""

@@ -183,3 +183,15 @@ def step_error(model: nn.Module, case: Case, batch: Batch, step: Callable[[], ob
     """How far it is from the gradient of one big batch."""
     expected = gradient_of(model, case.whole(model, batch))
     return relative_error(step_of(model, step), expected)
+
+
+class Untouched(torch.optim.SGD):
+    """Notes the gradients that it is given, and does nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.named = dict(model.named_parameters())
+        self.seen: dict[str, Tensor] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.named.items()}

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.gpu import difference
 from macrobatch import MacroStep, StepResult, causal_lm_loss
+from macrobatch._cudagraph.cache import RecordingCache
 from macrobatch._cudagraph.capture import Capturer, Graph
 from macrobatch._cudagraph.recorded_step import Recording
 
@@ -89,7 +90,7 @@ def trained(
 
 
 def recordings(train: MacroStep) -> list[Recording]:
-    assert train._graphs is not None
+    assert isinstance(train._graphs, RecordingCache)
     return [one for one in train._graphs._recordings.values() if one is not None]
 
 

@@ -15,6 +15,7 @@ from harness.joint import (
     CASES,
     CONTRAST,
     NESTED,
+    Untouched,
     batch_of,
     checkpointed_gradient,
     gradient_of,
@@ -90,17 +91,6 @@ def test_with_dropout_bitwise_as_checkpointing(micro):
     assert torch.equal(torch.get_rng_state(), after)
     for name, gradient in train._engine.closing._optimizers[0].seen.items():
         assert torch.equal(gradient, expected[name]), name
-
-
-class Untouched(torch.optim.SGD):
-    """Notes the gradients that it is given, and does nothing."""
-
-    def __init__(self, model):
-        super().__init__(model.parameters(), lr=0.0)
-        self.named, self.seen = dict(model.named_parameters()), {}
-
-    def step(self, closure=None):
-        self.seen = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.named.items()}
 
 
 def test_the_scale_counts_once():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cudagraph.capture import Capturer, PoolClaim, capturer_for, no_autocast_cache, pause_gc
+from macrobatch._cudagraph.capture import Capturer, Graph, PoolClaim, capturer_for, no_autocast_cache, pause_gc
 from macrobatch._cudagraph.eligibility import (
     NotRecordableError,
     SideEffects,
@@ -306,9 +306,14 @@ class RecordingCache:
                     del self._buffers[id(parameter)]
             graph, window = capturer.capture(micro_step, pool)
         inputs = [leaf for _, leaf in tensors_of(static)]
-        recording = Recording(graph, inputs, totals, added_to, window.host_items)
+        recording = self._recording(graph, inputs, totals, added_to, window)
         replayed = min(capturer.milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < MAX_TIME_SHARE * eager else None
+
+    def _recording(
+        self, graph: Graph, inputs: list[Tensor], totals: StaticTotals, reached: set[nn.Parameter], window: Window
+    ) -> Recording:
+        return Recording(graph, inputs, totals, reached, window.host_items)
 
     def _new_totals(self) -> StaticTotals:
         if self._denominators is None:
@@ -356,18 +361,7 @@ class RecordingCache:
         self, micro_batch: Any, samples: int, totals: StaticTotals, leaves_of: dict[nn.Parameter, nn.Parameter]
     ) -> Window:
         """Run one micro-step as an eager one would, and add its totals to the static ones."""
-        loss, items = self._loss_of(micro_batch, samples)
-        multiplier = totals.multiplier if self._has_scaler else UNSCALED
-        window: Window
-        if isinstance(totals, StaticTermTotals):
-            window = TermWindow(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
-            window.expect(totals.denominators, totals.buffers)
-            items = window.weigh(checked_terms(loss, items, window.names))
-            loss = items.loss
-        else:
-            if loss.dtype == torch.float16 and not self._has_scaler:
-                raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
-            window = Window(number=0, length=1, reduction=self._reduction, multiplier=multiplier)
+        window, loss, items = self._forward(micro_batch, samples, totals)
         if window.counts_for_nothing(items):
             raise _NoItemsError
         require_leaves(loss, leaves_of)
@@ -375,6 +369,22 @@ class RecordingCache:
         run_confined(loss, window.add(loss, items), confinement)
         totals.add(window)
         return window
+
+    def _forward(self, micro_batch: Any, samples: int, totals: StaticTotals) -> tuple[Window, Tensor, Any]:
+        """A window of one micro-batch, what its backward begins with, and what is counted of it."""
+        loss, items = self._loss_of(micro_batch, samples)
+        options: Any = {"number": 0, "length": 1, "reduction": self._reduction, "multiplier": self._multiplier(totals)}
+        if isinstance(totals, StaticTermTotals):
+            window = TermWindow(**options)
+            window.expect(totals.denominators, totals.buffers)
+            weighed = window.weigh(checked_terms(loss, items, window.names))
+            return window, weighed.loss, weighed  # type: ignore[return-value]  # one that counts has a loss
+        if loss.dtype == torch.float16 and not self._has_scaler:
+            raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
+        return Window(**options), loss, items
+
+    def _multiplier(self, totals: StaticTotals) -> float | Tensor:
+        return totals.multiplier if self._has_scaler else UNSCALED
 
     # ------------------------------------------------------------------------------------------ warnings
 

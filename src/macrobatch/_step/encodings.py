@@ -54,7 +54,7 @@ class Layout(NamedTuple):
     fields: tuple[Field, ...]
     has_loss: bool
 
-    def encoded(self, tensors: Sequence[Tensor]) -> Encoded:
+    def encoded(self, tensors: Sequence[Tensor | Sum]) -> Encoded:
         """Such encodings, with these tensors."""
         return Encoded(**rebuild(self.tree, lambda index: tensors[index]))
 

@@ -55,6 +55,15 @@ class Share(NamedTuple):
     items: Items
 
 
+class Bundle(NamedTuple):
+    """What is known of a micro-batch before its forward in the second pass: the input of a recorded one."""
+
+    micro_batch: Any
+    first: list[Tensor]
+    gradients: list[Tensor | None]
+    items: Tensor | None
+
+
 class Pulled(NamedTuple):
     """The scalar of one micro-batch; None where nothing of it has a graph. `lacks`: whether its loss was left out."""
 
@@ -94,6 +103,11 @@ class JointWindow(Window):
         if self._multiplier is None:
             one = torch.ones((), device=device, dtype=torch.float32)
             self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
+
+    @property
+    def ordinary(self) -> Tensor | None:
+        """Of the ordinary losses: see `FirstPass`."""
+        return None if self._first is None else self._first.ordinary
 
     def note_joint(self, loss: Tensor) -> None:
         """The loss of the whole batch."""

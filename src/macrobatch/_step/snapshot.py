@@ -102,7 +102,8 @@ class Snapshot:
 class History:
     """Random numbers and buffers as they were at some moments, to go back to any of them.
 
-    What has not changed between two moments is held once.
+    What has not changed between two moments is held once. Buffers that were seen to change go into `changing`; those in
+    it count as changed at every moment, for a recorded forward writes to them unnoticed.
 
     >>> model = nn.BatchNorm1d(2)
     >>> history = History([model])
@@ -113,8 +114,9 @@ class History:
     (True, tensor(1))
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], changing: set[tuple[int, str]] | None = None) -> None:
         self._models = models
+        self._changing = set() if changing is None else changing
         modules = [module for module in modules_of(models) if buffers_of(module)]
         self._buffers = [(buffers_of(module), name) for module in modules for name in buffers_of(module)]
         # The kernels of batch normalisation write to statistics without counting that as a write.
@@ -132,6 +134,7 @@ class History:
         for index, (buffers, name) in enumerate(self._buffers):
             if self._may_have_changed(index):
                 self._now[index] = _Kept.of(buffers[name])
+                self._changing.add((id(buffers), name))
         self._moments.append(list(self._now))
         return len(self._moments) - 1
 
@@ -150,7 +153,8 @@ class History:
     def _may_have_changed(self, index: int) -> bool:
         buffers, name = self._buffers[index]
         known = self._now[index]
-        return self._untold[index] or buffers[name] is not known.buffer or _version(buffers[name]) != known.version
+        is_untold = self._untold[index] or (id(buffers), name) in self._changing
+        return is_untold or buffers[name] is not known.buffer or _version(buffers[name]) != known.version
 
 
 class _Kept(NamedTuple):

@@ -11,13 +11,14 @@ them would come to them, so that gradients add up to the same bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.plans import Part
@@ -35,14 +36,16 @@ from macrobatch._step.encodings import (
     total_of,
 )
 from macrobatch._step.engine import Engine
-from macrobatch._step.joint_window import FirstPass, Share
+from macrobatch._step.gradients import Gradients
+from macrobatch._step.joint_window import Bundle, FirstPass, Share
 from macrobatch._step.snapshot import History, Random, modules_of
-from macrobatch._step.totals import wide
+from macrobatch._step.totals import Window, is_zero, wide
 from macrobatch._step.turns import Turn
 from macrobatch._torch.modules import BatchNorm
 from macrobatch.errors import BackendError, BatchError, FitError, counted
 from macrobatch.types import Encoded, Items
 
+Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
 # Those of these parts of the batch, each with its number of samples. Without a part, one that counts for nothing.
 MicroBatches = Callable[[Sequence[Part | None]], Iterable[tuple[Any, int]]]
 
@@ -56,6 +59,7 @@ class _Own:
     tensors: list[list[Tensor]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
+    numbers: Tensor | None = None  # those items on the device
 
     def add(self, encoded: object, samples: int) -> None:
         layout, tensors = take_apart(encoded, samples)
@@ -78,6 +82,10 @@ class _Own:
         found: Items = self.items[index][0] if self.items else None
         return found
 
+    def number(self, index: int) -> Tensor | None:
+        """The same on the device."""
+        return None if self.numbers is None else self.numbers[index]
+
     @property
     def is_whole(self) -> bool:
         """Whether no count of items may be a fraction."""
@@ -95,6 +103,7 @@ class _Own:
             numbers = torch.stack([_number(count, device, dtype) for count in counts])
         else:
             numbers = torch.tensor(counts, dtype=dtype, device="cpu").to(device, non_blocking=True)
+        self.numbers = numbers
         if is_mean:  # one over no items is NaN, and counts for nothing
             losses = losses.masked_fill(numbers == 0, 0) * numbers
         bad = ~(torch.isfinite(numbers) & (numbers >= 0))
@@ -120,6 +129,50 @@ class _Whole:
     first: FirstPass
 
 
+class Recorded(Protocol):
+    """A recorded first pass."""
+
+    def encode(self, micro_batch: object) -> Encoded:
+        """The encodings of a micro-batch, valid until the next."""
+
+
+class FirstRecordings(Protocol):
+    """The recordings of first passes."""
+
+    def open_first(
+        self, parameters: Sequence[nn.Parameter], layout: Layout, upcoming: Coming, *, few_shapes: bool
+    ) -> None:
+        """Record shapes of the window that begins. Encodings look as `layout` says."""
+
+    def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any:
+        """The recording for a micro-batch; None if it must run eagerly."""
+
+
+class SecondRecordings(Protocol):
+    """The recordings of second passes, whose micro-batches are `Bundle`."""
+
+    def open(self, gradients: Gradients, upcoming: Coming, *, few_shapes: bool) -> None:
+        """Record shapes of the window that begins, and attach the gradient buffers."""
+
+    def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any:
+        """The recording for a micro-batch; None if it must run eagerly."""
+
+    def close(self, gradients: Gradients, window: Window | None) -> None:
+        """Add what they counted to the window."""
+
+
+class Recordings(Protocol):
+    """Those of both passes."""
+
+    @property
+    def first(self) -> FirstRecordings:
+        """Of first passes."""
+
+    @property
+    def second(self) -> SecondRecordings:
+        """Of second passes."""
+
+
 class TwoPasses:
     """Does windows whose loss is one of the whole batch.
 
@@ -128,6 +181,9 @@ class TwoPasses:
         encode: ``encode(micro_batch)`` returns an `Encoded`.
         joint: ``joint(encoded)`` returns the loss of the whole batch.
         agree: called by all ranks of a held window before they exchange anything: it raises if one has failed.
+        recordings: of passes, where they can be recorded. That begins with the second window: the first shows what
+            encodings look like, and which of them have gradients.
+        few_shapes: whether batches are cut into few different shapes.
     """
 
     def __init__(
@@ -136,6 +192,9 @@ class TwoPasses:
         encode: Callable[[Any], object],
         joint: Callable[[Encoded], object],
         agree: Callable[[], None],
+        *,
+        recordings: Recordings | None = None,
+        few_shapes: bool = False,
     ) -> None:
         if isinstance(engine.backend, FSDP1):
             raise BackendError(
@@ -146,17 +205,30 @@ class TwoPasses:
         self._encode_one = encode
         self._joint = joint
         self._agree = agree
+        self._recordings = recordings
+        self._few_shapes = few_shapes
         self._has_looked = False  # whether there is a BatchNorm
+        self._changing: set[tuple[int, str]] = set()  # buffers that forwards write to
+        self._layout: Layout | None = None  # of the last window's encodings
+        self._used: list[bool] = []  # whether each field got a gradient in the last window
 
-    def run(self, cut: Cut, micro_batches: MicroBatches) -> None:
-        """Both passes over a batch, up to the last backward."""
+    def run(self, cut: Cut, micro_batches: MicroBatches, coming: Coming) -> None:
+        """Both passes over a batch, up to the last backward.
+
+        Args:
+            cut: how it is cut.
+            micro_batches: its parts.
+            coming: of each micro-batch its key, and how to get it before its turn.
+        """
         self._warn_about_batch_norm()
         turns = cut.part_per_turn()
-        own = self._encode(cut, micro_batches(turns))
+        own = self._encode(cut, micro_batches(turns), coming)
         if cut.is_held:
             self._agree()
         whole, kept = self._gather(cut, own)
+        self._open_second(cut, coming, own, whole.layout, kept)
         gradients = self._differentiate(cut, whole)
+        self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
         own.history.note()  # what the loss did to buffers stays
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
@@ -166,17 +238,24 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the first pass
 
-    def _encode(self, cut: Cut, micro_batches: Iterable[tuple[Any, int]]) -> _Own:
+    def _encode(self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming) -> _Own:
         """The encodings of this rank's micro-batches."""
         engine = self._engine
-        own = _Own(History(engine.models))
+        own = _Own(History(engine.models, self._changing))
+        recordings = None if self._recordings is None or self._layout is None else self._recordings.first
+        if recordings is not None and self._layout is not None:
+            parameters = engine.open_gradients().parameters
+            recordings.open_first(parameters, self._layout, coming, few_shapes=self._few_shapes)
         for index, (micro_batch, samples) in enumerate(micro_batches):
             repeats = index >= len(cut.parts)
             with engine.apart(repeats=repeats):
                 if not repeats:
                     own.history.note()
-                with engine.spans.of("forward"), torch.no_grad():
-                    encoded = self._encode_one(micro_batch)
+                recording: Recorded | None = None
+                if recordings is not None and not repeats:
+                    recording = recordings.find(micro_batch, samples, cut.parts[index].key)
+                with engine.spans.of("forward" if recording is None else "replay"), torch.no_grad():
+                    encoded = self._encode_one(micro_batch) if recording is None else recording.encode(micro_batch)
                 if not repeats:
                     own.add(encoded, samples)
         return own
@@ -283,6 +362,21 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the second pass
 
+    def _open_second(self, cut: Cut, coming: Coming, own: _Own, layout: Layout, kept: list[Any]) -> None:
+        """Record second passes, before there is any gradient."""
+        if self._recordings is None or self._layout != layout:
+            return
+
+        def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
+            micro_batch, samples = take()
+            first = _of_part(kept, layout, cut.parts[index], index)
+            gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
+            return Bundle(micro_batch, first, gradients, own.number(index)), samples
+
+        upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(coming)]
+        gradients = self._engine.open_gradients()
+        self._recordings.second.open(gradients, upcoming, few_shapes=self._few_shapes)
+
     def _pull(
         self,
         cut: Cut,
@@ -293,44 +387,52 @@ class TwoPasses:
         gradients: list[Tensor | None],
     ) -> None:
         """The forward and backward of every micro-batch, from the gradients of its encodings."""
-        engine = self._engine
+        engine, recordings = self._engine, None if self._recordings is None else self._recordings.second
         if not cut.turns:
             engine.join_empty()
         for turn, (micro_batch, samples) in enumerate(micro_batches):
             index, repeats, is_final = len(cut.parts) - 1 - turn, turn >= len(cut.parts), turn == cut.turns - 1
             with engine.micro_batch(Turn(last=is_final and not cut.is_held, repeat=repeats)):
-                if not repeats:
-                    own.history.restore(index)
-                with engine.spans.of("forward"):
-                    encoded = self._encode_one(micro_batch)
-                found, tensors = take_apart(encoded, samples)
-                require_same_layout(layout, found, "in the first pass", f"in the second, in micro-batch {index + 1}")
-                assert isinstance(encoded, Encoded)
                 if repeats:
-                    share = Share(tensors, tensors, gradients, encoded.loss, 0)
+                    engine.backward(self._share(micro_batch, samples, layout, None, gradients, 0))
                 else:
-                    places = cut.parts[index].samples
-                    share = Share(
-                        tensors,
-                        [
-                            one[index] if f.is_sum else rows_at(one, places)
-                            for one, f in zip(kept, layout.fields, strict=True)
-                        ],
-                        [
-                            g if g is None or f.is_sum else rows_at(g, places)
-                            for g, f in zip(gradients, layout.fields, strict=True)
-                        ],
-                        encoded.loss,
-                        own.items_of(index),
-                    )
-                engine.backward(share)
+                    own.history.restore(index)
+                    first = _of_part(kept, layout, cut.parts[index], index)
+                    own_gradients = _of_part(gradients, layout, cut.parts[index], None)
+                    items, recording = own.items_of(index), None
+                    bundle = Bundle(micro_batch, first, own_gradients, own.number(index))
+                    if recordings is not None and not is_zero(items):
+                        recording = recordings.find(bundle, samples, cut.parts[index].key)
+                    if recording is not None:
+                        engine.replay(recording, bundle)
+                    else:
+                        engine.backward(self._share(micro_batch, samples, layout, first, own_gradients, items))
             if not is_final:
                 engine.close()
+        if recordings is not None and engine.is_open:
+            recordings.close(engine.open_gradients(), engine.window)
         if cut.parts and engine.backend.abilities.confines and not engine.open_gradients().exist():
             raise BatchError(
                 "no parameter got a gradient: the encodings have no graph (they were detached, or come from frozen "
                 "models), and joint uses no parameter that is trained."
             )
+
+    def _share(
+        self,
+        micro_batch: Any,
+        samples: int,
+        layout: Layout,
+        first: list[Tensor] | None,
+        gradients: list[Tensor | None],
+        items: Items,
+    ) -> Share:
+        """The forward of a micro-batch again; without the first, one that counts for nothing."""
+        with self._engine.spans.of("forward"):
+            encoded = self._encode_one(micro_batch)
+        found, tensors = take_apart(encoded, samples)
+        require_same_layout(layout, found, "in the first pass", "in the second")
+        assert isinstance(encoded, Encoded)
+        return Share(tensors, tensors if first is None else first, gradients, encoded.loss, items)
 
     def _warn_about_batch_norm(self) -> None:
         """Once: in one big batch its statistics would be others."""
@@ -344,6 +446,18 @@ class TwoPasses:
                 "eval mode.",
                 stacklevel=6,
             )
+
+
+def _of_part(fields: Sequence[Any], layout: Layout, part: Part, index: int | None) -> list[Any]:
+    """What belongs to a micro-batch: its rows, and its own statistics, or, without its number, those of all."""
+    return [
+        one
+        if one is None or (field.is_sum and index is None)
+        else one[index]
+        if field.is_sum
+        else rows_at(one, part.samples)
+        for one, field in zip(fields, layout.fields, strict=True)
+    ]
 
 
 def _number(count: Items, device: torch.device, dtype: torch.dtype) -> Tensor:
