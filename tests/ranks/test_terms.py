@@ -26,6 +26,7 @@ from harness.ranks import (
 from harness.reference import relative_error, unsized
 from harness.terms import NAMES, TOKENS, Losses, batch_of, counts_of, heads, weights, whole_gradient, whole_loss
 from macrobatch import Accumulator, MacroStep, by_tokens
+from macrobatch.errors import BatchError
 
 MODES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "ddp-window": (ddp, {}),
@@ -228,6 +229,19 @@ def other_names_later() -> Outcome:
     return train([(3, 3), (3, 3)], Losses(), partial(ddp, find_unused_parameters=True), counts=counts)
 
 
+def fails_before_names_are_known() -> Outcome:
+    """One rank cannot be cut in the first window; in the second nobody has a sample; the third is an ordinary one."""
+    losses, model = Losses(NAMES), ddp(heads())
+    step = MacroStep(model, optimizer_for(model), losses, micro=2, counts=losses.counts)
+    batch = batch_of(4, seed=dist.get_rank())
+    try:
+        step(on_one(1, batch | {"weight": batch["weight"][:1]}, batch))
+    except BatchError as error:
+        message = str(error)
+    return {"message": message, "skipped": bool(step(None).skipped), "step": int(step(batch).step)}
+
+
+SCENARIOS["fails-first"] = fails_before_names_are_known
 SCENARIOS["miscounted-ddp-0"] = partial(miscounted, ddp, 0)
 SCENARIOS["miscounted-ddp-1"] = partial(miscounted, ddp, 1)
 SCENARIOS["miscounted-fsdp2-1"] = partial(miscounted, fsdp2, 1)
@@ -241,6 +255,13 @@ def test_what_does_not_add_up_on_one_rank_stops_all(ran, name):
         assert "the items of the term 'chosen'" in outcome["message"]
         assert "but counts= said" in outcome["message"]
         assert not outcome["moved"]
+
+
+def test_a_failure_before_names_are_known_leaves_nobody_waiting(ran):
+    for outcome in all_well(ran["fails-first"]):
+        assert outcome["message"]
+        assert outcome["skipped"]
+        assert outcome["step"] == 1
 
 
 def test_names_that_differ_between_ranks(ran):
