@@ -11,7 +11,7 @@ BUILD ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 VENV := $(if $(TORCH),.venvs/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
 
-.PHONY: train test quick check format venv bench chaos fuzz clean
+.PHONY: train test accelerate quick check format venv bench chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -23,6 +23,14 @@ ifdef TORCH
 else
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
+
+# Pure Python, so each version of Accelerate goes into a folder before the one that is installed.
+ACCELERATE ?= 1.10.0 1.11.0 1.12.0 1.13.0 1.14.0 1.15.0
+ON_ACCELERATE = tests/contract/test_accelerate.py tests/unit/test_accelerate.py tests/ranks/test_accelerate.py
+accelerate: $(ACCELERATE:%=.venvs/accelerate-%/.complete)  ## the tests of macrobatch.accelerate on each version of Accelerate
+	for version in $(ACCELERATE); do \
+	  PYTHONPATH=.venvs/accelerate-$$version $(BIN)/python tests/versions.py --library accelerate $(ON_ACCELERATE) || exit 1; \
+	done
 
 quick: venv  ## the tests to run while editing: under a minute
 	$(BIN)/python -m pytest tests --quick --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -58,13 +66,17 @@ venv: $(VENV)/.complete  ## a .venv with all extras
 	@$(PIP) constraints.txt '$(BUILD)' || { echo; \
 	  echo "No build '$(BUILD)' was found. Point pip at PyTorch's index for CPU builds (PIP_EXTRA_INDEX_URL, see"; \
 	  echo "'Start locally' on PyTorch's site), or take the large build for CUDA: make venv BUILD='$(PINNED)'"; exit 1; }
-	$(PIP) constraints.txt --editable '.[train,bench,dev]'
+	$(PIP) constraints.txt --editable '.[train,accelerate,bench,dev]'
 	@touch $@
 
 .venvs/torch-%/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	@sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
-	$(PIP) $(@D)/constraints.txt --editable '.[train,bench,dev]'
+	$(PIP) $(@D)/constraints.txt --editable '.[train,accelerate,bench,dev]'
+	@touch $@
+
+.venvs/accelerate-%/.complete: venv
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(@D) 'accelerate==$*'
 	@touch $@
 
 clean:

@@ -1,6 +1,7 @@
 """Run the tests on the torch that is installed, and leave what came of them in results/torch.json.
 
-`python tests/versions.py` runs all, as `make test TORCH=2.15.0` does; others only the folders that they name.
+`python tests/versions.py` runs all, as `make test TORCH=2.15.0` does; others only the folders that they name. With
+`--library accelerate` it is the version of that which counts, and results/accelerate.json that is written.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import platform
 import sys
 from collections import Counter
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results" / "torch.json"
-WHAT = "the tests on each version of torch, by folder; those that need a GPU are among the skipped"
+WHAT = "the tests on each version of {}, by folder; those that need a GPU are among the skipped"
 
 
 class Counts:
@@ -55,16 +56,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", default=["tests", "src"], help="whole folders of tests")
     parser.add_argument("--numprocesses", type=int, default=2, help="how many at a time")
+    parser.add_argument("--library", default="torch", choices=["torch", "accelerate"], help="whose version counts")
     options = parser.parse_args()
+    file = ROOT / "results" / f"{options.library}.json"
     counts = Counts()
     at_a_time = [f"--numprocesses={options.numprocesses}", "--dist=loadfile", "--no-loadscope-reorder"]
     status = pytest.main([*at_a_time, "--rootdir", str(ROOT), *options.folders], plugins=[counts])
-    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"what": WHAT, "versions": {}}
+    report = json.loads(file.read_text()) if file.exists() else {"versions": {}}
+    report["what"] = WHAT.format(options.library)
     version = f"torch {torch.__version__}, python {platform.python_version()}"
+    if options.library != "torch":
+        version = f"{options.library} {metadata.version(options.library)}, {version}"
     report["versions"].setdefault(version, {}).update(counts.by_folder())
     report["versions"] = dict(sorted(report["versions"].items()))
     report |= {"date": datetime.now(UTC).date().isoformat(), "processor": platform.processor() or platform.machine()}
-    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    file.write_text(json.dumps(report, indent=2) + "\n")
     return int(status)
 
 

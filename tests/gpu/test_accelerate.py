@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness import programs
 from harness.gpu import difference, make_model, no_host_reads
-from harness.programs import OURS
 from macrobatch.accelerate import Accelerator
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +17,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _process():
-    programs.start_anew(OURS)
-    yield
-    programs.start_anew(OURS)
+    with programs.fresh():
+        yield
 
 
 def make_loader(dtype=torch.float32):

@@ -3,13 +3,16 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -24,67 +27,35 @@ class Library:
 
     Accelerator: Any
     GradientAccumulationPlugin: Any
-    DataLoaderConfiguration: Any
-    GradientState: Any
-    AcceleratorState: Any
-    set_seed: Callable[[int], None]
     is_ours: bool
 
 
-OURS = Library(
-    macrobatch.accelerate.Accelerator,
-    macrobatch.accelerate.GradientAccumulationPlugin,
-    macrobatch.accelerate.DataLoaderConfiguration,
-    macrobatch.accelerate.GradientState,
-    macrobatch.accelerate.AcceleratorState,
-    macrobatch.accelerate.set_seed,
-    is_ours=True,
-)
-
-
-def theirs() -> Library:
-    """The real Accelerate."""
-    with quiet():
-        import accelerate
-        from accelerate.state import AcceleratorState, GradientState
-        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
-
-    return Library(
-        accelerate.Accelerator,
-        GradientAccumulationPlugin,
-        DataLoaderConfiguration,
-        GradientState,
-        AcceleratorState,
-        set_seed,
-        is_ours=False,
-    )
+OURS = Library(macrobatch.accelerate.Accelerator, macrobatch.accelerate.GradientAccumulationPlugin, is_ours=True)
+THEIRS = Library(accelerate.Accelerator, accelerate.utils.GradientAccumulationPlugin, is_ours=False)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The peer's warnings are not ours to repair."""
+    """Accelerate's own warnings are not ours to repair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def start_anew(library: Library) -> None:
+def start_anew() -> None:
     """Forget what the process knows from the program before."""
-    library.GradientState._reset_state()
-    if library.is_ours:
-        library.AcceleratorState._reset_state()
-    else:
-        library.AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextlib.contextmanager
-def fresh(library: Library) -> Iterator[Library]:
-    start_anew(library)
+def fresh() -> Iterator[None]:
+    start_anew()
     try:
-        with contextlib.nullcontext() if library.is_ours else quiet():
-            yield library
+        with quiet():
+            yield
     finally:
-        start_anew(library)
+        start_anew()
 
 
 def plugin(library: Library, exact: bool = True, **options: Any) -> Any:
@@ -174,8 +145,8 @@ class Program:
         return DataLoader(data, batch_size=self.batch_size, shuffle=self.shuffle, drop_last=self.drop_last)
 
     def run(self, library: Library) -> Trace:
-        with fresh(library):
-            library.set_seed(0)
+        with fresh():
+            set_seed(0)
             accelerator = library.Accelerator(
                 cpu=True,
                 gradient_accumulation_plugin=plugin(
@@ -185,7 +156,7 @@ class Program:
                     sync_each_batch=self.sync_each_batch,
                     sync_with_dataloader=self.sync_with_dataloader,
                 ),
-                dataloader_config=library.DataLoaderConfiguration(
+                dataloader_config=DataLoaderConfiguration(
                     split_batches=self.split_batches,
                     dispatch_batches=self.dispatch_batches,
                     even_batches=self.even_batches,
@@ -264,8 +235,8 @@ def whole_batches(program: Program, world: int = 1) -> list[Tensor]:
 
 def line_fitted(library: Library) -> tuple[float, float]:
     """A line through eight points: the weight after one step of four micro-batches, and after one of all at once."""
-    with fresh(library):
-        library.set_seed(0)
+    with fresh():
+        set_seed(0)
         x = torch.arange(1.0, 9.0)
         y = 2 * x
         loader = DataLoader(TensorDataset(x, y), batch_size=2)
@@ -309,8 +280,8 @@ def padded(sentences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def tokens_counted(library: Library, *, steps: int, batch_size: int) -> dict[str, Any]:
     """The guide's recipe for samples of variable size: pre-load a window, count its tokens, divide by them."""
-    with fresh(library):
-        library.set_seed(0)
+    with fresh():
+        set_seed(0)
         accelerator = library.Accelerator(gradient_accumulation_steps=steps)
         data = Sentences(batch_size * steps * accelerator.num_processes)
         loader = DataLoader(data, batch_size=batch_size, collate_fn=padded)
@@ -339,8 +310,8 @@ def tokens_counted(library: Library, *, steps: int, batch_size: int) -> dict[str
 
 def items_handed_over(library: Library, *, steps: int, batch_size: int) -> Tensor:
     """The same in five lines, with nothing pre-loaded: only ours."""
-    with fresh(library):
-        library.set_seed(0)
+    with fresh():
+        set_seed(0)
         accelerator = library.Accelerator(gradient_accumulation_steps=steps)
         data = Sentences(batch_size * steps * accelerator.num_processes)
         model = nn.Linear(1, 2, bias=False)

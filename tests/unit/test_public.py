@@ -22,7 +22,7 @@ ROOMS = {
     "_step": {"errors", "types", "_torch", "_cut", "_ranks"},
     "_cudagraph": {"errors", "types", "_torch", "_cut", "_step"},
     "losses": {"errors", "types", "_torch", "_cut"},
-    "contrastive": {"errors"},
+    "contrastive": {"errors", "_torch"},
 }
 CORE = set(ROOMS)
 ROOMS["accumulator"] = CORE
@@ -38,7 +38,7 @@ ROOMS["cli"] = {"errors", "subcommands"}
 ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
 ROOMS["__main__"] = {"cli"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
-EXTRAS = {"train": TRAIN}
+EXTRAS = {"train": TRAIN, "accelerate": {"accelerate"}}
 
 
 def test_public_names():

@@ -65,6 +65,10 @@ class Local:
     def begin(self, last: bool) -> None:
         """Before the forward of a micro-batch."""
 
+    def begin_backward(self, last: bool) -> None:
+        """The same after its forward, where the caller has kept its gradients from travelling, or not, as it should."""
+        self.begin(last)
+
     def end(self) -> None:
         """After its backward, or when it is given up: everything is put back as it was."""
 

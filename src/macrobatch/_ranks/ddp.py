@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._ranks.backend import Abilities, Local
 from macrobatch._ranks.collectives import Group, all_reduce_flat, unused_by_all
 from macrobatch._torch import ddp as torch_ddp
+from macrobatch._torch.modules import without_compile
 from macrobatch.errors import BackendError
 from macrobatch.types import When
 
@@ -57,14 +59,7 @@ class DDP(Local):
             torch_ddp.prepare_forward(model)
 
     def begin(self, last: bool) -> None:
-        for model in self._models:
-            if torch_ddp.is_joining(model):
-                raise BackendError(
-                    "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
-                    "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
-                    "ranks of different lengths together by themselves. If the model was joined earlier, wrap it in "
-                    "DistributedDataParallel anew: torch never switches joining off again."
-                )
+        self._require_no_join()
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
         if self._synced:
@@ -72,10 +67,7 @@ class DDP(Local):
                 model.require_forward_param_sync = int(model.require_forward_param_sync)
             return
         if may_sync and self._micro:
-            raise BackendError(
-                "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know "
-                'it: with sync="micro" its gradient would not travel. Wrap the model anew, or use sync="window".'
-            )
+            raise self._unknown_to_reducer()
         for model in self._models:
             if model.static_graph and not torch_ddp.knows_static_graph(model):
                 raise BackendError(
@@ -84,6 +76,29 @@ class DDP(Local):
                     "(steps=lambda step: 1 if step == 0 else 8), or leave static_graph out."
                 )
             self._flags.enter_context(model.no_sync())
+
+    def begin_backward(self, last: bool) -> None:
+        self._require_no_join()
+        self._synced = last or self._micro
+        if self._synced and self._has_others():
+            raise self._unknown_to_reducer()
+
+    def _require_no_join(self) -> None:
+        for model in self._models:
+            if torch_ddp.is_joining(model):
+                raise BackendError(
+                    "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
+                    "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
+                    "ranks of different lengths together by themselves. If the model was joined earlier, wrap it in "
+                    "DistributedDataParallel anew: torch never switches joining off again."
+                )
+
+    def _unknown_to_reducer(self) -> BackendError:
+        cure = ', or use sync="window"' if self._micro else ""
+        return BackendError(
+            "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know it: "
+            f"its gradient would not travel. Wrap the model anew{cure}."
+        )
 
     def end(self) -> None:
         self._flags.close()
@@ -111,11 +126,7 @@ class DDP(Local):
             return ()
         missing = [name for name, p in named.items() if id(p) not in used and self._reduces(p)]
         if missing and not may_nest:
-            raise BackendError(
-                f"{len(missing)} parameters have no part in this rank's last micro-batch of the window, the first of "
-                f"them {missing[0]!r}: DistributedDataParallel would not synchronise what they have accumulated. Wrap "
-                "the model with find_unused_parameters=True."
-            )
+            raise _unused(missing)
         return missing
 
     @property
@@ -140,3 +151,30 @@ class DDP(Local):
 
     def drop_gradients(self) -> None:
         self._held = False
+
+
+def needs_every_parameter(models: Iterable[object]) -> bool:
+    """Whether one of them is a DDP that synchronises nothing of a bucket until all of it has had its backward."""
+    return any(map(_reduces_whole_buckets, models))
+
+
+def require_all_used(models: Iterable[object], used: Collection[int] | None) -> None:
+    """After the last backward of a window, which used these: an error if it left a gradient on this rank alone."""
+    for model in filter(_reduces_whole_buckets, models if used is not None else ()):
+        assert isinstance(model, nn.Module)
+        assert used is not None
+        if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]:
+            raise _unused(missing)
+
+
+def _reduces_whole_buckets(model: object) -> bool:
+    bare = without_compile(model) if isinstance(model, nn.Module) else None
+    return isinstance(bare, DistributedDataParallel) and not (bare.find_unused_parameters or bare.static_graph)
+
+
+def _unused(names: Sequence[str]) -> BackendError:
+    return BackendError(
+        f"{len(names)} parameters have no part in this rank's last micro-batch of the window, the first of them "
+        f"{names[0]!r}: DistributedDataParallel does not synchronise what they have accumulated. Wrap the model with "
+        "find_unused_parameters=True."
+    )

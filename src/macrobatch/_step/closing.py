@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.optimizers import StepGuard, has_hooks, skips_on_device, step_fused
 from macrobatch._step.totals import Window, wide
-from macrobatch._step.verdict import BAD_ITEMS, MISCOUNTED, NO_ITEMS, NONFINITE, TOUCHED, Verdict
+from macrobatch._step.verdict import NONFINITE, Verdict, verdict_on
 from macrobatch._torch.autograd import factor_of
 from macrobatch._torch.optimizers import forget_unscaling, has_unscaled, note_overflow, scale_of
 from macrobatch._torch.tensors import unobserved
@@ -175,7 +175,7 @@ class TakeStep(Closing):
         folds = fused and gradients.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window, gradients, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
-        verdict = self._verdict(window, nonfinite, gradients.were_written())
+        verdict = verdict_on(window, nonfinite=nonfinite, writes=gradients.were_written())
 
         if verdict is None:
             self._queue(grad_scale, None)
@@ -217,21 +217,6 @@ class TakeStep(Closing):
         if not folds:
             gradients.divide(divisor)
         return divisor, None, nonfinite
-
-    def _verdict(self, window: Window, nonfinite: Tensor | None, writes: Tensor | None) -> Verdict | None:
-        reasons = {}
-        if writes is not None:
-            reasons[TOUCHED] = writes.to(window.device, non_blocking=True)
-        if nonfinite is not None:
-            poisoned = window.poisoned()
-            reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
-        if not window.has_items:
-            reasons[NO_ITEMS] = window.lacks_items()
-        if (bad_items := window.bad_items()) is not None:
-            reasons[BAD_ITEMS] = bad_items
-        if (miscounted := window.miscounted()) is not None:
-            reasons[MISCOUNTED] = miscounted.any()
-        return Verdict(window, reasons) if reasons else None
 
     # ------------------------------------------------------------------------------------------ steps, and who knows
 

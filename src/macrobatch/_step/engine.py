@@ -120,8 +120,8 @@ class Engine:
         finally:
             self.give_up()
 
-    def begin(self, turn: Turn) -> None:
-        """Before the forward of a micro-batch."""
+    def begin(self, turn: Turn, *, after_forward: bool = False) -> None:
+        """Before the forward of a micro-batch; or after it, where the caller has kept its gradients from travelling."""
         self._end()
         window = self.window
         self._turn = turn
@@ -130,7 +130,7 @@ class Engine:
         self.is_repeat = turn.repeat
         self._before_repeat = Snapshot(self.models) if turn.repeat else None
         self.open_gradients()
-        self.backend.begin(self.is_last)
+        (self.backend.begin_backward if after_forward else self.backend.begin)(self.is_last)
         if self._ties is not None:
             self._ties.begin()
         self._lifecycle.begin_micro_batch()
@@ -294,6 +294,11 @@ class Engine:
     def is_open(self) -> bool:
         """Whether a window was begun, with or without a micro-batch in it."""
         return self._window is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward failed half-way in the window, so that only `discard` helps."""
+        return self._lifecycle.is_broken
 
     @property
     def open_slots(self) -> int:

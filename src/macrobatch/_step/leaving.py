@@ -13,6 +13,7 @@ from macrobatch._step.closing import Closing, learning_rates, result_of
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.optimizers import StepGuard
 from macrobatch._step.totals import Window
+from macrobatch._step.verdict import Verdict, verdict_on
 from macrobatch.types import StepResult
 
 
@@ -32,6 +33,8 @@ class LeaveMean(Closing):
         self._optimizers = optimizers
         self._scaler = scaler
         self._guards: list[StepGuard] = []
+        self._verdict: Verdict | None = None  # on the last window, where the host has not read it yet
+        self._is_empty = False
 
     def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
         self._guards = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
@@ -49,6 +52,7 @@ class LeaveMean(Closing):
         pass
 
     def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:  # noqa: ARG002
+        self._is_empty, self._verdict = window.is_empty, None
         skipped: bool | Tensor = window.is_empty
         if not skipped:
             gradients.gather()
@@ -59,5 +63,19 @@ class LeaveMean(Closing):
             if self._scaler is not None:
                 divisor = divisor / self._scaler.scale(torch.ones((), device=window.device, dtype=torch.float32))
             gradients.divide(divisor)
+            self._verdict = verdict_on(window, writes=gradients.were_written())
         self.taken += 1
         return result_of(window, step=self.taken, lr=learning_rates(self._optimizers), skipped=skipped)
+
+    def is_void(self) -> bool:
+        """Whether the last window had no items, so that no step is to be taken with it; an error if it was spoilt.
+
+        Waits for the device where only that knows.
+        """
+        if self._verdict is None:
+            return self._is_empty
+        reasons, self._is_empty = self._verdict.read(), False
+        if (error := self._verdict.error(reasons)) is not None:
+            raise error
+        self._is_empty, self._verdict = bool(reasons), None
+        return self._is_empty

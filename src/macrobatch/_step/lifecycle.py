@@ -22,12 +22,16 @@ class Mark(NamedTuple):
 
 
 class Lifecycle:
-    """The state of the calls on one engine: what it expects next, and whether its window is whole."""
+    """The state of the calls on one engine: what it expects next, and whether its window is whole.
+
+    Attributes:
+        is_broken: whether a backward failed half-way in the window.
+    """
 
     def __init__(self) -> None:
         self._expects: Literal["batch", "backward", "step"] = "batch"  # "step" may be left out where it has no effect
         self._carries = False  # whether the end of an epoch left the window open
-        self._is_broken = False  # whether a backward failed half-way in the window
+        self.is_broken = False
 
     @property
     def awaits_backward(self) -> bool:
@@ -47,10 +51,10 @@ class Lifecycle:
 
     def break_window(self) -> None:
         """A backward failed half-way: the window holds a part of a micro-batch."""
-        self._is_broken = True
+        self.is_broken = True
 
     def drop_window(self) -> None:
-        self._carries = self._is_broken = False
+        self._carries = self.is_broken = False
 
     def end_epoch(self, *, carries: bool) -> None:
         self._expects, self._carries = "batch", carries
@@ -114,7 +118,7 @@ class Lifecycle:
             )
 
     def _require_whole(self, window: Window | None) -> None:
-        if self._is_broken and window is not None:
+        if self.is_broken and window is not None:
             raise UsageError(
                 f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "
                 "with discard(); the next batch then begins a new window."

@@ -89,3 +89,26 @@ class Verdict:
                 'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
             )
         return None
+
+
+def verdict_on(window: Window, *, nonfinite: Tensor | None = None, writes: Tensor | None = None) -> Verdict | None:
+    """The verdict on a closing window; None where the host knows that its step may be taken.
+
+    Args:
+        window: whose items may be known to the device only.
+        nonfinite: whether a gradient is infinite or NaN, where that matters.
+        writes: whether somebody else wrote to one.
+    """
+    reasons = {}
+    if writes is not None:
+        reasons[TOUCHED] = writes.to(window.device, non_blocking=True)
+    if nonfinite is not None:
+        poisoned = window.poisoned()
+        reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
+    if not window.has_items:
+        reasons[NO_ITEMS] = window.lacks_items()
+    if (bad_items := window.bad_items()) is not None:
+        reasons[BAD_ITEMS] = bad_items
+    if (miscounted := window.miscounted()) is not None:
+        reasons[MISCOUNTED] = miscounted.any()
+    return Verdict(window, reasons) if reasons else None

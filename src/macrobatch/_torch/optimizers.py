@@ -46,3 +46,8 @@ def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
 def note_overflow(scaler: GradScaler, optimizer: Optimizer, overflow: Tensor) -> None:
     """What `scaler.unscale_()` records, without its pass over the gradients: a flag of 0 or 1."""
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {overflow.device: overflow}
+
+
+def overflows_of(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """The flags that `scaler.unscale_()` has recorded since the last update, one for each device."""
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

@@ -1,42 +1,30 @@
-"""For programs written for Hugging Face Accelerate's gradient accumulation: only their import lines change.
+"""Hugging Face Accelerate with exact gradient accumulation: only a program's import lines change.
 
-``from accelerate import Accelerator`` becomes ``from macrobatch.accelerate import Accelerator``, and likewise
-``accelerate.utils``, ``accelerate.logging`` and ``accelerate.state``. docs/from-accelerate.md says what is the same,
-what is better, and what is not here.
+``from accelerate import Accelerator`` becomes ``from macrobatch.accelerate import Accelerator``, and so on for every
+name and sub-module: all of them are Accelerate's own, but for `Accelerator` and `GradientAccumulationPlugin`.
+docs/from-accelerate.md says what is theirs and what is ours.
 """
 
 from typing import Any
 
-from macrobatch.accelerate.accelerator import Accelerator
-from macrobatch.accelerate.loaders import skip_first_batches
-from macrobatch.accelerate.logging import get_logger
-from macrobatch.accelerate.missing import missing_import
-from macrobatch.accelerate.seeding import set_seed
-from macrobatch.accelerate.settings import (
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-)
-from macrobatch.accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+try:
+    import accelerate
+except ImportError as error:
+    raise ImportError(
+        "macrobatch.accelerate builds on Hugging Face Accelerate, which is not installed: "
+        'pip install "macrobatch[accelerate]".'
+    ) from error
 
-__all__ = [
-    "Accelerator",
-    "AcceleratorState",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "GradientState",
-    "PartialState",
-    "get_logger",
-    "set_seed",
-    "skip_first_batches",
-]
+from macrobatch.accelerate import forwarding
+
+forwarding.install(__name__, list(__path__))
+
+from macrobatch.accelerate.accelerator import Accelerator  # noqa: E402
+from macrobatch.accelerate.utils import GradientAccumulationPlugin  # noqa: E402
+
+__all__ = ["Accelerator", "GradientAccumulationPlugin"]
+__all__ += [name for name in vars(accelerate) if not (name.startswith("_") or name in __all__)]
 
 
 def __getattr__(name: str) -> Any:
-    missing_import(name, __name__)
+    return getattr(accelerate, name)

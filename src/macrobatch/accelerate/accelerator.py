@@ -1,499 +1,205 @@
-"""`Accelerator`: the object that programs written for Accelerate hold on to."""
+"""`Accelerator`: Accelerate's own, but for accumulation."""
 
 from __future__ import annotations
 
-import builtins
-import contextlib
+import logging
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
+import accelerate.accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
-from macrobatch._ranks.select import select_backend
-from macrobatch.accelerate import gathering, loaders, models, resuming
-from macrobatch.accelerate.accumulation import Accumulation, Windows
-from macrobatch.accelerate.missing import missing_argument, missing_attribute
-from macrobatch.accelerate.settings import (
-    PRECISIONS,
-    DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    checked_precision,
-    handlers_of,
-)
-from macrobatch.accelerate.sharding import Share
-from macrobatch.accelerate.state import AcceleratorState, DistributedType, GradientState
-from macrobatch.accelerate.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Scaling
+from macrobatch.accelerate.windows import MicroBatch, Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
+logger = logging.getLogger("macrobatch")
 
-class Accelerator:
-    """Runs the loops of Accelerate's gradient accumulation.
+# Engines that accumulate by themselves: what they do is left to Accelerate.
+THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Accelerate's `Accelerator` with exact windows.
+
+    >>> import torch
     >>> from macrobatch.accelerate import Accelerator
     >>> model = nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> loader = DataLoader(torch.ones(6, 2), batch_size=1)
     >>> accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
-    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    >>> closed = []
-    >>> for x in loader:
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    >>> for x in accelerator.prepare(torch.utils.data.DataLoader(torch.ones(6, 2))):
     ...     with accelerator.accumulate(model):
     ...         accelerator.backward(model(x).mean())
+    ...         if accelerator.sync_gradients:
+    ...             print(model.bias.grad.item())  # of four micro-batches, and of the two that are left
     ...         optimizer.step()
     ...         optimizer.zero_grad()
-    ...     closed.append(accelerator.sync_gradients)
-    >>> closed
-    [False, False, False, True, False, True]
+    1.0
+    1.0
 
     Args:
-        device_placement: move models and batches to the device.
-        split_batches: see `DataLoaderConfiguration`.
-        mixed_precision: "no", "bf16" or "fp16"; None: what ACCELERATE_MIXED_PRECISION says, or "no".
-        gradient_accumulation_steps: micro-batches in a window.
-        cpu: stay on the CPU where there is a GPU.
-        dataloader_config: how batches are shared out among processes.
-        fsdp_plugin: shard models instead of replicating them.
-        gradient_accumulation_plugin: instead of ``gradient_accumulation_steps``, with more to choose.
-        step_scheduler_with_optimizer: whether a prepared scheduler waits for the optimizer.
-        kwargs_handlers: `DistributedDataParallelKwargs`, `GradScalerKwargs`.
+        arguments: all of Accelerate's.
+        exact_remainder: divide a short window by the micro-batches that it holds. False divides by
+            ``gradient_accumulation_steps``, as Accelerate does: bitwise its results, where they are wrong too. None:
+            what `GradientAccumulationPlugin` says, else the environment variable MACROBATCH_EXACT_REMAINDER, else True.
     """
 
-    def __init__(
-        self,
-        device_placement: bool = True,
-        split_batches: bool = False,
-        mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
-        cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        *,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[object] | None = None,
-        **others: object,
-    ) -> None:
-        missing_argument(others)
-        _require_ours(gradient_accumulation_plugin, GradientAccumulationPlugin)
-        _require_ours(dataloader_config, DataLoaderConfiguration)
-        _require_ours(fsdp_plugin, FullyShardedDataParallelPlugin)
-        if split_batches and dataloader_config is not None:
-            raise UsageError("split_batches and a dataloader_config were both given: say it in the latter alone.")
-        plugin = _plugin(gradient_accumulation_plugin, gradient_accumulation_steps)
-        if mixed_precision is None:
-            mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        self._ddp_options, scaler_options = handlers_of(kwargs_handlers)
-        cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        self.state = AcceleratorState(cpu=cpu)
-        if cpu:  # also where a logger has asked for the state before
-            self.state.device = torch.device("cpu")
-        self.state.mixed_precision = checked_precision(mixed_precision)
-        self.state.sharded = fsdp_plugin is not None
-        self.gradient_state = GradientState(plugin)
-        self.gradient_state.sync_gradients = True  # another one may have been left inside a window
-        self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._fsdp_plugin = fsdp_plugin if self.state.num_processes > 1 else None
-        self.scaler: GradScaler | None = None
-        scaling = None
-        if self.mixed_precision == "fp16":
-            self.scaler = GradScaler(self.device.type, **asdict(scaler_options))
-            scaling = Scaling(self.scaler)
-        self._windows = Windows(scaling)
-        self._models: list[nn.Module] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[loaders.PreparedLoader] = []
-        self._custom_objects: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        missing_attribute(name)
+    def __init__(self, *arguments: Any, exact_remainder: bool | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._exact_remainder = exact_remainder
+        self._default = os.environ.get("MACROBATCH_EXACT_REMAINDER", "1").lower() not in ("0", "false", "no")
+        self._windows = Windows(self.gradient_state, lambda: self.scaler, self._is_exact)
+        self._accumulates_itself = self.distributed_type in THEIR_OWN
+        self._has_warned = False
 
     # ------------------------------------------------------------------------------------------ accumulating
 
-    def accumulate(self, *models: nn.Module | Tensor) -> Accumulation:
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
         """A context manager for the forward, backward and optimizer step of one micro-batch.
 
         Args:
-            models: those that are trained in it, as `prepare` returned them. Between processes, their gradients travel
-                only in the micro-batch that closes the window.
+            models: those that are trained in it. Their gradients travel in the micro-batch that closes the window.
         """
-        return self._windows.of(models)
+        if self._accumulates_itself:
+            return super().accumulate(*models)  # type: ignore[no-any-return]
+        return MicroBatch(self._windows, models, self._advance, self._hold)
 
-    def backward(self, loss: Tensor, items: Items = None, **options: Any) -> None:
+    def backward(self, loss: Tensor, items: Items = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch.
 
         Args:
             loss: it is divided by ``gradient_accumulation_steps`` (for a shorter window by what that holds).
             items: what the loss is a mean over, e.g. its tokens: the step is then that of the mean over all items of
                 the window on all processes. A number, or a tensor with one.
-            options: of `torch.Tensor.backward`, e.g. ``retain_graph=True``.
+            kwargs: of `torch.Tensor.backward`, e.g. ``retain_graph=True``.
+
+        Raises:
+            BatchError: the loss is no scalar with a graph, or items are given for some micro-batches of a window only.
+            UsageError: items are given outside of `accumulate()`, or twice inside one.
         """
-        self._windows.backward(loss, items, options)
+        if items is not None and kwargs:
+            raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(kwargs)}.")
+        if self._accumulates_itself:
+            super().backward(loss if items is None else self._weighed(loss, items), **kwargs)
+        elif kwargs.keys() <= {"retain_graph", "create_graph", "inputs"}:
+            self._windows.backward(loss, items, kwargs)
+        else:  # an optimizer that steps in the backward, or a gradient of the program's own
+            super().backward(loss, **kwargs)
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes the window."""
-        return self.gradient_state.sync_gradients
+    def _advance(self) -> bool:
+        """Move the counter on; returns whether the micro-batch that begins closes its window."""
+        state = self.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step, closes = 0, True
+        else:
+            self.step += 1
+            closes = self.step % state.num_steps == 0
+        self.sync_gradients = closes
+        return closes
 
-    @sync_gradients.setter
-    def sync_gradients(self, closes: bool) -> None:
-        self.gradient_state.sync_gradients = closes
+    def _hold(self, micro_batch: MicroBatch) -> AbstractContextManager[object] | None:
+        """Keep gradients from travelling before the window closes, unless every micro-batch is to send them."""
+        if micro_batch.closes or not self.use_distributed or self.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            return None
+        held = ExitStack()
+        for model in (model for model in micro_batch.models if isinstance(model, nn.Module)):
+            held.enter_context(self.no_sync(model))
+        return held
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """How many micro-batches close a window."""
-        return self.gradient_state.num_steps
+    def _is_exact(self) -> bool:
+        """Whether windows of any length are brought to their mean."""
+        if self._exact_remainder is not None:
+            return self._exact_remainder
+        return bool(self.gradient_state.plugin_kwargs.get("exact_remainder", self._default))
 
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = GradientAccumulationPlugin(steps).num_steps
+    def _weighed(self, loss: Tensor, items: Items) -> Tensor:
+        """Where gradients are out of reach until the step: exact only if they need no scale that comes later."""
+        if self.distributed_type is not DistributedType.DEEPSPEED or self.gradient_accumulation_steps > 1:
+            raise UsageError(
+                f"backward(loss, items=...) under {self.distributed_type.value}, with windows of "
+                f"{self.gradient_accumulation_steps}: it holds gradients back, so they cannot be divided by items that "
+                "are known when the window closes. Leave items out, or use DDP or FSDP."
+            )
+        count = items if isinstance(items, Tensor) else loss.new_tensor(float(items))  # type: ignore[arg-type]
+        total = self.reduce(count.detach().clone().double().to(self.device), reduction="sum")
+        return loss.mul((count * self.num_processes / total.clamp(min=1)).to(loss))
 
-    @property
-    def step(self) -> int:
-        """How many micro-batches there were since the last loader ended."""
-        return self._windows.step
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the norm of all given gradients together; returns it as it was before.
 
-    @step.setter
-    def step(self, number: int) -> None:
-        self._windows.step = number
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let no gradient of the model travel in what is done inside."""
-        if not any(p.requires_grad for p in model.parameters()) or not self.use_distributed:
-            yield
-            return
-        sync = select_backend([model], sync="window", gather="micro", process_group=None, accumulate_dtype=None)
-        sync.begin(last=False)
-        try:
-            yield
-        finally:
-            sync.end()
-
-    @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Let the gradients travel in the backward done inside, though its forward was done under `no_sync`."""
-        if not isinstance(model, DistributedDataParallel):
-            yield
-            return
-        saved = model.require_backward_grad_sync, model.require_forward_param_sync
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
-        model.reducer.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            model.require_backward_grad_sync, model.require_forward_param_sync = saved
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the norm of all given gradients together, over all shards; returns it as it was before."""
-        found = self._unscaled(parameters, "clip_grad_norm_()")
-        norm: Tensor = nn.utils.clip_grad_norm_(found, max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        Inside a window, where no optimizer steps, it only measures: clipped parts do not add up to a clipped whole.
+        """
+        may_clip = self._may_clip("clip_grad_norm_()")
+        return super().clip_grad_norm_(parameters, max_norm if may_clip else math.inf, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip every number of the given gradients."""
-        nn.utils.clip_grad_value_(self._unscaled(parameters, "clip_grad_value_()"), clip_value)
+        """Clip every number of the given gradients; inside a window, where the optimizer does not step, nothing."""
+        if self._may_clip("clip_grad_value_()"):
+            super().clip_grad_value_(parameters, clip_value)
+
+    def _may_clip(self, call: str) -> bool:
+        if self._accumulates_itself or not self._is_exact():
+            return True
+        self._windows.require_means(call)
+        if not (self.sync_gradients or self._has_warned):
+            self._has_warned = True
+            logger.warning(
+                "%s inside a window clips nothing: the gradient is complete where accelerator.sync_gradients is True, "
+                "and is clipped there (told once)",
+                call,
+            )
+        return bool(self.sync_gradients)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the gradients by the loss scale of fp16, once a window."""
-        chosen = self._optimizers if optimizer is None else optimizer
-        if (scaling := self._windows.scaling) is not None:
+        if not self._accumulates_itself and self._is_exact():
             self._windows.require_means("unscale_gradients()")
-            for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-                scaling.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+        super().unscale_gradients(optimizer)
 
-    def _unscaled(self, parameters: Any, call: str) -> list[Tensor]:
-        self._windows.require_means(call)
-        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if (scaling := self._windows.scaling) is not None:
-            wanted = set(map(id, found))
-            for optimizer in self._optimizers:
-                if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
-                    scaling.unscale(optimizer.optimizer)
-        return found
+    # ------------------------------------------------------------------------------------------ preparing and saving
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether some optimizer's last step was left out."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """Accelerate's; the windows get to know what was prepared."""
+        return self._adopt(super().prepare(*args, **options))
 
-    # ------------------------------------------------------------------------------------------ preparing
+    def prepare_model(self, *args: Any, **options: Any) -> Any:
+        """Accelerate's; the windows get to know it."""
+        return self._adopt(super().prepare_model(*args, **options))
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Models, optimizers, loaders and schedulers, made ready for this process. Anything else comes back as it is.
+    def prepare_optimizer(self, *args: Any, **options: Any) -> Any:
+        """Accelerate's; its `step` and `zero_grad` ask the windows."""
+        return self._adopt(super().prepare_optimizer(*args, **options))
 
-        Args:
-            objects: in any order; they are returned in that order.
-            device_placement: for each object, whether it is moved to the device.
-        """
-        if device_placement is not None and len(device_placement) != len(objects):
-            raise UsageError(
-                f"device_placement has {len(device_placement)} entries for {len(objects)} objects: give one each."
-            )
-        places = [self.device_placement] * len(objects) if device_placement is None else device_placement
-        before = models.places_of(given for given in objects if isinstance(given, nn.Module))
-        made = list(objects)
-        kinds: tuple[tuple[Any, Callable[[Any, bool], Any]], ...] = (
-            (nn.Module, self.prepare_model),
-            (DataLoader, self.prepare_data_loader),
-            (Optimizer, lambda given, _: self._prepare_optimizer(given, before)),
-            ((LRScheduler, ReduceLROnPlateau), lambda given, _: self.prepare_scheduler(given)),
-        )
-        for kind, prepare in kinds:  # in this order: a scheduler looks for its optimizer, an optimizer for its model
-            for index, (given, place) in enumerate(zip(objects, places, strict=True)):
-                if isinstance(given, kind):
-                    made[index] = prepare(given, place)
-        return tuple(made) if len(made) != 1 else made[0]
+    def _adopt(self, prepared: Any) -> Any:
+        if not self._accumulates_itself:
+            self._windows.adopt(prepared if isinstance(prepared, tuple | list) else [prepared])
+        return prepared
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """The model on its device, in its precision, and wrapped or sharded where there are several processes."""
-        if any(model is known for known in self._models):
-            return model
-        if self.mixed_precision != "no":
-            models.compute_in(self.autocast, model)
-        if self.device_placement if device_placement is None else device_placement:
-            model = model.to(self.device)
-        if self.use_distributed and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
-            if self._fsdp_plugin is None:
-                model = models.replicated(model, self._ddp_options, self.state)
-            else:
-                model = models.sharded(model, self._fsdp_plugin, self.state)
-        self._models.append(model)
-        self._windows.forget()
-        return model
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:  # noqa: ARG002
-        """The optimizer, waiting for the end of each window."""
-        return self._prepare_optimizer(optimizer, {})
-
-    def _prepare_optimizer(self, optimizer: Optimizer, before: models.Places) -> AcceleratedOptimizer:
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
-        if self._fsdp_plugin is not None:
-            models.point_to_shards(optimizer, before)
-        windows = self._windows
-        if windows.scaling is not None:
-            windows.scaling.optimizers.append(optimizer)
-        made = AcceleratedOptimizer(
-            optimizer, scaling=windows.scaling, is_void=windows.is_void, before_clear=windows.require_stepped
-        )
-        windows.optimizers.append(made)
-        return made
-
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """The scheduler, following its optimizer."""
-        if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
-        own = getattr(scheduler, "optimizer", None)
-        optimizers = [one for one in self._optimizers if own is one or own is one.optimizer] or self._optimizers
-        made = AcceleratedScheduler(
-            scheduler, optimizers, follows=self.step_scheduler_with_optimizer, once=self.split_batches
-        )
-        self._schedulers.append(made)
-        return made
-
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
-    ) -> loaders.PreparedLoader:
-        """The loader, handing out this process's batches."""
-        place = self.device_placement if device_placement is None else device_placement
-        settings = self.dataloader_config
-        share = Share(
-            rank=self.process_index,
-            world=self.num_processes,
-            split=settings.split_batches,
-            even=settings.even_batches,
-        )
-        made = loaders.prepared(data_loader, share, settings, self.device if place else None)
-        if not any(made is known for known in self._dataloaders):
-            self._dataloaders.append(made)
-        return made
-
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """The loader without its first batches, for the epoch in which a run goes on."""
-        return loaders.skip_first_batches(dataloader, num_batches)
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """The model as it was before `prepare`. (A sharded one stays sharded.)"""
-        return models.unwrapped(model, keep_precision=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
-
-    # ------------------------------------------------------------------------------------------ this process
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        return self.state.local_process_index
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.state.is_last_process
-
-    @property
-    def use_distributed(self) -> bool:
-        return self.state.use_distributed
-
-    @property
-    def device(self) -> torch.device:
-        return self.state.device
-
-    @property
-    def mixed_precision(self) -> str:
-        return self.state.mixed_precision
-
-    @property
-    def split_batches(self) -> bool:
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self.dataloader_config.even_batches = even
-
-    @property
-    def is_fsdp2(self) -> bool:
-        return self._fsdp_plugin is not None
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._windows.optimizers
-
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Compute what is inside in the mixed precision that was asked for."""
-        if (dtype := PRECISIONS[self.mixed_precision]) is None:
-            yield
-            return
-        with torch.autocast(self.device.type, dtype):
-            yield
-
-    def print(self, *values: object, **options: Any) -> None:
-        """Print, on one process of each machine."""
-        if self.is_local_main_process:
-            builtins.print(*values, **options)
-
-    def wait_for_everyone(self) -> None:
-        """Until all processes are here."""
-        self.state.wait_for_everyone()
-
-    def gather(self, tensor: Any) -> Any:
-        """The tensors of all processes, one after the other along the first dimension, in any nesting."""
-        return gathering.gather(tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same, without the samples that were repeated to make the last batches even."""
-        return gathering.gather_for_metrics(input_data, as_objects=use_gather_object)
-
-    # ------------------------------------------------------------------------------------------ going on later
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these too: whatever has a `state_dict` and a `load_state_dict`."""
-        for one in objects:
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise UsageError(f"{type(one).__name__} has no state_dict() and load_state_dict(): it cannot be saved.")
-            self._custom_objects.append(one)
-
-    def save_state(self, output_dir: str | os.PathLike[str]) -> str:
-        """Save all that was prepared, and the random number generators, in a directory: without pickle.
-
-        All processes must call it. Gradients are not saved: between two windows nothing is lost.
-        """
-        if self._windows.num_open:
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        """Accelerate's; warns if a window is open, for gradients are not saved."""
+        if num_open := self._windows.num_open:
             warnings.warn(
-                f"save_state() inside a window: the gradients of {self._windows.num_open} micro-batches are not saved, "
-                "and a run that goes on from here lacks them. Save where sync_gradients is True.",
-                RuntimeWarning,
+                f"save_state() inside a window: the gradients of its {num_open} micro-batches are not saved, and a run "
+                "that goes on from here will not have them. Save where accelerator.sync_gradients is True.",
                 stacklevel=2,
             )
-        resuming.save(self._training(), Path(output_dir))
-        return str(output_dir)
+        return super().save_state(*args, **options)
 
-    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
-        """Go on from what `save_state` has saved, with the same objects prepared. Nothing that is read is executed."""
-        training = self._training()
-        resuming.load(training, Path(input_dir))
-        self._windows.restart(training.step)
+    def load_state(self, *args: Any, **options: Any) -> Any:
+        """Accelerate's; what is accumulated belongs to the state before, and is dropped."""
+        loaded = super().load_state(*args, **options)
+        self._windows.restart()
+        return loaded
 
-    def _training(self) -> resuming.Training:
-        return resuming.Training(
-            state=self.state,
-            models=[self.unwrap_model(model, keep_torch_compile=False) for model in self._models],
-            optimizers=[one.optimizer for one in self._optimizers],
-            others={
-                "scheduler": [one.scheduler for one in self._schedulers],
-                "scaler": [] if self.scaler is None else [self.scaler],
-                "loader": self._dataloaders,
-                "custom": self._custom_objects,
-            },
-            step=self._windows.step,
-        )
-
-    def end_training(self) -> None:
-        """Leave the group of processes, if it was this object that joined it."""
-        if self.state.owns_group:
-            self.wait_for_everyone()
-            self.state.destroy_process_group()
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's; the windows forget everything, too."""
+        self._windows.forget()
+        return super().free_memory(*objects)
 
 
-def _require_ours(given: object, kind: type) -> None:
-    """Settings of Accelerate, from an import line that was not changed, lack what is new here."""
-    if given is not None and not isinstance(given, kind):
-        raise UsageError(
-            f"a {type(given).__name__} of {type(given).__module__} was given: import {kind.__name__} from "
-            "macrobatch.accelerate."
-        )
-
-
-def _plugin(given: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    if given is None:
-        return GradientAccumulationPlugin(int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)))
-    if steps != 1:
-        raise UsageError(
-            f"gradient_accumulation_steps={steps} and a gradient_accumulation_plugin were both given: say it in the "
-            f"plugin alone, GradientAccumulationPlugin(num_steps={steps})."
-        )
-    return given
+def __getattr__(name: str) -> Any:
+    return getattr(accelerate.accelerator, name)

@@ -1,0 +1,99 @@
+"""Windows that count items: engines, one for each set of models, that leave clipping and stepping to the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from macrobatch._ranks.select import select_backend
+from macrobatch._step.engine import Engine
+from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._torch.modules import data_parallel_of
+from macrobatch.errors import UsageError
+from macrobatch.types import Items
+
+
+class ItemCounter:
+    """Adds losses with items to the windows of the models that they belong to.
+
+    Args:
+        state: Accelerate's ``GradientState``.
+        scaler: tells the scaler of mixed precision, if there is one.
+    """
+
+    def __init__(self, state: Any, scaler: Callable[[], Any]) -> None:
+        self._state = state
+        self._scaler = scaler
+        self._engines: dict[frozenset[int], tuple[Engine, LeaveMean]] = {}
+
+    def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool) -> LeaveMean:
+        """A micro-batch. In the one that `closes` the window, gradients become the mean over its items.
+
+        Returns what knows whether the window had any.
+        """
+        engine, closing = self._engine_of(models)
+        engine.begin(LAST_OF_ALL if closes else IN_BETWEEN, after_forward=True)
+        try:
+            engine.backward(loss, items)
+            engine.close()
+        except BaseException:
+            engine.give_up()
+            if engine.is_broken:
+                engine.discard()
+            raise
+        return closing
+
+    def discard(self) -> None:
+        """Drop what is accumulated."""
+        for engine, _ in self._engines.values():
+            engine.discard()
+
+    def expect(self, model: nn.Module) -> None:
+        """A model was prepared. The parameters of a sharded one must be seen before its first forward."""
+        if is_sharded(model) and any(p.requires_grad for p in model.parameters()):
+            self._engine_of([model])
+
+    def _engine_of(self, models: Sequence[Any]) -> tuple[Engine, LeaveMean]:
+        """That of the models with these parameters, whatever they are wrapped in."""
+        if not models or not all(isinstance(model, nn.Module) for model in models):
+            raise UsageError(
+                "backward(loss, items=...) needs to know the modules whose gradients it divides: hand them to "
+                "accumulate(), as prepare() returned them. A bare tensor must become a parameter of an nn.Module."
+            )
+        key = frozenset().union(*map(_ids_of, models))
+        open_keys = (other for other, (engine, _) in self._engines.items() if engine.has_accumulated)
+        if any(other != key and not other.isdisjoint(key) for other in open_keys):
+            raise UsageError(
+                "accumulate() was given other models earlier in this window. Hand the same models to every "
+                "accumulate() of a window that counts items."
+            )
+        if key not in self._engines:
+            self._engines[key] = self._make_engine(models)
+        return self._engines[key]
+
+    def _make_engine(self, models: Sequence[Any]) -> tuple[Engine, LeaveMean]:
+        if any(is_sharded(model) and not all(isinstance(p, DTensor) for p in model.parameters()) for model in models):
+            raise UsageError(
+                "accumulate() was given another model than prepare() returned, and fully_shard has gathered its "
+                "parameters by now. Hand over the prepared model itself."
+            )
+        each = self._state.plugin_kwargs.get("sync_each_batch", False)
+        backend = select_backend(
+            models, sync="micro" if each else "window", gather="micro", process_group=None, accumulate_dtype=None
+        )
+        scaler = self._scaler()
+        closing = LeaveMean([], scaler)
+        return Engine(models, [], backend, closing, scaler=scaler), closing
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` shows other parameters between a forward and its backward."""
+    return data_parallel_of(model) == "FSDPModule"
+
+
+def _ids_of(model: nn.Module) -> set[int]:
+    return {id(model)} if is_sharded(model) else set(map(id, model.parameters()))
