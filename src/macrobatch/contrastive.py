@@ -17,10 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from macrobatch._torch.autograd import only_first
 from macrobatch.errors import BatchError, UsageError
 
 TILE = 2048  # rows and columns: 16 MB of float32 logits, large enough for fast matrix products
 EPSILON = 1e-12  # the smallest norm that a row is divided by: that of F.normalize
+
+ONLY_FIRST = (
+    "contrastive_loss was differentiated twice, but it has only first derivatives. For second ones (gradient "
+    "penalties, Hessians), write the loss with F.cross_entropy on the matrix of all pairs."
+)
 
 
 def contrastive_loss(
@@ -330,12 +336,7 @@ class _ContrastiveLoss(torch.autograd.Function):
             pairs, others = _blocks(a, b, negatives, scale, ctx.tile)
             weight = seed / (len(a) if columns is None else 2 * len(a))
             gradients = _gradients(pairs, others, rows, columns, weight, ctx.needs_input_grad)
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = [
-                one if one is None else _Constant.apply(one, seed, a, b, negatives, scale)  # type: ignore[no-untyped-call]
-                for one in gradients
-            ]
-        return *gradients, None, None
+        return *only_first(gradients, (seed, a, b, negatives, scale), ONLY_FIRST), None, None
 
 
 def _blocks(a: Tensor, b: Tensor, negatives: Tensor, scale: Tensor, tile: int) -> tuple[Block, Block]:
@@ -361,21 +362,3 @@ def _gradients(
     sums = (pairs.a, sum_a), (pairs.b, sum_b), (others.b, sum_negatives)
     factor = weight * pairs.scale
     return [*(None if one is None else given.gradient(one, factor) for given, one in sums), grad_scale]
-
-
-class _Constant(torch.autograd.Function):
-    """A gradient that depends on the inputs of the loss, but cannot be differentiated.
-
-    torch's `once_differentiable` would take it for a constant wherever the seed of the backward is one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *_inputs: Tensor | None) -> Tensor:  # noqa: ARG004
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_seeds: Tensor) -> None:  # noqa: ARG004
-        raise UsageError(
-            "contrastive_loss was differentiated twice, but it has only first derivatives. For second ones (gradient "
-            "penalties, Hessians), write the loss with F.cross_entropy on the matrix of all pairs."
-        )

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._cut.padding import IGNORED
+from macrobatch._torch.autograd import only_first
 from macrobatch._torch.modules import (
     has_backward_hooks,
     has_compiled_call,
@@ -32,6 +33,10 @@ from macrobatch._torch.tensors import version_of
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Reduction
 
+ONLY_FIRST = (
+    "causal_lm_loss was differentiated twice, but in chunks it has only first derivatives. For second ones (gradient "
+    "penalties, Hessians), pass chunk=None."
+)
 CHUNK = 2048  # tokens: large enough for fast matrix products; the logits take 1 GB for a vocabulary of 128,000
 
 # Settings of transformers' models that change the logits after the head, unless they are None.
@@ -335,8 +340,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, _ = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _ChunkedLoss._gradients(ctx, seed)
+        return *only_first(gradients, (seed, hidden, weight, bias), ONLY_FIRST), None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
+        """Those of the hidden states, the weight and the bias."""
         hidden, weight, bias, targets = ctx.saved_tensors
         dtype, wide = ctx.dtype, _sum_dtype(ctx.dtype)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -364,4 +376,4 @@ class _ChunkedLoss(torch.autograd.Function):
         for gradient in (grad_hidden, grad_weight, grad_bias):
             if gradient is not None:
                 gradient *= seed
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias

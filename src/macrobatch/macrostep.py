@@ -61,6 +61,19 @@ class MacroStep:
     >>> result.step, result.micro_batches, result.items.item()
     (1, 3, 10)
 
+    Several terms, each averaged over its own items:
+
+    >>> def terms(model, batch):
+    ...     errors, known = (model(batch["x"]) - batch["y"]).square()[:, 0], batch["known"]
+    ...     right = (errors * known).sum() / known.sum().clamp(min=1)
+    ...     return {"error": (right, known.sum()), "size": (0.1 * model(batch["x"]).square().mean(), len(known))}
+    >>> def counts(batch):                         # of the whole batch, before it is cut
+    ...     return {"error": batch["known"].sum(), "size": len(batch["known"])}
+    >>> train = MacroStep(model, optimizer, terms, micro=4, counts=counts)
+    >>> result = train({"x": torch.randn(10, 3), "y": torch.randn(10, 1), "known": torch.arange(10) < 7})
+    >>> list(result.losses), result.items.item()
+    (['error', 'size'], 7)
+
     Args:
         model: a module, or a list of modules; handed on to `loss_fn` as it is.
         optimizer: one or a list.

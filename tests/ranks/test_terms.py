@@ -24,8 +24,9 @@ from harness.ranks import (
     same_on_all,
 )
 from harness.reference import relative_error, unsized
-from harness.terms import NAMES, TOKENS, Losses, batch_of, heads, weights, whole_gradient, whole_loss
+from harness.terms import NAMES, TOKENS, Losses, batch_of, counts_of, heads, weights, whole_gradient, whole_loss
 from macrobatch import Accumulator, MacroStep, by_tokens
+from macrobatch.errors import BatchError
 
 MODES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "ddp-window": (ddp, {}),
@@ -43,6 +44,8 @@ KINDS = {
     "mixed": Losses(("chosen", "tokens", "weights", "samples"), items="mixed"),
     "sums": Losses(("chosen", "tokens", "samples", "weights"), reduction="sum"),
 }
+# One term, which some micro-batches and ranks do not have; other outputs of the model are used by none.
+ONLY = Losses(("chosen",), items="int")
 # For each window, how many samples every rank has: the first has a rank that never had any.
 FILLED = [(0, 3), (5, 3), (4, 0), (0, 0), (2, 7), (4, 4)]
 ON_FOUR = [(0, 3, 1, 0), (5, 3, 0, 2), (0, 0, 7, 0), (2, 2, 2, 2)]
@@ -96,6 +99,8 @@ def lengths(batch: Any) -> list[int]:
 for _mode, (_wrap, _options) in MODES.items():
     for _kind, _losses in KINDS.items():
         SCENARIOS[f"{_kind}-{_mode}"] = partial(train, FILLED, _losses, _wrap, **_options)
+    if _mode not in ("ddp-window", "ddp-micro"):  # which refuse parameters that nothing uses
+        SCENARIOS[f"only-{_mode}"] = partial(train, FILLED, ONLY, _wrap, **_options)
     SCENARIOS[f"by-tokens-{_mode}"] = partial(
         train, FILLED, KINDS["absent"], _wrap, by_tokens(2 * TOKENS, lengths), **_options
     )
@@ -114,8 +119,9 @@ def exact(outcomes: list[Outcome], windows: Sequence[Sequence[Any]], names: Sequ
     assert not found["gradients left"]
     for window, batches in enumerate(windows):
         taken = difference(found["weights"][window], found["weights"][window + 1])
-        assert found["skipped"][window] == (not batches)
-        if not batches:
+        is_empty = not any(n for batch in batches for name, n in counts_of(batch).items() if name in names)
+        assert found["skipped"][window] == is_empty
+        if is_empty:
             assert all(not moved.any() for moved in taken.values())
             continue
         model.load_state_dict(found["weights"][window])
@@ -136,6 +142,11 @@ def batches_of(filled: Sequence[Sequence[int]]) -> list[list[Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_batches(ran, kind, mode):
     exact(ran[f"{kind}-{mode}"], batches_of(FILLED), KINDS[kind].names)
+
+
+@pytest.mark.parametrize("mode", [name.removeprefix("only-") for name in SCENARIOS if name.startswith("only-")])
+def test_micro_batches_without_any_term(ran, mode):
+    exact(ran[f"only-{mode}"], batches_of(FILLED), ONLY.names)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -218,6 +229,19 @@ def other_names_later() -> Outcome:
     return train([(3, 3), (3, 3)], Losses(), partial(ddp, find_unused_parameters=True), counts=counts)
 
 
+def fails_before_names_are_known() -> Outcome:
+    """One rank cannot be cut in the first window; in the second nobody has a sample; the third is an ordinary one."""
+    losses, model = Losses(NAMES), ddp(heads())
+    step = MacroStep(model, optimizer_for(model), losses, micro=2, counts=losses.counts)
+    batch = batch_of(4, seed=dist.get_rank())
+    try:
+        step(on_one(1, batch | {"weight": batch["weight"][:1]}, batch))
+    except BatchError as error:
+        message = str(error)
+    return {"message": message, "skipped": bool(step(None).skipped), "step": int(step(batch).step)}
+
+
+SCENARIOS["fails-first"] = fails_before_names_are_known
 SCENARIOS["miscounted-ddp-0"] = partial(miscounted, ddp, 0)
 SCENARIOS["miscounted-ddp-1"] = partial(miscounted, ddp, 1)
 SCENARIOS["miscounted-fsdp2-1"] = partial(miscounted, fsdp2, 1)
@@ -231,6 +255,13 @@ def test_what_does_not_add_up_on_one_rank_stops_all(ran, name):
         assert "the items of the term 'chosen'" in outcome["message"]
         assert "but counts= said" in outcome["message"]
         assert not outcome["moved"]
+
+
+def test_a_failure_before_names_are_known_leaves_nobody_waiting(ran):
+    for outcome in all_well(ran["fails-first"]):
+        assert outcome["message"]
+        assert outcome["skipped"]
+        assert outcome["step"] == 1
 
 
 def test_names_that_differ_between_ranks(ran):

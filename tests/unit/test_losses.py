@@ -218,6 +218,22 @@ def test_parts_of_the_model_may_be_frozen():
         same(model, batch, obvious(model(**batch).logits, batch["input_ids"]), chunk=7)
 
 
+@pytest.mark.parametrize("chunk", [7, None])
+def test_second_derivatives(chunk):
+    """In chunks there are none, and that is said: not zero."""
+    model = llama()
+    loss, _ = causal_lm_loss(model, batch_of(), chunk=chunk)
+    weight = model.get_output_embeddings().weight
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    penalty = gradient.square().sum()
+    if chunk is None:
+        penalty.backward()
+        assert weight.grad.any()
+    else:
+        with pytest.raises(UsageError, match="chunk=None"):
+            penalty.backward()
+
+
 def test_without_gradients():
     model, batch = in_float64(Small), batch_of()
     expected, _ = obvious(model(**batch).logits, batch["input_ids"])

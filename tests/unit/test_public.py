@@ -22,7 +22,7 @@ ROOMS = {
     "_step": {"errors", "types", "_torch", "_cut", "_ranks"},
     "_cudagraph": {"errors", "types", "_torch", "_cut", "_step"},
     "losses": {"errors", "types", "_torch", "_cut"},
-    "contrastive": {"errors"},
+    "contrastive": {"errors", "_torch"},
 }
 CORE = set(ROOMS)
 ROOMS["accumulator"] = CORE

@@ -142,6 +142,14 @@ def test_a_term_without_items_in_the_window_counts_for_nothing():
     assert not found[0].skipped
 
 
+@pytest.mark.parametrize("without", ["absent", "nan"])
+def test_micro_batches_without_any_term(without):
+    model, batch, losses = heads(), batch_of(8), Losses(("chosen",), items="int", without=without)
+    batch["chosen"] = torch.arange(8) % 3 == 1  # neither the first nor the last
+    step = train_on(model, losses, micro=1)
+    assert step_error(model, [batch], ["chosen"], lambda: step(batch)) <= 1e-12
+
+
 @pytest.mark.parametrize("items", ["int", "tensor"])
 def test_a_window_is_empty_only_if_all_terms_are(items):
     model, batch = heads(), batch_of(7, chosen=0)

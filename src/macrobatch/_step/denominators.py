@@ -88,7 +88,7 @@ class TermCounter:
 
     def total(self, counted: Sequence[Counted]) -> Denominators:
         """The denominators of a window with batches of those counts; on several ranks, all of them call this."""
-        names = self._names or ()
+        names = self._names if self._names is not None and self._is_agreed else ()  # else no rank has a sample
         columns = [list(column) for column in zip(*counted, strict=True)] or [[0] for _ in names]
         device = self._device()
         own = _vector(columns, device)

@@ -157,6 +157,8 @@ class Engine:
         self.closing.check_untouched()
         if root is None:  # no term, and no other rank that waits for a backward
             window.add(root, counted)
+            if self.is_last:
+                self._send(window)
             self._end()
             self._lifecycle.end_backward()
             return
@@ -186,7 +188,9 @@ class Engine:
             for loss, _ in checked.values():
                 self.closing.check_loss(loss)
             weighed = window.weigh(checked, repeats=self.is_repeat)
-        if self._ties is None or not weighed.lacks:
+        # Under FSDP all ranks must reach the same modules, in every micro-batch; under DDP all that its reducer awaits.
+        is_awaited = weighed.lacks and self.backend.will_check
+        if self._ties is None or not (is_awaited or not self.backend.abilities.confines):
             return weighed.loss, weighed
         root = self._ties.tie(weighed.loss)
         if root is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.autograd.graph
 from torch import Tensor
+
+from macrobatch.errors import UsageError
 
 # The end of a graph: what adds to the gradient of a leaf.
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -42,3 +44,31 @@ def is_mapped() -> bool:
     """Whether `torch.func.vmap` is at work: no tensor has values then."""
     vmap = torch._C._functorch.TransformType.Vmap
     return any(transform.key() == vmap for transform in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def only_first(
+    gradients: Iterable[Tensor | None], inputs: Sequence[Tensor | None], message: str
+) -> list[Tensor | None]:
+    """First derivatives that depend on these inputs; differentiating them is an error with this message.
+
+    torch's `once_differentiable` would take them for constants wherever the seed of the backward is one.
+    """
+    if not torch.is_grad_enabled():  # no create_graph=True
+        return list(gradients)
+    return [
+        gradient if gradient is None else _OnlyFirst.apply(gradient, message, *inputs)  # type: ignore[no-untyped-call]
+        for gradient in gradients
+    ]
+
+
+class _OnlyFirst(torch.autograd.Function):
+    """A gradient that depends on the inputs of a loss, but cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, message: str, *_inputs: Tensor | None) -> Tensor:
+        ctx.message = message
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_seeds: Tensor) -> None:
+        raise UsageError(ctx.message)

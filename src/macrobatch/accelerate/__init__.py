@@ -27,4 +27,4 @@ __all__ += [name for name in vars(accelerate) if not (name.startswith("_") or na
 
 
 def __getattr__(name: str) -> Any:
-    return forwarding.attribute_of(accelerate, name, __name__)
+    return getattr(accelerate, name)

@@ -13,7 +13,6 @@ import accelerate.accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from macrobatch.accelerate import forwarding
 from macrobatch.accelerate.windows import MicroBatch, Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
@@ -63,8 +62,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """A context manager for the forward, backward and optimizer step of one micro-batch.
 
         Args:
-            models: those that are trained in it, as `prepare` returned them. Between processes, their gradients travel
-                only in the micro-batch that closes the window.
+            models: those that are trained in it. Their gradients travel in the micro-batch that closes the window.
         """
         if self._accumulates_itself:
             return super().accumulate(*models)  # type: ignore[no-any-return]
@@ -84,7 +82,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             UsageError: items are given outside of `accumulate()`, or twice inside one.
         """
         if items is not None and kwargs:
-            raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(sorted(kwargs))}.")
+            raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(kwargs)}.")
         if self._accumulates_itself:
             super().backward(loss if items is None else self._weighed(loss, items), **kwargs)
         elif kwargs.keys() <= {"retain_graph", "create_graph", "inputs"}:
@@ -204,4 +202,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def __getattr__(name: str) -> Any:
-    return forwarding.attribute_of(accelerate.accelerator, name, __name__)
+    return getattr(accelerate.accelerator, name)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 THEIRS = "accelerate"
 
@@ -51,11 +50,3 @@ def install(package: str, folder: Iterable[str]) -> None:
     if not any(isinstance(finder, _Forwarder) for finder in sys.meta_path):
         own = frozenset(module.name for module in pkgutil.iter_modules(folder))
         sys.meta_path.insert(0, _Forwarder(package, own))
-
-
-def attribute_of(module: ModuleType, name: str, own: str) -> Any:
-    """That of Accelerate's module: a name that ``import *`` leaves out, or a sub-module."""
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise AttributeError(f"module {own!r} has no attribute {name!r}, and {module.__name__!r} has none") from None

@@ -178,8 +178,7 @@ class Windows:
 
     def share(self, scaler: Any) -> SharedScaler:
         """The scaler that all prepared optimizers step with."""
-        if self._shared is None:
-            self._shared = SharedScaler(scaler, self._others_await_step)
+        self._shared = self._shared or SharedScaler(scaler, self._others_await_step)
         return self._shared
 
     @property
@@ -196,10 +195,7 @@ class Windows:
             self._shared.catch_up()
         if micro_batch is None:
             if items is not None:
-                raise UsageError(
-                    "backward(loss, items=...) outside of accumulate(): the items of a window are counted, and only "
-                    "accumulate() knows where one begins and ends. Do forward and backward inside it."
-                )
+                raise UsageError("backward(loss, items=...) outside of accumulate(), which knows where a window ends.")
             self._run(loss, self._state.num_steps, options)
             return
         windows = [self._begin(window, items is not None) for window in self._windows_of(micro_batch.models)]
@@ -228,10 +224,7 @@ class Windows:
     def _add_counted(self, loss: Tensor, items: Items, micro_batch: MicroBatch, windows: list[Window]) -> None:
         """Every item weighs the same."""
         if micro_batch.has_items:
-            raise UsageError(
-                "a second backward(loss, items=...) inside one accumulate(): its items would count twice. Add the "
-                "losses up and call it once."
-            )
+            raise UsageError("a second backward(loss, items=...) in one accumulate(): add the losses up, call it once.")
         models = micro_batch.models or self._modules
         self._require_given(loss, models)
         closing = self._items.add(loss, items, models, closes=micro_batch.closes)

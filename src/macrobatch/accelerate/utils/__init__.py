@@ -5,8 +5,6 @@ from typing import Any
 
 import accelerate.utils
 
-from macrobatch.accelerate import forwarding
-
 __all__ = [name for name in vars(accelerate.utils) if not name.startswith("_")]
 
 
@@ -23,4 +21,4 @@ class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):  
 
 
 def __getattr__(name: str) -> Any:
-    return forwarding.attribute_of(accelerate.utils, name, __name__)
+    return getattr(accelerate.utils, name)

@@ -1,0 +1,411 @@
+"""Contrastive training on a GPU with batches that do not fit: pairs a second, and memory, beside other ways.
+
+A BERT-like encoder under bfloat16 autocast, AdamW, and a loss in which each text finds its partner among all. The ways:
+
+- Macrobatch: `MacroStep(joint=...)` with `contrastive_loss`, eagerly, and with `cuda_graph=True`;
+- by hand: two passes as GradCache has them, with the random numbers replayed, and the matrix of all pairs;
+- cached loss: the way of sentence-transformers' CachedMultipleNegativesRankingLoss (the loss by blocks of rows, the
+  second pass in a hook of its backward), written here, so that nothing but torch is needed;
+- one big batch, where it fits.
+
+The gradients of all ways are compared: ours with one big batch in float64 on a tiny model, and each with the loop by
+hand on the case itself, in its own precision.
+
+    python benchmarks/contrastive.py              # prints tables, and writes results/contrastive.json
+    python benchmarks/contrastive.py --only sizes # the three sizes with peers; `--only pairs`: 1,024 to 65,536 pairs
+    python benchmarks/contrastive.py --tiny       # tiny models, on a CPU too: does it run?
+"""
+
+# mypy: untyped-calls-exclude=torch
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from macrobatch import Encoded, MacroStep, contrastive_loss
+
+SCALE = 20.0
+Batch = dict[str, Tensor]
+Step = Callable[[Batch], object]
+Gradients = list[Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        samples, length, width = hidden.shape
+        query, key, value = self.qkv(hidden).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(samples, length, width)
+        hidden = self.first(hidden + F.dropout(self.out(mixed), self.dropout, self.training))
+        grown = F.dropout(self.down(F.gelu(self.up(hidden))), self.dropout, self.training)
+        normed: Tensor = self.second(hidden + grown)
+        return normed
+
+
+class Encoder(nn.Module):
+    """Texts of token ids, (samples, length), to one row each."""
+
+    def __init__(self, width: int, layers: int, heads: int, length: int, words: int, dropout: float) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Parameter(torch.randn(length, width) * 0.02)
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.words(tokens) + self.positions)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        pooled: Tensor = hidden.mean(1)
+        return pooled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    layers: int
+    pairs: int
+    length: int
+    micro: int
+    width: int = 768
+    heads: int = 12
+    words: int = 30_000
+    dropout: float = 0.1
+
+    def model(self, device: str) -> Encoder:
+        torch.manual_seed(0)
+        sizes = self.width, self.layers, self.heads, self.length, self.words, self.dropout
+        return Encoder(*sizes).to(device).train()
+
+    def batch(self, device: str, seed: int = 0) -> Batch:
+        draw = torch.Generator().manual_seed(seed)
+        shape = self.pairs, self.length
+        return {side: torch.randint(0, self.words, shape, generator=draw).to(device) for side in ("a", "b")}
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        starts = range(0, self.pairs, self.micro)
+        return [{side: rows[start : start + self.micro] for side, rows in batch.items()} for start in starts]
+
+
+# The three sizes at which peers were measured before, with what to reach: times the cached loss, with graphs.
+SIZES = (
+    (Case(name="12 layers, 1,024 pairs of 64, micro 16", layers=12, pairs=1024, length=64, micro=16), 3.5),
+    (Case(name="12 layers, 4,096 pairs of 64, micro 64", layers=12, pairs=4096, length=64, micro=64), 1.7),
+    (Case(name="6 layers, 2,048 pairs of 32, micro 8", layers=6, pairs=2048, length=32, micro=8), 6.0),
+)
+# One size of micro-batch, more and more pairs: memory should grow by the encodings alone.
+PAIRS = tuple(
+    Case(name=f"6 layers, {pairs:,} pairs of 32, micro 256", layers=6, pairs=pairs, length=32, micro=256)
+    for pairs in (1024, 4096, 16_384, 65_536)
+)
+LARGE = Case(name="6 layers, 4,096 pairs of 32, micro 2,048", layers=6, pairs=4096, length=32, micro=2048)
+MOST_OF_ONE_BIG_BATCH = 1.4  # the time, at large micro-batches
+MOST_MEMORY = 1.3  # of that at 1,024 pairs, plus the encodings
+TINY = Case(name="tiny", layers=2, pairs=24, length=8, micro=5, width=32, heads=2, words=50, dropout=0.1)
+
+
+# ---------------------------------------------------------------------------------------------- the ways
+
+
+def encode(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    device = batch["a"].device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and model.positions.dtype == torch.float32):
+        return model(batch["a"]), model(batch["b"])
+
+
+def cross_entropy(a: Tensor, b: Tensor) -> Tensor:
+    """With the matrix of all pairs."""
+    logits = SCALE * F.normalize(a.float()) @ F.normalize(b.float()).T
+    return F.cross_entropy(logits, torch.arange(len(logits), device=a.device))
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def ours(case: Case, model: Encoder, optimizer: torch.optim.Optimizer, *, cuda_graph: bool = False) -> Step:
+    def loss_fn(model: Encoder, batch: Batch) -> Encoded:
+        a, b = encode(model, batch)
+        return Encoded(a=a, b=b)
+
+    def joint(_: Encoder, encoded: Encoded) -> Tensor:
+        return contrastive_loss(encoded.a, encoded.b, scale=SCALE, symmetric=False)
+
+    return MacroStep(model, optimizer, loss_fn, joint=joint, micro=case.micro, cuda_graph=cuda_graph)
+
+
+def recorded(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
+    return ours(case, model, optimizer, cuda_graph=True)
+
+
+@contextmanager
+def random_numbers(states: tuple[Tensor, ...]) -> Iterator[None]:
+    """Those of an earlier moment, inside the block."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)
+        yield
+
+
+def states_now() -> tuple[Tensor, ...]:
+    on_gpu = (torch.cuda.get_rng_state(),) if torch.cuda.is_available() else ()
+    return (torch.get_rng_state(), *on_gpu)
+
+
+def first_pass(case: Case, model: Encoder, batch: Batch) -> tuple[list[Batch], list[Any], list[tuple[Tensor, ...]]]:
+    parts, states, encoded = case.parts(batch), [], []
+    with torch.no_grad():
+        for part in parts:
+            states.append(states_now())
+            encoded.append(encode(model, part))
+    return parts, states, encoded
+
+
+def by_hand(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
+    """GradCache's two passes."""
+
+    def step(batch: Batch) -> None:
+        parts, states, encoded = first_pass(case, model, batch)
+        a, b = (torch.cat(rows).requires_grad_() for rows in zip(*encoded, strict=True))
+        cross_entropy(a, b).backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        gradients = zip(a.grad.split(case.micro), b.grad.split(case.micro), strict=True)
+        for part, state, (of_a, of_b) in zip(parts, states, gradients, strict=True):
+            with random_numbers(state):
+                rows_a, rows_b = encode(model, part)
+            ((rows_a * of_a).sum() + (rows_b * of_b).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def cached_loss(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
+    """The way of sentence-transformers."""
+
+    def step(batch: Batch) -> None:
+        parts, states, encoded = first_pass(case, model, batch)
+        rows = [[one.detach().requires_grad_() for one in pair] for pair in encoded]
+        a, b = (torch.cat(list(column)) for column in zip(*rows, strict=True))
+        total = torch.zeros((), device=a.device)
+        for start in range(0, len(a), case.micro):
+            block = slice(start, start + case.micro)
+            logits = SCALE * F.normalize(a[block].float()) @ F.normalize(b.float()).T
+            answers = torch.arange(start, start + len(logits), device=a.device)
+            loss = F.cross_entropy(logits, answers) * len(logits) / len(a)
+            loss.backward(retain_graph=True)
+            total += loss.detach()
+        value = total.requires_grad_()
+
+        def encode_again(gradient: Tensor) -> None:
+            for part, state, leaves in zip(parts, states, rows, strict=True):
+                with torch.enable_grad(), random_numbers(state):
+                    found = encode(model, part)
+                    dots = [(one * leaf.grad).sum() for one, leaf in zip(found, leaves, strict=True)]
+                    ((dots[0] + dots[1]) * gradient).backward()
+
+        value.register_hook(encode_again)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def one_big_batch(_: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: Batch) -> None:
+        cross_entropy(*encode(model, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+WAYS: dict[str, Callable[[Case, Encoder, torch.optim.Optimizer], Step]] = {
+    "Macrobatch": ours,
+    "Macrobatch, cuda_graph": recorded,
+    "by hand": by_hand,
+    "cached loss": cached_loss,
+    "one big batch": one_big_batch,
+}
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def fresh(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measured(case: Case, name: str, device: str, seconds: float) -> dict[str, Any]:
+    """Pairs a second over at least two windows, and the most memory reserved."""
+    fresh(device)
+    row: dict[str, Any] = {"case": case.name, "way": name, "pairs_per_second": None, "reserved_gib": None, "error": ""}
+    try:
+        model, batch = case.model(device), case.batch(device)
+        step = WAYS[name](case, model, optimizer_for(model))
+        for _ in range(3):  # with graphs, the second window records
+            step(batch)
+        synchronise(device)
+        times, began = [], time.perf_counter()
+        while len(times) < 2 or time.perf_counter() - began < seconds:
+            started = time.perf_counter()
+            step(batch)
+            synchronise(device)
+            times.append(time.perf_counter() - started)
+        row["pairs_per_second"] = case.pairs / statistics.median(times)
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
+    except torch.OutOfMemoryError as error:
+        row["error"] = f"does not fit: {str(error).splitlines()[0][:80]}"
+    return row
+
+
+def gradients_of(case: Case, name: str, device: str, dtype: torch.dtype = torch.float32, windows: int = 1) -> Gradients:
+    """Those of the last of some windows with the same random numbers, as the optimizer gets them; nothing is learnt."""
+    model, batch = case.model(device).to(dtype), case.batch(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found: Gradients = []
+
+    def note(*_: Any) -> None:
+        found[:] = [p.grad.detach().double().cpu() for p in model.parameters() if p.grad is not None]
+
+    optimizer.register_step_pre_hook(note)
+    step = WAYS[name](case, model, optimizer)
+    for _ in range(windows):
+        torch.manual_seed(1)
+        step(batch)
+    return found
+
+
+def apart(found: Gradients, expected: Gradients) -> float:
+    largest = max(e.abs().max().item() for e in expected)
+    return max((f - e).abs().max().item() for f, e in zip(found, expected, strict=True)) / largest
+
+
+def exactness(device: str) -> float:
+    """Ours against one big batch, in float64, without dropout."""
+    case = replace(TINY, dropout=0.0)
+    return apart(*(gradients_of(case, name, device, torch.float64) for name in ("Macrobatch", "one big batch")))
+
+
+def differences(case: Case, device: str) -> dict[str, float]:
+    """Each way's gradient against the loop by hand, with the same dropout. (One big batch has other masks.)"""
+    expected = gradients_of(case, "by hand", device)
+    names = ["Macrobatch", "cached loss", *["Macrobatch, cuda_graph"] * (device == "cuda")]
+    return {name: apart(gradients_of(case, name, device, windows=3), expected) for name in names}
+
+
+# ---------------------------------------------------------------------------------------------- the tables
+
+
+def sizes_table(device: str, seconds: float, cases: Any = SIZES) -> dict[str, Any]:
+    rows, targets = [], []
+    for case, times in cases:
+        ways = [name for name in WAYS if device == "cuda" or "graph" not in name]
+        own = [measured(case, name, device, seconds) for name in ways]
+        found = {row["way"]: row["pairs_per_second"] for row in own}
+        best = found.get("Macrobatch, cuda_graph") or found["Macrobatch"]
+        ratio = best / found["cached loss"]
+        targets.append({"case": case.name, "found": ratio, "at_least": times, "reached": ratio >= times})
+        rows += own
+    return {"rows": rows, "targets": targets, "gradients": differences(cases[0][0], device)}
+
+
+def pairs_table(device: str, seconds: float, cases: Any = PAIRS, large: Case = LARGE) -> dict[str, Any]:
+    ways = ["Macrobatch", "Macrobatch, cuda_graph"] if device == "cuda" else ["Macrobatch"]
+    rows = [measured(case, name, device, seconds) for case in cases for name in ways]
+    targets = []
+    for name in ways:
+        own = [row for row in rows if row["way"] == name]
+        if device == "cuda" and all(row["reserved_gib"] for row in own):
+            encodings = 2 * cases[-1].pairs * cases[-1].width * 2 / 2**30  # both sides, in bfloat16
+            most = MOST_MEMORY * own[0]["reserved_gib"] + 2 * encodings  # with their gradients
+            found = own[-1]["reserved_gib"]
+            targets.append({"case": f"memory, {name}", "found": found, "at_most": most, "reached": found <= most})
+    both = [measured(large, name, device, seconds) for name in ("Macrobatch", "one big batch")]
+    rows += both
+    if all(row["pairs_per_second"] for row in both):
+        ratio = both[1]["pairs_per_second"] / both[0]["pairs_per_second"]
+        most = MOST_OF_ONE_BIG_BATCH
+        targets.append({"case": f"time, {large.name}", "found": ratio, "at_most": most, "reached": ratio <= most})
+    return {"rows": rows, "targets": targets}
+
+
+def show(title: str, table: dict[str, Any], where: str) -> None:
+    cells = [
+        [
+            row["case"],
+            row["way"],
+            "" if row["pairs_per_second"] is None else f"{row['pairs_per_second']:,.0f}",
+            "" if row["reserved_gib"] is None else f"{row['reserved_gib']:.1f}",
+            row["error"],
+        ]
+        for row in table["rows"]
+    ]
+    record.show(title, ["case", "way", "pairs a second", "reserved, GiB", ""], cells, where)
+    for target in table["targets"]:
+        bound = f"at least {target['at_least']:.2f}" if "at_least" in target else f"at most {target['at_most']:.2f}"
+        print(f"  {target['case']}: {target['found']:.2f}, {bound}: {'reached' if target['reached'] else 'MISSED'}")
+    for name, error in table.get("gradients", {}).items():
+        print(f"  gradient of {name}, against by hand: {error:.1e}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too")
+    parser.add_argument("--only", choices=["sizes", "pairs"], help="one of the two tables")
+    parser.add_argument("--seconds", type=float, default=8.0, help="to time each way for, at least (default: 8)")
+    record.add_output(parser, "contrastive")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() or arguments.tiny):
+        print("this needs a GPU; --tiny runs on a CPU, and says nothing about speed.", file=sys.stderr)
+        return 2
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seconds, error = (0.0 if arguments.tiny else arguments.seconds), exactness(device)
+    result = record.stamp("contrastive training", "torch") | {
+        "machine": record.machine(device),
+        "gradient": {"error": error, "exact": error <= 1e-12},
+    }
+    where = f"{result['machine']}; {record.in_words(result['versions'])}; our gradient in float64: {error:.1e}"
+    if arguments.only != "pairs":
+        cases = [(TINY, 0.0)] if arguments.tiny else SIZES
+        result["sizes"] = sizes_table(device, seconds, cases)
+        show("Beside other ways", result["sizes"], where)
+    if arguments.only != "sizes":
+        cases = [TINY] if arguments.tiny else PAIRS
+        result["pairs"] = pairs_table(device, seconds, cases, TINY if arguments.tiny else LARGE)
+        show("More and more pairs", result["pairs"], where)
+    output = arguments.output if not arguments.tiny else Path(arguments.output).with_name("contrastive_tiny.json")
+    record.save(result, output)
+    print(f"Written to {output}")
+    return 0 if error <= 1e-12 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The balance loss of a mixture of experts over the whole batch: experts may specialise, and are still used alike.
+
+Each micro-batch comes from one of four sources, as documents do. A balance loss of every micro-batch makes each expert
+take a part of every source. Over the whole batch, the same loss lets each source have its own expert.
+
+python examples/moe_balance.py
+"""
+
+# mypy: untyped-calls-exclude=torch
+import torch
+from torch import Tensor, nn
+
+from macrobatch import Encoded, MacroStep, Sum
+
+SOURCES = EXPERTS = 4
+SAMPLES, WIDTH, STEPS, WEIGHT = 32, 8, 300, 0.5
+
+Batch = dict[str, Tensor]
+
+
+class Mixture(nn.Module):
+    """A router sends each sample to one of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The prediction, which expert it came from, and the probabilities of all."""
+        probabilities = self.router(x).softmax(-1)
+        probability, chosen = probabilities.max(-1)
+        all_experts = torch.cat([expert(x) for expert in self.experts], dim=-1)
+        return all_experts.gather(-1, chosen[:, None])[:, 0] * probability, chosen, probabilities
+
+
+def make_batch(seed: int) -> Batch:
+    """SAMPLES of each source, one source after the other. Each has its own place, and its own rule."""
+    draw = torch.Generator().manual_seed(seed)
+    source = torch.arange(SOURCES).repeat_interleave(SAMPLES)
+    places = 2 * torch.eye(SOURCES, WIDTH)[source]
+    x = places + 0.5 * torch.randn(len(source), WIDTH, generator=draw)
+    rules = torch.randn(SOURCES, WIDTH, generator=torch.Generator().manual_seed(0))
+    return {"x": x, "y": (x * rules[source]).sum(-1), "source": source}
+
+
+def balance(load: Tensor, probability: Tensor, samples: Tensor | int) -> Tensor:
+    """1 where all experts are used alike, more where not (Switch Transformer, equation 4)."""
+    return EXPERTS * (load / samples * probability / samples).sum()
+
+
+def statistics(model: Mixture, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean error, how many samples each expert got, and the sum of its probabilities."""
+    predicted, chosen, probabilities = model(batch["x"])
+    error = nn.functional.mse_loss(predicted, batch["y"])
+    return error, nn.functional.one_hot(chosen, EXPERTS).sum(0), probabilities.sum(0)
+
+
+def of_each(model: Mixture, batch: Batch) -> Tensor:
+    """The usual way: every micro-batch has a balance loss of its own."""
+    error, load, probability = statistics(model, batch)
+    return error + WEIGHT * balance(load, probability, len(batch["x"]))
+
+
+def of_all(model: Mixture, batch: Batch) -> Encoded:
+    """The error of the micro-batch, and what the balance loss of the whole batch needs of it."""
+    error, load, probability = statistics(model, batch)
+    samples = len(batch["x"])
+    return Encoded(error, samples, load=Sum(load), probability=Sum(probability), samples=Sum(samples))
+
+
+def joint(model: Mixture, encoded: Encoded) -> Tensor:  # noqa: ARG001
+    return WEIGHT * balance(encoded.load, encoded.probability, encoded.samples)
+
+
+def train(*, whole: bool) -> Mixture:
+    torch.manual_seed(1)
+    model = Mixture()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    loss_fn, options = (of_all, {"joint": joint}) if whole else (of_each, {})
+    step = MacroStep(model, optimizer, loss_fn, micro=SAMPLES, **options)  # type: ignore[arg-type]
+    for seed in range(STEPS):
+        step(make_batch(seed))
+    return model
+
+
+@torch.no_grad()
+def report(name: str, model: Mixture) -> None:
+    batch = make_batch(10**6)
+    error, load, _ = statistics(model, batch)
+    _, chosen, _ = model(batch["x"])
+    shares = torch.stack([nn.functional.one_hot(chosen[batch["source"] == s], EXPERTS).sum(0) for s in range(SOURCES)])
+    purity = float(shares.max(1).values.sum() / shares.sum())
+    print(
+        f"{name:18} error {error:.3f}, samples of each expert {load.tolist()}, of a source to one expert {purity:.0%}"
+    )
+
+
+def main() -> None:
+    report("each micro-batch:", train(whole=False))
+    report("the whole batch:", train(whole=True))
+
+
+if __name__ == "__main__":
+    main()
