@@ -14,11 +14,13 @@ hand on the case itself, in its own precision.
     python benchmarks/contrastive.py              # prints tables, and writes results/contrastive.json
     python benchmarks/contrastive.py --only sizes # the three sizes with peers; `--only pairs`: 1,024 to 65,536 pairs
     python benchmarks/contrastive.py --tiny       # tiny models, on a CPU too: does it run?
+    python benchmarks/contrastive.py --figure     # docs/figures/retrieval.png, from examples/contrastive.py, on a CPU
 """
 
 # mypy: untyped-calls-exclude=torch
 import argparse
 import gc
+import importlib
 import statistics
 import sys
 import time
@@ -129,9 +131,14 @@ def encode(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
         return model(batch["a"]), model(batch["b"])
 
 
+def unit(rows: Tensor) -> Tensor:
+    """Rows of length 1, at least in float32."""
+    return F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32)))
+
+
 def cross_entropy(a: Tensor, b: Tensor) -> Tensor:
     """With the matrix of all pairs."""
-    logits = SCALE * F.normalize(a.float()) @ F.normalize(b.float()).T
+    logits = SCALE * unit(a) @ unit(b).T
     return F.cross_entropy(logits, torch.arange(len(logits), device=a.device))
 
 
@@ -169,7 +176,7 @@ def states_now() -> tuple[Tensor, ...]:
     return (torch.get_rng_state(), *on_gpu)
 
 
-def first_pass(case: Case, model: Encoder, batch: Batch) -> tuple[list[Batch], list[Any], list[tuple[Tensor, ...]]]:
+def first_pass(case: Case, model: Encoder, batch: Batch) -> tuple[list[Batch], list[Any], list[tuple[Tensor, Tensor]]]:
     parts, states, encoded = case.parts(batch), [], []
     with torch.no_grad():
         for part in parts:
@@ -208,7 +215,7 @@ def cached_loss(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) ->
         total = torch.zeros((), device=a.device)
         for start in range(0, len(a), case.micro):
             block = slice(start, start + case.micro)
-            logits = SCALE * F.normalize(a[block].float()) @ F.normalize(b.float()).T
+            logits = SCALE * unit(a[block]) @ unit(b).T
             answers = torch.arange(start, start + len(logits), device=a.device)
             loss = F.cross_entropy(logits, answers) * len(logits) / len(a)
             loss.backward(retain_graph=True)
@@ -219,7 +226,8 @@ def cached_loss(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) ->
             for part, state, leaves in zip(parts, states, rows, strict=True):
                 with torch.enable_grad(), random_numbers(state):
                     found = encode(model, part)
-                    dots = [(one * leaf.grad).sum() for one, leaf in zip(found, leaves, strict=True)]
+                    pairs = zip(found, leaves, strict=True)
+                    dots = [(one * leaf.grad).sum() for one, leaf in pairs if leaf.grad is not None]
                     ((dots[0] + dots[1]) * gradient).backward()
 
         value.register_hook(encode_again)
@@ -273,7 +281,8 @@ def measured(case: Case, name: str, device: str, seconds: float) -> dict[str, An
         for _ in range(3):  # with graphs, the second window records
             step(batch)
         synchronise(device)
-        times, began = [], time.perf_counter()
+        times: list[float] = []
+        began = time.perf_counter()
         while len(times) < 2 or time.perf_counter() - began < seconds:
             started = time.perf_counter()
             step(batch)
@@ -376,13 +385,41 @@ def show(title: str, table: dict[str, Any], where: str) -> None:
         print(f"  gradient of {name}, against by hand: {error:.1e}")
 
 
+def draw_retrieval(output: Path) -> None:
+    """The accuracy of the example by the size of the batch, with the same memory and the same number of steps."""
+    import matplotlib.pyplot as plt
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    example: Any = importlib.import_module("contrastive")  # the example of this name, not this file
+    sizes = [32, 64, 128, 256, 512, 1024, 2048]
+    figure, panel = plt.subplots(figsize=(6, 3.6))
+    for steps, colour in ((40, "#9ecae1"), (120, "#1f6fb4")):
+        found = [100 * example.train(size, steps) for size in sizes]
+        panel.plot(sizes, found, marker="o", color=colour, label=f"{steps} steps")
+        print(f"{steps} steps: " + ", ".join(f"{size} {value:.1f} %" for size, value in zip(sizes, found, strict=True)))
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel(f"pairs in the batch; {example.MICRO} in memory at a time")
+    panel.set_ylabel("images that find their text, %")
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False)
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too")
     parser.add_argument("--only", choices=["sizes", "pairs"], help="one of the two tables")
     parser.add_argument("--seconds", type=float, default=8.0, help="to time each way for, at least (default: 8)")
+    parser.add_argument("--figure", action="store_true", help="draw the figure of the documentation instead")
     record.add_output(parser, "contrastive")
     arguments = parser.parse_args()
+    if arguments.figure:
+        draw_retrieval(Path(__file__).parents[1] / "docs" / "figures" / "retrieval.png")
+        return 0
     if not (torch.cuda.is_available() or arguments.tiny):
         print("this needs a GPU; --tiny runs on a CPU, and says nothing about speed.", file=sys.stderr)
         return 2
@@ -394,12 +431,11 @@ def main() -> int:
     }
     where = f"{result['machine']}; {record.in_words(result['versions'])}; our gradient in float64: {error:.1e}"
     if arguments.only != "pairs":
-        cases = [(TINY, 0.0)] if arguments.tiny else SIZES
-        result["sizes"] = sizes_table(device, seconds, cases)
+        result["sizes"] = sizes_table(device, seconds, [(TINY, 0.0)] if arguments.tiny else SIZES)
         show("Beside other ways", result["sizes"], where)
     if arguments.only != "sizes":
-        cases = [TINY] if arguments.tiny else PAIRS
-        result["pairs"] = pairs_table(device, seconds, cases, TINY if arguments.tiny else LARGE)
+        cases, large = ([TINY], TINY) if arguments.tiny else (PAIRS, LARGE)
+        result["pairs"] = pairs_table(device, seconds, cases, large)
         show("More and more pairs", result["pairs"], where)
     output = arguments.output if not arguments.tiny else Path(arguments.output).with_name("contrastive_tiny.json")
     record.save(result, output)

@@ -91,9 +91,8 @@ def report(name: str, model: Mixture) -> None:
     _, chosen, _ = model(batch["x"])
     shares = torch.stack([nn.functional.one_hot(chosen[batch["source"] == s], EXPERTS).sum(0) for s in range(SOURCES)])
     purity = float(shares.max(1).values.sum() / shares.sum())
-    print(
-        f"{name:18} error {error:.3f}, samples of each expert {load.tolist()}, of a source to one expert {purity:.0%}"
-    )
+    used = ", ".join(str(int(number)) for number in load)
+    print(f"{name:18} error {error:.3f}; samples of each expert: {used}; {purity:.0%} of a source go to one expert")
 
 
 def main() -> None:

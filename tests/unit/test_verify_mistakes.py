@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness import ROOT, loops, reference
+from harness.joint import CONTRAST, Towers
+from harness.joint import batch_of as pairs_of
+from harness.joint_loops import openclip
 from harness.loops import (
     UNEQUAL,
     Centred,
@@ -56,9 +59,11 @@ class Mistake:
     dtype: torch.dtype = torch.float64
     before: Callable[[nn.Module], object] = lambda model: model.eval()
     windows: int | None = None
+    joint: Callable[[Any, Any], Any] | None = None
 
     def verified(self) -> Report:
-        return verify(self.model(), self.loss_fn, self.batch, step=self.step, windows=self.windows)
+        options: Any = {"step": self.step, "windows": self.windows, "joint": self.joint}
+        return verify(self.model(), self.loss_fn, self.batch, **options)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -517,6 +522,14 @@ MISTAKES = {
         causes=("statistics over the batch",), make=lambda: Statistics(Centred()), step=Loop(weight=by_items)
     ),
     "contrastive": Mistake(causes=("loss that couples samples",), loss_fn=loops.contrastive),
+    "logit scale in every micro-batch": Mistake(
+        causes=("parameters counted several times",),
+        loss_fn=CONTRAST.loss_fn,
+        joint=CONTRAST.joint,
+        make=Towers,
+        batch=pairs_of(16),
+        step=lambda model, batch: openclip(model, batch, micro=4, joint=CONTRAST.joint),
+    ),
     # randomness, precision
     "dropout that cannot be switched off": Mistake(
         causes=("dropout that differs",), make=lambda: Statistics(Forgetful())
