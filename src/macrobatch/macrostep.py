@@ -35,6 +35,7 @@ from macrobatch._step import validation
 from macrobatch._step.assembly import engine_for
 from macrobatch._step.attempts import Attempts
 from macrobatch._step.batch_terms import BatchTerms, with_items
+from macrobatch._step.kept_graphs import kept_graphs_for
 from macrobatch._step.spans import Observer
 from macrobatch._step.spare import Spare
 from macrobatch._step.turns import Turn
@@ -146,6 +147,8 @@ class MacroStep:
         self._spare = Spare(self._engine, self._agreement)
         watches = self._engine.reduction == "mean" and not (has_terms or has_joint)
         self._label_watch = LabelWatch() if watches else None
+        keeps = has_joint and self._is_auto and self._graphs is None and self._engine.backend.abilities.confines
+        self._kept = kept_graphs_for(self._engine.device) if keeps else None
         self._passes = None if joint is None else self._make_passes(joint)
 
     def __call__(self, batch: Any) -> StepResult:
@@ -174,7 +177,7 @@ class MacroStep:
             if cut.is_empty:
                 return self._engine.skip()
             take_turns = self._take_turns if self._passes is None else self._take_turns_twice
-            if self._attempts.run(cut, partial(take_turns, cut), self._graphs):
+            if self._attempts.run(cut, partial(take_turns, cut), self._graphs, self._kept):
                 return self._close(cut)
 
     # ------------------------------------------------------------------------------------------ what one can ask
@@ -324,6 +327,7 @@ class MacroStep:
             self._attempts.agree,
             recordings=self._graphs if isinstance(self._graphs, JointRecordings) else None,
             few_shapes=isinstance(self._micro, ByTokens),
+            kept=self._kept,
         )
 
     def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
@@ -364,7 +368,7 @@ class MacroStep:
         """Take the step, and remember what fitted."""
         result = self._engine.close(now=cut.is_held)
         assert result is not None, "the window is complete"
-        self._attempts.note_success(cut)
+        self._attempts.note_success(cut, self._kept)
         if self._label_watch is not None and (why := self._label_watch.uneven()) is not None:
             self._label_watch = None
             warnings.warn(why, stacklevel=3)

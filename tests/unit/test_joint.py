@@ -28,6 +28,7 @@ from harness.joint import (
 from harness.joint_loops import gradcache, openclip, sentence_transformers
 from harness.reference import relative_error
 from macrobatch import Accumulator, Encoded, MacroStep, Sum, by_tokens, contrastive_loss, verify
+from macrobatch._step.kept_graphs import ROOMS, SHARE, SPARE
 from macrobatch.errors import BatchError, FitError, UsageError
 
 
@@ -419,7 +420,7 @@ def test_verify_says_to_use_joint():
 
 
 class Memory:
-    """Runs out with more than so many samples in a micro-batch, in one of the passes."""
+    """Runs out with more than so many samples in a micro-batch, in one of the passes, or in both (None)."""
 
     def __init__(self, fits, in_pass):
         self.fits, self.in_pass, self.sizes = fits, in_pass, []
@@ -427,7 +428,7 @@ class Memory:
     def __call__(self, model, micro):
         is_second = torch.is_grad_enabled()
         self.sizes.append((len(micro["x"]), is_second))
-        if len(micro["x"]) > self.fits and is_second == (self.in_pass == 2):
+        if len(micro["x"]) > self.fits and self.in_pass in (None, 1 + is_second):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.loss_fn(model, micro)
 
@@ -446,6 +447,61 @@ def test_a_smaller_micro_batch_where_memory_runs_out(in_pass):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-13)
     assert (8, False) in memory.sizes
     assert memory.sizes[-8:] == [(2, False)] * 4 + [(2, True)] * 4
+
+
+class Roomy:
+    """Memory of a pretended device, in which graphs of three micro-batches fit beside what a backward needs."""
+
+    def __init__(self, device):
+        self.bytes = 0
+
+    def free(self):
+        return round(100 * (SPARE + 2) / SHARE) + 1
+
+    def allocated(self):
+        self.bytes += 100
+        return self.bytes
+
+
+@pytest.mark.parametrize("fits", [8, 2])
+def test_graphs_that_fit_are_kept(monkeypatch, fits):
+    """Those of the last micro-batches: they have no second forward, and the gradient has the same bits."""
+    monkeypatch.setitem(ROOMS, "cpu", Roomy)
+    model, batch, memory = towers(dropout=0.2), batch_of(8), Memory(fits, None)
+    torch.manual_seed(5)
+    expected = checkpointed_gradient(model, CONTRAST, batch, fits)
+    optimizer = Untouched(model)
+    train = MacroStep(model, optimizer, memory, joint=CONTRAST.joint, micro="auto")
+    for window in range(2):
+        memory.sizes.clear()
+        torch.manual_seed(5)
+        train(batch)
+        after = torch.get_rng_state()
+        for name, gradient in optimizer.seen.items():
+            assert torch.equal(gradient, expected[name]), (name, window)
+    # How large graphs are is known by the second window: three are kept.
+    assert memory.sizes == ([(8, True)] if fits == 8 else [(2, False)] + [(2, True)] * 3 + [(2, True)])
+    torch.manual_seed(5)
+    checkpointed_gradient(model, CONTRAST, batch, fits)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_no_graph_is_kept_where_memory_runs_out_beside_it(monkeypatch):
+    """In joint here: no smaller micro-batch is tried for it, and no later window keeps one."""
+    monkeypatch.setitem(ROOMS, "cpu", Roomy)
+    model, batch, memory, tried = towers(), batch_of(8), Memory(8, 1), []
+
+    def joint(model, encoded):
+        tried.append(train._kept._graphs)
+        if train._kept._graphs:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return CONTRAST.joint(model, encoded)
+
+    train = MacroStep(model, sgd(model), memory, joint=joint, micro="auto")
+    assert step_error(model, CONTRAST, batch, lambda: train(batch)) <= 1e-12
+    train(batch)
+    assert memory.sizes == [(8, True)] + [(8, False), (8, True)] * 2
+    assert len(tried) == 3
 
 
 def test_memory_that_runs_out_in_joint_is_no_matter_of_micro_batches():

@@ -24,6 +24,7 @@ from macrobatch._cut.policies import Cut
 from macrobatch._ranks import collectives
 from macrobatch._ranks.agreement import Agreement, Status
 from macrobatch._step.engine import Engine
+from macrobatch._step.kept_graphs import KeptGraphs
 from macrobatch._step.lifecycle import Mark
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import BackendError, FitError
@@ -75,8 +76,17 @@ class Attempts:
         can_fail = self._sizes is not None or recordings is not None
         return can_fail and (cut.is_held or self._agreement.is_alone)
 
-    def run(self, cut: Cut, take_turns: Callable[[], None], recordings: Recordings | None) -> bool:
-        """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun."""
+    def run(
+        self,
+        cut: Cut,
+        take_turns: Callable[[], None],
+        recordings: Recordings | None,
+        kept: KeptGraphs | None = None,
+    ) -> bool:
+        """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun.
+
+        What is held beside a micro-batch, `recordings` or `kept` graphs, may have been too much: then that goes first.
+        """
         engine, may_repeat = self._engine, self.may_repeat(cut, recordings)
         if cut.is_held:
             engine.backend.hold_window()
@@ -100,16 +110,22 @@ class Attempts:
         # From here on outside of the except block: its traceback kept the failed micro-batch alive.
         if asked is not None and before is None:
             self._end_job(cut, asked)
-        shrinks = asked is not None and self._sizes is not None and cut.size > 1
-        makes_room = asked is not None and not shrinks and _holds_memory(recordings)
-        status = Status.DONE if asked is None else Status.RAN_OUT if shrinks or makes_room else Status.TOO_LARGE
+        drops_kept = asked is not None and kept is not None and kept.has_kept
+        shrinks = asked is not None and not drops_kept and self._sizes is not None and cut.size > 1
+        makes_room = asked is not None and not (drops_kept or shrinks) and _holds_memory(recordings)
+        can_go_on = drops_kept or shrinks or makes_room
+        status = Status.DONE if asked is None else Status.RAN_OUT if can_go_on else Status.TOO_LARGE
         statuses = abandoned or (self._vote(status) if cut.is_held else [status])
         if not any(statuses):
             return True
         engine.roll_back(mark)
         if before is not None:
             before.restore()
-        if asked is not None and not makes_room:
+        if kept is not None:
+            kept.drop()
+            if drops_kept:
+                kept.refuse(cut.size)
+        if asked is not None and not (drops_kept or makes_room):
             self._learn(cut, asked)
         if recordings is not None:
             recordings.forget()
@@ -128,11 +144,14 @@ class Attempts:
         if any(statuses):
             raise AbandonedError(statuses)
 
-    def note_success(self, cut: Cut) -> None:
+    def note_success(self, cut: Cut, kept: KeptGraphs | None = None) -> None:
         """Remember that this size fits, or that it barely does."""
         if self._sizes is None or self._pressure is None or not cut.parts:
             return
         barely = cut.size > 1 and self._pressure.has_risen()
+        if barely and kept is not None and kept.has_kept:
+            kept.refuse(cut.size)
+            return
         (self._sizes.note_failure if barely else self._sizes.note_success)(cut.samples.shape, cut.size)
 
     def _vote(self, status: Status) -> list[Status]:

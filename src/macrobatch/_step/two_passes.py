@@ -38,6 +38,7 @@ from macrobatch._step.encodings import (
 from macrobatch._step.engine import Engine
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.joint_window import Bundle, FirstPass, Share
+from macrobatch._step.kept_graphs import KeptGraphs
 from macrobatch._step.snapshot import History, Random, modules_of
 from macrobatch._step.totals import Window, is_zero, wide
 from macrobatch._step.turns import Turn
@@ -184,6 +185,7 @@ class TwoPasses:
         recordings: of passes, where they can be recorded. That begins with the second window: the first shows what
             encodings look like, and which of them have gradients.
         few_shapes: whether batches are cut into few different shapes.
+        kept: graphs of first passes, where memory allows some to be kept.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class TwoPasses:
         *,
         recordings: Recordings | None = None,
         few_shapes: bool = False,
+        kept: KeptGraphs | None = None,
     ) -> None:
         if isinstance(engine.backend, FSDP1):
             raise BackendError(
@@ -207,6 +210,7 @@ class TwoPasses:
         self._agree = agree
         self._recordings = recordings
         self._few_shapes = few_shapes
+        self._kept = kept
         self._has_looked = False  # whether there is a BatchNorm
         self._changing: set[tuple[int, str]] = set()  # buffers that forwards write to
         self._layout: Layout | None = None  # of the last window's encodings
@@ -246,6 +250,8 @@ class TwoPasses:
         if recordings is not None and self._layout is not None:
             parameters = engine.open_gradients().parameters
             recordings.open_first(parameters, self._layout, coming, few_shapes=self._few_shapes)
+        if self._kept is not None:
+            self._kept.begin_window(cut)
         for index, (micro_batch, samples) in enumerate(micro_batches):
             repeats = index >= len(cut.parts)
             with engine.apart(repeats=repeats):
@@ -254,10 +260,20 @@ class TwoPasses:
                 recording: Recorded | None = None
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
-                with engine.spans.of("forward" if recording is None else "replay"), torch.no_grad():
-                    encoded = self._encode_one(micro_batch) if recording is None else recording.encode(micro_batch)
+                kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
+                if kept is not None:
+                    with engine.spans.of("forward"), kept.measuring(samples):
+                        encoded = self._encode_one(micro_batch)
+                elif recording is not None:
+                    with engine.spans.of("replay"):
+                        encoded = recording.encode(micro_batch)
+                else:
+                    with engine.spans.of("forward"), torch.no_grad():
+                        encoded = self._encode_one(micro_batch)
                 if not repeats:
                     own.add(encoded, samples)
+                if kept is not None and isinstance(encoded, Encoded):
+                    kept.keep(index, encoded)
         return own
 
     # ------------------------------------------------------------------------------------------ the whole batch
@@ -337,7 +353,7 @@ class TwoPasses:
                     loss = validation.checked_joint_loss(self._joint(whole.layout.encoded(leaves)))
                 engine.backward_joint(loss, [leaf for leaf in leaves if leaf.requires_grad])
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or (self._kept is not None and self._kept.has_kept):
                 raise
             asked = requested_memory(error)
         finally:
@@ -396,7 +412,9 @@ class TwoPasses:
                 if repeats:
                     engine.backward(self._share(micro_batch, samples, layout, None, gradients, 0))
                 else:
-                    own.history.restore(index)
+                    graph = None if self._kept is None else self._kept.take(index)
+                    if graph is None:
+                        own.history.restore(index)
                     first = _of_part(kept, layout, cut.parts[index], index)
                     own_gradients = _of_part(gradients, layout, cut.parts[index], None)
                     items, recording = own.items_of(index), None
@@ -406,7 +424,9 @@ class TwoPasses:
                     if recording is not None:
                         engine.replay(recording, bundle)
                     else:
-                        engine.backward(self._share(micro_batch, samples, layout, first, own_gradients, items))
+                        share = self._share(micro_batch, samples, layout, first, own_gradients, items, graph)
+                        graph = None  # it goes with its backward
+                        engine.backward(share)
             if not is_final:
                 engine.close()
         if recordings is not None and engine.is_open:
@@ -425,10 +445,12 @@ class TwoPasses:
         first: list[Tensor] | None,
         gradients: list[Tensor | None],
         items: Items,
+        encoded: object = None,
     ) -> Share:
-        """The forward of a micro-batch again; without the first, one that counts for nothing."""
-        with self._engine.spans.of("forward"):
-            encoded = self._encode_one(micro_batch)
+        """The forward of a micro-batch again, unless it is there; without the first, one that counts for nothing."""
+        if encoded is None:
+            with self._engine.spans.of("forward"):
+                encoded = self._encode_one(micro_batch)
         found, tensors = take_apart(encoded, samples)
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
