@@ -201,6 +201,23 @@ def test_an_overflow_skips_the_step_and_backs_off():
     assert all(torch.equal(before[name], now) for name, now in weights(model).items())
 
 
+@pytest.mark.parametrize("micro", [8, 3])
+def test_autocast_around_the_step(micro):
+    """Weights that the first pass has cast, without a graph, are not those of the second."""
+    model, batch = towers(torch.float32), batch_of(8, dtype=torch.float32)
+    inside, outside = Untouched(model), Untouched(model)
+
+    def loss_fn(model, micro):
+        with torch.autocast("cpu", torch.bfloat16):
+            return CONTRAST.loss_fn(model, micro)
+
+    MacroStep(model, inside, loss_fn, joint=CONTRAST.joint, micro=micro)(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        train_on(model, micro=micro, optimizer=outside)(batch)
+    assert inside.seen["image.0.weight"].any()
+    assert relative_error(outside.seen, inside.seen) <= 1e-6
+
+
 def test_gradients_of_bfloat16_are_added_in_float32():
     model, batch = towers(torch.bfloat16), batch_of(64, dtype=torch.bfloat16)
     once, wide, narrow = (Untouched(model) for _ in range(3))

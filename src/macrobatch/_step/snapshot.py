@@ -48,23 +48,23 @@ class HostRandom:
 
 
 class Random:
-    """All random number generators: those of the host, and of the GPUs that some modules are on, as they are now."""
+    """All random number generators: those of the host, and of some GPUs, as they are now."""
 
-    def __init__(self, models: Sequence[nn.Module], host: HostRandom | None = None) -> None:
+    def __init__(self, gpus: Sequence[torch.device], host: HostRandom | None = None) -> None:
         self.host = HostRandom() if host is None else host
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in _gpus_of(models)]
+        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in gpus]
 
-    def restore(self) -> None:
+    def restore(self, *, with_host: bool = True) -> None:
         """Put them back."""
-        self.host.restore()
+        if with_host:
+            self.host.restore()
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
 
-    def on_gpus_of(self, models: Sequence[nn.Module]) -> Random:
-        """The same numbers, where another process with another GPU draws them."""
-        own = _gpus_of(models)
-        if len(own) == len(self._cuda):
-            self._cuda = [(device, state) for device, (_, state) in zip(own, self._cuda, strict=True)]
+    def on(self, gpus: Sequence[torch.device]) -> Random:
+        """The same numbers, where another process with other GPUs draws them."""
+        if len(gpus) == len(self._cuda):
+            self._cuda = [(device, state) for device, (_, state) in zip(gpus, self._cuda, strict=True)]
         return self
 
 
@@ -80,7 +80,7 @@ class Snapshot:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._random = Random(models)
+        self._random = Random(gpus_of(models))
         modules = modules_of(models)
         self._buffers = [
             (module, {name: (buffer, _copied(buffer)) for name, buffer in buffers_of(module).items()})
@@ -115,7 +115,7 @@ class History:
     """
 
     def __init__(self, models: Sequence[nn.Module], changing: set[tuple[int, str]] | None = None) -> None:
-        self._models = models
+        self._gpus = gpus_of(models)
         self._changing = set() if changing is None else changing
         modules = [module for module in modules_of(models) if buffers_of(module)]
         self._buffers = [(buffers_of(module), name) for module in modules for name in buffers_of(module)]
@@ -130,7 +130,7 @@ class History:
     def note(self) -> int:
         """Remember this moment; returns its number."""
         last = self._random[-1].host if self._random else None
-        self._random.append(Random(self._models, None if last is None or last.has_moved() else last))
+        self._random.append(Random(self._gpus, None if last is None or last.has_moved() else last))
         for index, (buffers, name) in enumerate(self._buffers):
             if self._may_have_changed(index):
                 self._now[index] = _Kept.of(buffers[name])
@@ -141,7 +141,9 @@ class History:
     @torch.no_grad()
     def restore(self, moment: int) -> None:
         """Put all back to a moment."""
-        self._random[moment].restore()
+        is_last = moment == len(self._moments) - 1
+        # Where nobody drew between all of these moments, nobody does when they come again.
+        self._random[moment].restore(with_host=self._random[0].host is not self._random[-1].host or is_last)
         for index, ((buffers, name), kept) in enumerate(zip(self._buffers, self._moments[moment], strict=True)):
             if self._now[index].value is kept.value and not self._may_have_changed(index):
                 continue
@@ -176,7 +178,8 @@ def _version(buffer: Tensor | None) -> int:
     return 0 if buffer is None or buffer.is_inference() else version_of(buffer)
 
 
-def _gpus_of(models: Sequence[nn.Module]) -> list[torch.device]:
+def gpus_of(models: Sequence[nn.Module]) -> list[torch.device]:
+    """Those that their parameters are on."""
     parameters = (p for module in modules_of(models) for p in parameters_of(module).values() if p is not None)
     return list(dict.fromkeys(p.device for p in parameters if p.is_cuda))
 

@@ -39,7 +39,7 @@ from macrobatch._step.engine import Engine
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.joint_window import Bundle, FirstPass, Share
 from macrobatch._step.kept_graphs import KeptGraphs
-from macrobatch._step.snapshot import History, Random, modules_of
+from macrobatch._step.snapshot import History, Random, gpus_of, modules_of
 from macrobatch._step.totals import Window, is_zero, wide
 from macrobatch._step.turns import Turn
 from macrobatch._torch.modules import BatchNorm
@@ -262,6 +262,7 @@ class TwoPasses:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
                 if kept is not None:
+                    torch.clear_autocast_cache()
                     with engine.spans.of("forward"), kept.measuring(samples):
                         encoded = self._encode_one(micro_batch)
                 elif recording is not None:
@@ -274,6 +275,7 @@ class TwoPasses:
                     own.add(encoded, samples)
                 if kept is not None and isinstance(encoded, Encoded):
                     kept.keep(index, encoded)
+        torch.clear_autocast_cache()  # weights that were cast without a graph would get no gradient
         return own
 
     # ------------------------------------------------------------------------------------------ the whole batch
@@ -282,7 +284,7 @@ class TwoPasses:
         """All ranks' encodings; and this rank's: rows in the order of the batch, statistics by micro-batch."""
         engine = self._engine
         device, group, samples = engine.device, engine.backend.group, cut.samples.count
-        random = Random(engine.models)
+        random = Random(gpus_of(engine.models))
         layouts, counts, is_whole = [own.layout], [samples], own.is_whole
         rank = 0
         if group is not None:
@@ -292,7 +294,7 @@ class TwoPasses:
             with engine.spans.of("communication"):
                 everyone = all_gather_objects(said, engine.backend.host_group())
             layouts, counts, wholes, randoms = (list(column) for column in zip(*everyone, strict=True))
-            random, is_whole = randoms[0].on_gpus_of(engine.models), all(wholes)
+            random, is_whole = randoms[0].on(gpus_of(engine.models)), all(wholes)
         layout = self._common_layout(own.layout, layouts)
         order = [sample for part in cut.parts for sample in part.samples]
         kept: list[Any] = []
@@ -343,7 +345,7 @@ class TwoPasses:
             for tensor, one in zip(whole.tensors, whole.layout.fields, strict=True)
         ]
         whole.tensors.clear()
-        before = Random(engine.models)
+        before = Random(gpus_of(engine.models))
         asked = None
         try:
             with engine.apart():
