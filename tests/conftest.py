@@ -16,6 +16,7 @@ LONGEST = (
     "ranks/test_uneven",
     "ranks/test_checkpoint",
     "unit/test_cli",
+    "ranks/test_accelerate_programs",
     "ranks/test_failing",
     "unit/test_verify_mistakes",
     "ranks/test_fuzz",

@@ -8,7 +8,8 @@ up to what was said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +26,16 @@ class Weighed(NamedTuple):
 
     Attributes:
         loss: one scalar, whose gradient is the micro-batch's share of the window's; None where no term has a loss.
-        shares: what each term adds to its mean, on the device; None where no term counts.
-        items: of each term, on the device; None where no term counts.
+        shares: what each term adds to its mean, on the device; None for a term that adds nothing.
+        items: of each term, on the device where the host does not know them.
         host: the items that the host knows; None where it does not.
         rounding: of items that are no whole numbers.
         lacks: whether a term is absent, or has no items for all the host knows.
     """
 
     loss: Tensor | None
-    shares: Tensor | None
-    items: Tensor | None
+    shares: tuple[Tensor | None, ...]
+    items: tuple[int | float | Tensor, ...]
     host: tuple[int | float | None, ...]
     rounding: tuple[float, ...]
     lacks: bool
@@ -90,17 +91,27 @@ class TermWindow(Window):
     ) -> None:
         super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
         self.denominators: Denominators | None = None
+        self._pending: list[Weighed] = []  # micro-batches that are not in the buffers yet
 
     def expect(self, denominators: Denominators, buffers: TermBuffers | None = None) -> None:
         """What the terms are divided by, before the first of them comes; and where they add up, if not here."""
         self.denominators = denominators
-        self.buffers = TermBuffers.of(denominators) if buffers is None else buffers
+        self._buffers = TermBuffers.of(denominators) if buffers is None else buffers
+        self._is_static = buffers is not None  # of recordings: their divisors change from window to window
+        self._divisors: Sequence[Tensor] = self._buffers.divisors.unbind()
+        self._pending.clear()
         device = self._device = denominators.own.device
         self._host: list[int | float | None] = [0] * len(denominators.names)
         self._rounding = list(denominators.rounding)
         if self._multiplier is None:
             one = torch.ones((), device=device, dtype=torch.float32)
             self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
+
+    @property
+    def buffers(self) -> TermBuffers:
+        """The sums so far."""
+        self._fold()
+        return self._buffers
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,43 +131,64 @@ class TermWindow(Window):
         host = tuple(None if isinstance(n, Tensor) else n for n in items)
         lacks, rounding = not all(counts), tuple(map(rounding_of, items))
         if repeats or not any(counts):  # as one loss without items: what it used gets a gradient of zero
-            return Weighed(_sum_of(given), None, None, host, rounding, lacks)
-        values = self._stack(given, counts)
-        numbers = torch.stack([self._number(n) for n in items])
-        divisors = self.buffers.divisors
-        weights = numbers / divisors if self._reduction == "mean" else divisors.reciprocal()
-        shares = values * weights.to(values.dtype)
-        return Weighed(shares.sum(), shares.detach(), numbers, host, rounding, lacks)
+            return Weighed(_sum_of(given), (None,) * len(given), (0,) * len(given), host, rounding, lacks)
+        numbers = tuple(self._number(n) if isinstance(n, Tensor) else n for n in items)
+        shares = [
+            self._share(index, term[0], n) if term is not None and is_counted else None
+            for index, (term, n, is_counted) in enumerate(zip(given, numbers, counts, strict=True))
+        ]
+        total = functools.reduce(torch.add, (share for share in shares if share is not None))
+        detached = tuple(None if share is None else share.detach() for share in shares)
+        return Weighed(total, detached, numbers, host, rounding, lacks)
 
-    def _stack(self, given: Sequence[Any], counts: Sequence[bool]) -> Tensor:
-        """The losses as one vector, at least in float32; 0 where a term adds nothing."""
-        dtype = torch.float32
-        for term, is_counted in zip(given, counts, strict=True):
-            dtype = torch.promote_types(dtype, term[0].dtype) if is_counted else dtype
-        nothing = torch.zeros((), device=self.device, dtype=dtype)
-        return torch.stack(
-            [
-                term[0].reshape(()).to(self.device, dtype, non_blocking=True) if is_counted else nothing
-                for term, is_counted in zip(given, counts, strict=True)
-            ]
-        )
+    def _share(self, index: int, loss: Tensor, items: int | float | Tensor) -> Tensor:
+        """What a loss adds to its mean, at least in float32. As few kernels as can be: small models wait for them."""
+        if loss.dim() or loss.device != self.device or loss.dtype.itemsize < torch.float32.itemsize:
+            dtype = torch.promote_types(torch.float32, loss.dtype)
+            loss = loss.reshape(()).to(self.device, dtype, non_blocking=True)
+        weight = (items if self._reduction == "mean" else 1) / self._divisor(index)
+        return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
 
-    def _number(self, count: int | float | Tensor) -> Tensor:
-        dtype = wide(self.device)
-        if isinstance(count, Tensor):
-            return count.detach().reshape(()).to(self.device, dtype, non_blocking=True)
-        return torch.full((), count, device=self.device, dtype=dtype)
+    def _divisor(self, index: int) -> float | Tensor:
+        """Of a term; a number where the host knows it."""
+        assert self.denominators is not None
+        known = self.denominators.host[index]
+        if known is None or self._is_static or self.denominators.total is not self.denominators.own:
+            return self._divisors[index]
+        return known or 1
+
+    def _number(self, count: Tensor) -> Tensor:
+        """A copy: the caller may fill the same buffer anew for the next micro-batch."""
+        return count.detach().reshape(()).to(self.device, wide(self.device), non_blocking=True, copy=True)
 
     def add(self, loss: Tensor | None, items: Any) -> Tensor:
         """Count a micro-batch as it was weighed; returns the seed of its backward."""
         self._note(items.host, items.rounding)
-        buffers = self.buffers
-        if items.items is not None:
-            buffers.means.add_(items.shares)
-            buffers.items.add_(items.items)
-            torch.minimum(buffers.fewest, items.items, out=buffers.fewest)
-        like = buffers.means.new_ones(()) if loss is None else torch.ones_like(loss)
+        if not self.counts_for_nothing(items):
+            self._pending.append(items)
+        if self._is_static or len(self._pending) == 32:
+            self._fold()
+        like = torch.ones((), device=self.device) if loss is None else torch.ones_like(loss)
         return like if self.multiplier is UNSCALED else (like * self.multiplier).to(like.dtype)
+
+    def _fold(self) -> None:
+        """Add to the buffers what is not there yet: one by one as they come would take many more kernels."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        shares = zip(*(one.shares for one in pending), strict=True)
+        items = list(zip(*(one.items for one in pending), strict=True))
+        _, means, sums, fewest = self._buffers
+        means.add_(torch.stack([self._reduced([share for share in column if share is not None]) for column in shares]))
+        sums.add_(torch.stack([self._reduced(_tensors(column)) + sum(_numbers(column)) for column in items]))
+        lowest = torch.stack([self._reduced(_tensors(column), torch.amin) for column in items])
+        torch.minimum(fewest, lowest, out=fewest)
+
+    def _reduced(self, column: Sequence[Tensor], reduce: Callable[[Tensor], Tensor] = torch.sum) -> Tensor:
+        """The sum, or another reduction, in a wide dtype; 0 of nothing."""
+        if not column:
+            return torch.zeros((), device=self.device, dtype=wide(self.device))
+        return reduce(torch.stack([number.to(wide(self.device)) for number in column]))
 
     def add_nothing(self, loss: Tensor) -> Tensor:
         self.turns += 1
@@ -169,7 +201,7 @@ class TermWindow(Window):
         self._rounding = list(map(max, self._rounding, rounding))
 
     def counts_for_nothing(self, items: Any) -> bool:
-        return items.items is None
+        return all(share is None for share in items.shares)
 
     # ------------------------------------------------------------------------------------------ recorded ones
 
@@ -316,6 +348,14 @@ class TermWindow(Window):
             "add up, over all micro-batches, to what counts(batch) says of the batch: count both in the same way, "
             "after any shift of labels."
         )
+
+
+def _tensors(column: Iterable[int | float | Tensor]) -> list[Tensor]:
+    return [number for number in column if isinstance(number, Tensor)]
+
+
+def _numbers(column: Iterable[int | float | Tensor]) -> list[int | float]:
+    return [number for number in column if not isinstance(number, Tensor)]
 
 
 def _count_of(term: tuple[Tensor, Items] | None) -> int | float | Tensor:
