@@ -12,35 +12,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
-from macrobatch._ranks.collectives import all_gather_objects, broadcast_object
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._step import validation
-from macrobatch._step.encodings import (
-    Exchange,
-    Layout,
-    in_batch_order,
-    require_same_layout,
-    rows_at,
-    take_apart,
-    total_of,
-)
+from macrobatch._step.encodings import Layout, require_same_layout, rows_at, take_apart
 from macrobatch._step.engine import Engine
+from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.joint_window import Bundle, FirstPass, Share
+from macrobatch._step.joint_window import Bundle, Share
 from macrobatch._step.kept_graphs import KeptGraphs
 from macrobatch._step.snapshot import History, Random, gpus_of, modules_of
-from macrobatch._step.totals import Window, is_zero, wide
+from macrobatch._step.totals import Window, is_zero
 from macrobatch._step.turns import Turn
 from macrobatch._torch.modules import BatchNorm
 from macrobatch.errors import BackendError, BatchError, FitError, counted
@@ -49,85 +39,6 @@ from macrobatch.types import Encoded, Items
 Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
 # Those of these parts of the batch, each with its number of samples. Without a part, one that counts for nothing.
 MicroBatches = Callable[[Sequence[Part | None]], Iterable[tuple[Any, int]]]
-
-
-@dataclass
-class _Own:
-    """What the first pass found on this rank, micro-batch by micro-batch."""
-
-    history: History
-    layout: Layout | None = None
-    tensors: list[list[Tensor]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    items: list[Any] = field(default_factory=list)
-    numbers: Tensor | None = None  # those items on the device
-
-    def add(self, encoded: object, samples: int) -> None:
-        layout, tensors = take_apart(encoded, samples)
-        assert isinstance(encoded, Encoded)
-        if self.layout is None:
-            self.layout = layout
-        require_same_layout(self.layout, layout, "in the first", f"in micro-batch {len(self.tensors) + 1}")
-        # Copies: a row of a larger tensor would keep all of it.
-        self.tensors.append([tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors])
-        if encoded.loss is None:
-            return
-        if self.items and (self.items[0][1] is None) != (encoded.items is None):
-            raise BatchError("Encoded must hold items for every micro-batch of a batch, or for none.")
-        items = validation.checked_items(encoded.items)
-        self.losses.append(validation.checked_value(encoded.loss).detach().reshape(()))
-        self.items.append((samples if items is None else items, items))
-
-    def items_of(self, index: int) -> Items:
-        """Of the ordinary loss of a micro-batch."""
-        found: Items = self.items[index][0] if self.items else None
-        return found
-
-    def number(self, index: int) -> Tensor | None:
-        """The same on the device."""
-        return None if self.numbers is None else self.numbers[index]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no count of items may be a fraction."""
-        counts = [self.items_of(index) for index in range(len(self.items))]
-        return all(isinstance(n, int) or (isinstance(n, Tensor) and not n.is_floating_point()) for n in counts)
-
-    def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
-        """The sum of the ordinary losses, of their items, and how many counts were bad."""
-        dtype = wide(device)
-        if not self.losses:
-            return torch.zeros(3, device=device, dtype=dtype)
-        losses = torch.stack([loss.to(device, dtype, non_blocking=True) for loss in self.losses])
-        counts = [self.items_of(index) for index in range(len(self.items))]
-        if any(isinstance(count, Tensor) for count in counts):
-            numbers = torch.stack([_number(count, device, dtype) for count in counts])
-        else:
-            numbers = torch.tensor(counts, dtype=dtype, device="cpu").to(device, non_blocking=True)
-        self.numbers = numbers
-        if is_mean:  # one over no items is NaN, and counts for nothing
-            losses = losses.masked_fill(numbers == 0, 0) * numbers
-        bad = ~(torch.isfinite(numbers) & (numbers >= 0))
-        return torch.stack([losses.sum(), numbers.sum(), bad.to(dtype).sum()])
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """The encodings of all ranks.
-
-    Attributes:
-        layout: what they look like.
-        tensors: the rows of the whole batch, and totals.
-        start: where this rank's rows begin.
-        random: the first rank's random numbers, for the loss.
-        first: what else the first pass has counted.
-    """
-
-    layout: Layout
-    tensors: list[Tensor]
-    start: int
-    random: Random
-    first: FirstPass
 
 
 class Recorded(Protocol):
@@ -226,26 +137,28 @@ class TwoPasses:
         """
         self._warn_about_batch_norm()
         turns = cut.part_per_turn()
-        own = self._encode(cut, micro_batches(turns), coming)
+        history = History(self._engine.models, self._changing)
+        own = self._encode(cut, micro_batches(turns), coming, history)
         if cut.is_held:
             self._agree()
-        whole, kept = self._gather(cut, own)
-        self._open_second(cut, coming, own, whole.layout, kept)
-        gradients = self._differentiate(cut, whole)
+        whole = gather(self._engine, cut, own)
+        self._open_second(cut, coming, own, whole.layout)
+        gradients = self._differentiate(whole)
         self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
-        own.history.note()  # what the loss did to buffers stays
+        history.note()  # what the loss did to buffers stays
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
-            self._pull(cut, micro_batches(turns), own, whole.layout, kept, gradients)
+            self._pull(cut, micro_batches(turns), history, own, whole.layout, gradients)
         finally:
-            own.history.restore(len(cut.parts))
+            history.restore(len(cut.parts))
 
     # ------------------------------------------------------------------------------------------ the first pass
 
-    def _encode(self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming) -> _Own:
+    def _encode(
+        self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming, history: History
+    ) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
-        engine = self._engine
-        own = _Own(History(engine.models, self._changing))
+        engine, own = self._engine, OwnEncodings()
         recordings = None if self._recordings is None or self._layout is None else self._recordings.first
         if recordings is not None and self._layout is not None:
             parameters = engine.open_gradients().parameters
@@ -256,7 +169,7 @@ class TwoPasses:
             repeats = index >= len(cut.parts)
             with engine.apart(repeats=repeats):
                 if not repeats:
-                    own.history.note()
+                    history.note()
                 recording: Recorded | None = None
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
@@ -280,66 +193,10 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the whole batch
 
-    def _gather(self, cut: Cut, own: _Own) -> tuple[_Whole, list[Any]]:
-        """All ranks' encodings; and this rank's: rows in the order of the batch, statistics by micro-batch."""
-        engine = self._engine
-        device, group, samples = engine.device, engine.backend.group, cut.samples.count
-        random = Random(gpus_of(engine.models))
-        layouts, counts, is_whole = [own.layout], [samples], own.is_whole
-        rank = 0
-        if group is not None:
-            rank = dist.get_rank(group)
-            layout = None if own.layout is None else own.layout._replace(tree={})
-            said = (layout, samples, is_whole, random if rank == 0 else None)
-            with engine.spans.of("communication"):
-                everyone = all_gather_objects(said, engine.backend.host_group())
-            layouts, counts, wholes, randoms = (list(column) for column in zip(*everyone, strict=True))
-            random, is_whole = randoms[0].on(gpus_of(engine.models)), all(wholes)
-        layout = self._common_layout(own.layout, layouts)
-        order = [sample for part in cut.parts for sample in part.samples]
-        kept: list[Any] = []
-        sent: list[Tensor] = []
-        for index, one in enumerate(layout.fields):
-            parts = [tensors[index] for tensors in own.tensors]
-            if one.is_sum:
-                kept.append(parts)
-                sent.append(total_of(parts, one, device))
-            else:
-                rows = (
-                    in_batch_order(parts, order)
-                    if parts
-                    else torch.empty(0, *one.shape, dtype=one.dtype, device=device)
-                )
-                kept.append(rows)
-                sent.append(rows)
-        own.tensors.clear()
-        if layout.has_loss:
-            sent.append(own.ordinary(device, is_mean=engine.reduction == "mean"))
-        if group is not None:
-            with engine.spans.of("communication"):
-                sent = Exchange(layout, counts, device, group).gather(sent)
-        ordinary = sent.pop() if layout.has_loss else None
-        tensors = [t.to(one.dtype) if one.is_sum else t for t, one in zip(sent, layout.fields, strict=True)]
-        first = FirstPass(sum(counts), ordinary, is_whole)
-        return _Whole(layout, tensors, sum(counts[:rank]), random, first), kept
-
-    def _common_layout(self, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:
-        """The layout of all ranks; one without samples learns it from the others."""
-        known = [(rank, layout) for rank, layout in enumerate(layouts) if layout is not None]
-        source, expected = known[0]
-        for rank, layout in known[1:]:
-            require_same_layout(expected, layout, f"on rank {source}", f"on rank {rank}")
-        if None in layouts:
-            hosts = self._engine.backend.host_group()
-            received: Layout = broadcast_object(own if layouts[dist.get_rank(hosts)] else None, source, hosts)
-            own = own or received
-        assert own is not None
-        return own
-
-    def _differentiate(self, cut: Cut, whole: _Whole) -> list[Tensor | None]:
+    def _differentiate(self, whole: WholeBatch) -> list[Tensor | None]:
         """The gradients of this rank's rows, and of totals; those of parameters are added to the window's."""
         engine = self._engine
-        engine.expect_second(whole.first)
+        engine.expect_second(whole.counted)
         leaves = [
             tensor.detach().requires_grad_(one.has_gradient)
             for tensor, one in zip(whole.tensors, whole.layout.fields, strict=True)
@@ -361,10 +218,11 @@ class TwoPasses:
         finally:
             before.restore()
         if asked is not None:
+            samples = counted(whole.counted.samples, "sample")
             raise FitError(
-                f"memory ran out inside joint, which has the encodings of all {counted(whole.first.samples, 'sample')} "
-                f"at once: {asked} more was asked for. Smaller micro-batches do not help there. Compute the loss in "
-                "parts (contrastive_loss does), make encodings smaller, or the batch."
+                f"memory ran out inside joint, which has the encodings of all {samples} at once: {asked} more was asked "
+                "for. Smaller micro-batches do not help there. Compute the loss in parts (contrastive_loss does), make "
+                "encodings smaller, or the batch."
             )
         if all(leaf.grad is None for leaf in leaves):
             names = ", ".join(one.path for one in whole.layout.fields)
@@ -372,22 +230,25 @@ class TwoPasses:
                 f"the gradient of joint reaches no encoding, of {names}: nothing would be learnt from them. Compute "
                 "its loss from the fields of the Encoded that it gets, without detach()."
             )
-        own = slice(whole.start, whole.start + cut.samples.count)
         return [
-            None if leaf.grad is None else leaf.grad if one.is_sum else leaf.grad[own].clone()
+            None
+            if leaf.grad is None
+            else leaf.grad
+            if one.is_sum or whole.own is None
+            else leaf.grad[whole.own].clone()
             for leaf, one in zip(leaves, whole.layout.fields, strict=True)
         ]
 
     # ------------------------------------------------------------------------------------------ the second pass
 
-    def _open_second(self, cut: Cut, coming: Coming, own: _Own, layout: Layout, kept: list[Any]) -> None:
+    def _open_second(self, cut: Cut, coming: Coming, own: OwnEncodings, layout: Layout) -> None:
         """Record second passes, before there is any gradient."""
         if self._recordings is None or self._layout != layout:
             return
 
         def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
             micro_batch, samples = take()
-            first = _of_part(kept, layout, cut.parts[index], index)
+            first = own.of_part(layout, cut.parts[index], index)
             gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
             return Bundle(micro_batch, first, gradients, own.number(index)), samples
 
@@ -399,9 +260,9 @@ class TwoPasses:
         self,
         cut: Cut,
         micro_batches: Iterable[tuple[Any, int]],
-        own: _Own,
+        history: History,
+        own: OwnEncodings,
         layout: Layout,
-        kept: list[Any],
         gradients: list[Tensor | None],
     ) -> None:
         """The forward and backward of every micro-batch, from the gradients of its encodings."""
@@ -416,9 +277,9 @@ class TwoPasses:
                 else:
                     graph = None if self._kept is None else self._kept.take(index)
                     if graph is None:
-                        own.history.restore(index)
-                    first = _of_part(kept, layout, cut.parts[index], index)
-                    own_gradients = _of_part(gradients, layout, cut.parts[index], None)
+                        history.restore(index)
+                    first = own.of_part(layout, cut.parts[index], index)
+                    own_gradients = _of_part(gradients, layout, cut.parts[index])
                     items, recording = own.items_of(index), None
                     bundle = Bundle(micro_batch, first, own_gradients, own.number(index))
                     if recordings is not None and not is_zero(items):
@@ -472,19 +333,7 @@ class TwoPasses:
             )
 
 
-def _of_part(fields: Sequence[Any], layout: Layout, part: Part, index: int | None) -> list[Any]:
-    """What belongs to a micro-batch: its rows, and its own statistics, or, without its number, those of all."""
-    return [
-        one
-        if one is None or (field.is_sum and index is None)
-        else one[index]
-        if field.is_sum
-        else rows_at(one, part.samples)
-        for one, field in zip(fields, layout.fields, strict=True)
-    ]
-
-
-def _number(count: Items, device: torch.device, dtype: torch.dtype) -> Tensor:
-    if isinstance(count, Tensor):
-        return count.detach().reshape(()).to(device, dtype, non_blocking=True)
-    return torch.full((), 1 if count is None else count, device=device, dtype=dtype)
+def _of_part(gradients: Sequence[Tensor | None], layout: Layout, part: Part) -> list[Tensor | None]:
+    """The gradients of a micro-batch's rows; those of totals are of every micro-batch's statistics alike."""
+    pairs = zip(gradients, layout.fields, strict=True)
+    return [g if g is None or f.is_sum else rows_at(g, part.samples) for g, f in pairs]

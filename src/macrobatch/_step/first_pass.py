@@ -1,0 +1,191 @@
+"""What the first pass over a batch found: the encodings of a rank, and then those of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from macrobatch._cut.plans import Part
+from macrobatch._cut.policies import Cut
+from macrobatch._ranks.collectives import all_gather_objects, broadcast_object
+from macrobatch._step import validation
+from macrobatch._step.encodings import (
+    Exchange,
+    Layout,
+    in_batch_order,
+    require_same_layout,
+    rows_at,
+    take_apart,
+    total_of,
+)
+from macrobatch._step.engine import Engine
+from macrobatch._step.joint_window import FirstPass
+from macrobatch._step.snapshot import Random, gpus_of
+from macrobatch._step.totals import wide
+from macrobatch.errors import BatchError
+from macrobatch.types import Encoded, Items
+
+
+@dataclass
+class OwnEncodings:
+    """Those of one rank.
+
+    Attributes:
+        layout: what they look like; None before the first micro-batch.
+        fields: each field's tensors, micro-batch by micro-batch. `join` makes one tensor of rows, in the order of the
+            batch.
+        losses: the ordinary ones, if there are any ...
+        items: ... what each is a mean over ...
+        numbers: ... and the same on the device, once they are counted.
+    """
+
+    layout: Layout | None = None
+    fields: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    items: list[int | float | Tensor] = field(default_factory=list)
+    numbers: Tensor | None = None
+    _are_samples: bool | None = None  # whether no items were given
+
+    def add(self, encoded: object, samples: int) -> None:
+        """Those of the next micro-batch."""
+        layout, tensors = take_apart(encoded, samples)
+        assert isinstance(encoded, Encoded)
+        if self.layout is None:
+            self.layout, self.fields = layout, [[] for _ in tensors]
+        count = len(self.fields[0])
+        require_same_layout(self.layout, layout, "in the first", f"in micro-batch {count + 1}")
+        for parts, tensor in zip(
+            self.fields, tensors, strict=True
+        ):  # copies: a row would keep all that it is a part of
+            parts.append(tensor.detach().clone(memory_format=torch.contiguous_format))
+        if encoded.loss is not None:
+            self._add_loss(encoded.loss, encoded.items, samples)
+
+    def _add_loss(self, loss: Tensor, items: Items, samples: int) -> None:
+        if self._are_samples not in (None, items is None):
+            raise BatchError("Encoded must hold items for every micro-batch of a batch, or for none.")
+        self._are_samples = items is None
+        count = validation.checked_items(items)
+        # Copies: the caller may fill the same buffers anew for the next micro-batch.
+        self.losses.append(validation.checked_value(loss).detach().reshape(()).clone())
+        self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
+
+    def items_of(self, index: int) -> Items:
+        """Of the ordinary loss of a micro-batch; None if there is none."""
+        return self.items[index] if self.items else None
+
+    def number(self, index: int) -> Tensor | None:
+        """The same on the device."""
+        return None if self.numbers is None else self.numbers[index]
+
+    @property
+    def has_whole_items(self) -> bool:
+        """Whether no count of items may be a fraction."""
+        return all(isinstance(n, int) or (isinstance(n, Tensor) and not n.is_floating_point()) for n in self.items)
+
+    def join(self, layout: Layout, order: Sequence[int], device: torch.device) -> list[Tensor]:
+        """The rows in the order of the batch, and the totals of statistics. `order`: the samples of the rows so far."""
+        self.fields = self.fields or [[] for _ in layout.fields]
+        joined = []
+        for index, one in enumerate(layout.fields):
+            parts = self.fields[index]
+            if one.is_sum:
+                joined.append(total_of(parts, one, device))
+                continue
+            rows = in_batch_order(parts, order) if parts else torch.empty(0, *one.shape, dtype=one.dtype, device=device)
+            self.fields[index] = rows  # the parts go
+            joined.append(rows)
+        return joined
+
+    def of_part(self, layout: Layout, part: Part, index: int) -> list[Tensor]:
+        """Once they are joined: what belongs to a micro-batch."""
+        pairs = zip(self.fields, layout.fields, strict=True)
+        return [one[index] if f.is_sum else rows_at(one, part.samples) for one, f in pairs]
+
+    def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
+        """The sum of the ordinary losses, of their items, and how many counts were bad."""
+        dtype = wide(device)
+        if not self.losses:
+            return torch.zeros(3, device=device, dtype=dtype)
+        losses = torch.stack([loss.to(device, dtype, non_blocking=True) for loss in self.losses])
+        if any(isinstance(count, Tensor) for count in self.items):
+            numbers = torch.stack([_number(count, device, dtype) for count in self.items])
+        else:
+            numbers = torch.tensor(self.items, dtype=dtype, device="cpu").to(device, non_blocking=True)
+        self.numbers = numbers
+        if is_mean:  # one over no items is NaN, and counts for nothing
+            losses = losses.masked_fill(numbers == 0, 0) * numbers
+        bad = ~(torch.isfinite(numbers) & (numbers >= 0))
+        return torch.stack([losses.sum(), numbers.sum(), bad.to(dtype).sum()])
+
+
+def _number(count: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.reshape(()).to(device, dtype, non_blocking=True)
+    return torch.full((), count, device=device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """The encodings of all ranks.
+
+    Attributes:
+        layout: what they look like.
+        tensors: the rows of the whole batch, and totals.
+        own: which rows are this rank's; None: all.
+        random: the first rank's random numbers, for the loss.
+        counted: what else the first pass has counted.
+    """
+
+    layout: Layout
+    tensors: list[Tensor]
+    own: slice | None
+    random: Random
+    counted: FirstPass
+
+
+def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
+    """Put the encodings of all ranks together. All of them call this."""
+    device, group, samples = engine.device, engine.backend.group, cut.samples.count
+    gpus = gpus_of(engine.models)
+    random, layout, is_whole, counts, rows = Random(gpus), own.layout, own.has_whole_items, [samples], None
+    if group is not None:
+        rank = dist.get_rank(group)
+        # The tree may hold classes of the user's, which cannot travel everywhere.
+        said = layout and layout._replace(tree={}), samples, is_whole, random if rank == 0 else None
+        with engine.spans.of("communication"):
+            everyone = all_gather_objects(said, engine.backend.host_group())
+        layouts, counts, wholes, randoms = (list(column) for column in zip(*everyone, strict=True))
+        layout = _common_layout(engine, layout, layouts)
+        random, is_whole = randoms[0].on(gpus), all(wholes)
+        start = sum(counts[:rank])
+        rows = slice(start, start + samples)
+    assert layout is not None, "some rank has samples"
+    joined = own.join(layout, [sample for part in cut.parts for sample in part.samples], device)
+    if layout.has_loss:
+        joined.append(own.ordinary(device, is_mean=engine.reduction == "mean"))
+    if group is not None:
+        with engine.spans.of("communication"):
+            joined = Exchange(layout, counts, device, group).gather(joined)
+    ordinary = joined.pop() if layout.has_loss else None
+    tensors = [t.to(one.dtype) if one.is_sum else t for t, one in zip(joined, layout.fields, strict=True)]
+    return WholeBatch(layout, tensors, rows, random, FirstPass(sum(counts), ordinary, is_whole))
+
+
+def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:
+    """The layout of all ranks; one without samples learns it from the others."""
+    known = [(rank, layout) for rank, layout in enumerate(layouts) if layout is not None]
+    source, expected = known[0]
+    for rank, layout in known[1:]:
+        require_same_layout(expected, layout, f"on rank {source}", f"on rank {rank}")
+    if None in layouts:
+        hosts = engine.backend.host_group()
+        received: Layout = broadcast_object(own if dist.get_rank(hosts) == source else None, source, hosts)
+        own = own or received
+    assert own is not None
+    return own
