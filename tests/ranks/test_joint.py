@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from harness.joint import CASES, CONTRAST, TOKENS, Case, batch_of, concatenate, gradient_of, towers
+from harness.joint import CASES, CONTRAST, TOKENS, WIDTH, Case, batch_of, concatenate, gradient_of, towers
 from harness.joint_loops import gradcache
 from harness.ranks import (
     Collectives,
@@ -32,6 +32,8 @@ from macrobatch import Encoded, MacroStep, by_tokens, contrastive_loss, verify
 
 MODES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "ddp": (ddp, {}),
+    "ddp-micro": (ddp, {"sync": "micro"}),
+    "fsdp2-resharded": (partial(fsdp2, reshard_after_forward=True), {}),
     "fsdp2": (fsdp2, {}),
     "fsdp2-gathered": (fsdp2, {"gather": "window"}),
     "fsdp2-micro": (fsdp2, {"sync": "micro"}),
@@ -158,7 +160,8 @@ def test_encodings_and_gradients_travel_once(ran):
     """
     counts = [all_well(ran[f"counted-{micro}"])[0]["counts"] for micro in (1, 3, 6)]
     assert counts[0] == counts[1] == counts[2]
-    assert counts[0] == {"allgather_base": 1, "allgather": 5, "allreduce": 3}
+    gathers = counts[0]["allgather"] + counts[0]["allgather_base"]  # versions of torch send objects by either
+    assert (gathers, counts[0]["allreduce"]) == (6, 3)
 
 
 def test_sharded_gradients_travel_once(ran):
@@ -368,6 +371,12 @@ def mistaken(kind: str, wrap: Any = ddp) -> Outcome:
     return {"message": "", "kind": "", "moved": True}
 
 
+def synchronised(model: nn.Module) -> nn.Module:
+    wrapped: Any = ddp(model)
+    wrapped.module.image[1] = nn.SyncBatchNorm(WIDTH).double()  # on a CPU, DDP would refuse it
+    return wrapped
+
+
 MISTAKES = {
     "fields": ("BatchError", "BatchError", "encoded.text came on rank 0 only"),
     "fails": ("BackendError", "ValueError", "rank 1 failed in this window"),
@@ -377,6 +386,7 @@ MISTAKES = {
 for _kind in MISTAKES:
     SCENARIOS[f"mistaken-{_kind}"] = partial(mistaken, _kind)
 SCENARIOS["mistaken-differs-fsdp2"] = partial(mistaken, "differs", fsdp2)
+SCENARIOS["synced"] = partial(train, [(2, 2)], CONTRAST, synchronised)
 SCENARIOS["fsdp1"] = partial(train, [(2, 2)], CONTRAST, fsdp1)
 
 
@@ -392,6 +402,10 @@ def test_passes_that_differ_on_one_rank_of_a_sharded_model(ran):
     for outcome in all_well(ran["mistaken-differs-fsdp2"]):
         assert "not the same in the two passes" in outcome["message"]
         assert not outcome["moved"]
+
+
+def test_layers_that_communicate_are_refused(ran):
+    all_refused(ran["synced"], "SyncBatchNorm with joint=")
 
 
 def test_the_first_fsdp_is_refused(ran):

@@ -227,6 +227,26 @@ def test_gradients_of_bfloat16_are_added_in_float32():
     assert relative_error(wide.seen, once.seen) < relative_error(narrow.seen, once.seen) / 2
 
 
+def test_rows_of_all_dtypes():
+    """Complex ones have gradients, too."""
+    model, batch, seen = towers(), batch_of(6), []
+    dtypes = (torch.bool, torch.int8, torch.float16, torch.complex64)
+
+    def loss_fn(model, micro):
+        image, text, _ = model(micro)
+        others = {str(dtype): text.detach().to(dtype) for dtype in dtypes}
+        return Encoded(rows=torch.complex(image, text), empty=image[:, :0], others=others)
+
+    def joint(model, encoded):
+        seen.append([rows.dtype for rows in encoded.others.values()])
+        return (encoded.rows * encoded.rows.roll(1, 0)).abs().sum()
+
+    expected = gradient_of(model, joint(model, loss_fn(model, batch)))
+    train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=4)
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-12
+    assert seen == [list(dtypes)] * 2
+
+
 # ------------------------------------------------------------------------------------------------------ twice the same
 
 

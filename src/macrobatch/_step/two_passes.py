@@ -22,6 +22,7 @@ from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
 from macrobatch._ranks.fsdp1 import FSDP1
+from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step import validation
 from macrobatch._step.encodings import Layout, require_same_layout, rows_at, take_apart
 from macrobatch._step.engine import Engine
@@ -114,6 +115,12 @@ class TwoPasses:
             raise BackendError(
                 "joint= needs DistributedDataParallel or fully_shard: under FullyShardedDataParallel nobody can use "
                 "parameters outside of a forward."
+            )
+        if engine.backend.group is not None:
+            require_own_statistics(
+                engine.models,
+                "joint=: ranks may have different numbers of micro-batches, and none communicates. Use BatchNorm, "
+                "whose statistics are the micro-batch's, or better LayerNorm or GroupNorm.",
             )
         self._engine = engine
         self._encode_one = encode
@@ -220,9 +227,9 @@ class TwoPasses:
         if asked is not None:
             samples = counted(whole.counted.samples, "sample")
             raise FitError(
-                f"memory ran out inside joint, which has the encodings of all {samples} at once: {asked} more was asked "
-                "for. Smaller micro-batches do not help there. Compute the loss in parts (contrastive_loss does), make "
-                "encodings smaller, or the batch."
+                f"memory ran out inside joint, which has the encodings of all {samples} at once: {asked} more was "
+                "asked for. Smaller micro-batches do not help there. Compute the loss in parts (contrastive_loss "
+                "does), make encodings smaller, or the batch."
             )
         if all(leaf.grad is None for leaf in leaves):
             names = ", ".join(one.path for one in whole.layout.fields)
