@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import accelerate.accelerator
+import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
@@ -124,9 +125,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"{self.gradient_accumulation_steps}: it holds gradients back, so they cannot be divided by items that "
                 "are known when the window closes. Leave items out, or use DDP or FSDP."
             )
-        count = items if isinstance(items, Tensor) else loss.new_tensor(float(items))  # type: ignore[arg-type]
-        total = self.reduce(count.detach().clone().double().to(self.device), reduction="sum")
-        return loss.mul((count * self.num_processes / total.clamp(min=1)).to(loss))
+        count = torch.as_tensor(items, dtype=torch.float64, device=self.device).detach().reshape(())
+        total, processes = self.reduce(torch.stack([count, torch.ones_like(count)]), reduction="sum")
+        return loss.mul((count * processes / total.clamp(min=1)).to(loss))  # DeepSpeed averages over the processes
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the norm of all given gradients together; returns it as it was before.
