@@ -149,8 +149,9 @@ def test_with_dropout_bitwise_as_checkpointing():
 def test_the_host_reads_nothing(cuda_graph):
     model = make()
     _, train = trained(model, CONTRAST, cuda_graph=cuda_graph, windows=3)
+    whole = batch(seed=5)
     with no_host_reads():
-        train(batch(seed=5))
+        train(whole)
 
 
 @gpu

@@ -446,6 +446,36 @@ def test_two_backwards_over_disjoint_parts_of_one_model(ran):
         assert outcome["error"] <= 1e-12
 
 
+def listed(library: Any) -> Outcome:
+    """A list of models: Accelerate does not look into it, and sends gradients in every micro-batch."""
+    accelerator = library.Accelerator(
+        cpu=True, gradient_accumulation_plugin=programs.plugin(library, exact=False, num_steps=2)
+    )
+    model = made(Tower)
+    model, optimizer = accelerator.prepare(model, optimizer_for(model))
+    with Collectives() as collectives:
+        for _, batch in share(accelerator.process_index, 4):
+            with accelerator.accumulate([model]):
+                accelerator.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    return {"weights": full_weights(model), "collectives": dict(collectives.counts)}
+
+
+@scenario
+def lists_as_theirs() -> Outcome:
+    ours = listed(OURS)
+    programs.start_anew()
+    return {"ours": ours, "theirs": listed(THEIRS)}
+
+
+def test_lists_are_bitwise_as_theirs_where_that_is_asked_for(ran):
+    for outcome in all_well(ran["lists_as_theirs"]):
+        ours, theirs = outcome["ours"], outcome["theirs"]
+        assert relative_error(ours["weights"], theirs["weights"]) == 0
+        assert ours["collectives"] == theirs["collectives"]
+
+
 @scenario
 def saved_by_one() -> Outcome:
     """As most programs do it: the main process alone calls save_state."""

@@ -179,16 +179,21 @@ class TermWindow(Window):
         shares = zip(*(one.shares for one in pending), strict=True)
         items = list(zip(*(one.items for one in pending), strict=True))
         _, means, sums, fewest = self._buffers
-        means.add_(torch.stack([self._reduced([share for share in column if share is not None]) for column in shares]))
-        sums.add_(torch.stack([self._reduced(_tensors(column)) + sum(_numbers(column)) for column in items]))
-        lowest = torch.stack([self._reduced(_tensors(column), torch.amin) for column in items])
+        means.add_(torch.stack([self._sum([share for share in column if share is not None]) for column in shares]))
+        totals = lowest = torch.stack([self._sum(_tensors(column), sum(_numbers(column))) for column in items])
+        sums.add_(totals)
+        if len(pending) > 1:  # of items that the host knows, none is negative
+            columns = map(_tensors, items)
+            lowest = torch.stack([torch.stack(column).amin() if column else self._sum([]) for column in columns])
         torch.minimum(fewest, lowest, out=fewest)
 
-    def _reduced(self, column: Sequence[Tensor], reduce: Callable[[Tensor], Tensor] = torch.sum) -> Tensor:
-        """The sum, or another reduction, in a wide dtype; 0 of nothing."""
+    def _sum(self, column: Sequence[Tensor], more: float = 0) -> Tensor:
+        """Of these, and more, in a wide dtype, with as few kernels as can be."""
+        dtype = wide(self.device)
         if not column:
-            return torch.zeros((), device=self.device, dtype=wide(self.device))
-        return reduce(torch.stack([number.to(wide(self.device)) for number in column]))
+            return torch.full((), more, device=self.device, dtype=dtype)
+        total = column[0].to(dtype) if len(column) == 1 else torch.stack([n.to(dtype) for n in column]).sum()
+        return total + more if more else total
 
     def add_nothing(self, loss: Tensor) -> Tensor:
         self.turns += 1
