@@ -12,6 +12,7 @@ LONGEST = (
     "unit/test_exactness",
     "unit/test_docs",
     "unit/test_verify_right",
+    "ranks/test_joint",
     "ranks/test_tensor_parallel",
     "ranks/test_uneven",
     "ranks/test_checkpoint",

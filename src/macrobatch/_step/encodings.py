@@ -155,17 +155,25 @@ def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     places = [0] * len(order)
     for row, sample in enumerate(order):
         places[sample] = row
-    return rows_at(rows, places)
+    return rows_at(rows, places_of(places, rows.device))
 
 
-def rows_at(rows: Tensor, places: Sequence[int]) -> Tensor:
-    """Some rows, in that order; a view if they are neighbours."""
-    if isinstance(places, range) and places.step == 1:
-        return rows[places.start : places.stop]
-    index = torch.tensor(list(places), device="cpu")
-    if rows.is_cuda:
+Places = slice | Tensor
+
+
+def places_of(samples: Sequence[int], device: torch.device) -> Places:
+    """Where the rows of these samples are, for `rows_at`."""
+    if isinstance(samples, range) and samples.step == 1:
+        return slice(samples.start, samples.stop)
+    index = torch.tensor(list(samples), device="cpu")
+    if device.type == "cuda":
         index = index.pin_memory()  # otherwise the host would wait for the copy
-    return rows.index_select(0, index.to(rows.device, non_blocking=True))
+    return index.to(device, non_blocking=True)
+
+
+def rows_at(rows: Tensor, places: Places) -> Tensor:
+    """Some rows, in that order; a view if they are neighbours."""
+    return rows[places] if isinstance(places, slice) else rows.index_select(0, places)
 
 
 def total_of(parts: Sequence[Tensor], field: Field, device: torch.device) -> Tensor:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
 from macrobatch._ranks.collectives import all_gather_objects, broadcast_object
 from macrobatch._step import validation
 from macrobatch._step.encodings import (
     Exchange,
     Layout,
+    Places,
     in_batch_order,
     require_same_layout,
     rows_at,
@@ -102,10 +102,10 @@ class OwnEncodings:
             joined.append(rows)
         return joined
 
-    def of_part(self, layout: Layout, part: Part, index: int) -> list[Tensor]:
-        """Once they are joined: what belongs to a micro-batch."""
+    def of_part(self, layout: Layout, places: Places, index: int) -> list[Tensor]:
+        """Once they are joined: what belongs to a micro-batch, whose rows are there."""
         pairs = zip(self.fields, layout.fields, strict=True)
-        return [one[index] if f.is_sum else rows_at(one, part.samples) for one, f in pairs]
+        return [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
 
     def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
         """The sum of the ordinary losses, of their items, and how many counts were bad."""

@@ -131,11 +131,13 @@ class History:
         """Remember this moment; returns its number."""
         last = self._random[-1].host if self._random else None
         self._random.append(Random(self._gpus, None if last is None or last.has_moved() else last))
+        has_changed = not self._moments
         for index, (buffers, name) in enumerate(self._buffers):
             if self._may_have_changed(index):
                 self._now[index] = _Kept.of(buffers[name])
                 self._changing.add((id(buffers), name))
-        self._moments.append(list(self._now))
+                has_changed = True
+        self._moments.append(list(self._now) if has_changed else self._moments[-1])
         return len(self._moments) - 1
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from macrobatch._cut.policies import Cut
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step import validation
-from macrobatch._step.encodings import Layout, require_same_layout, rows_at, take_apart
+from macrobatch._step.encodings import Layout, Places, places_of, require_same_layout, rows_at, take_apart
 from macrobatch._step.engine import Engine
 from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
 from macrobatch._step.gradients import Gradients
@@ -252,10 +252,11 @@ class TwoPasses:
         """Record second passes, before there is any gradient."""
         if self._recordings is None or self._layout != layout:
             return
+        device = self._engine.device
 
         def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
             micro_batch, samples = take()
-            first = own.of_part(layout, cut.parts[index], index)
+            first = own.of_part(layout, places_of(cut.parts[index].samples, device), index)
             gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
             return Bundle(micro_batch, first, gradients, own.number(index)), samples
 
@@ -285,8 +286,9 @@ class TwoPasses:
                     graph = None if self._kept is None else self._kept.take(index)
                     if graph is None:
                         history.restore(index)
-                    first = own.of_part(layout, cut.parts[index], index)
-                    own_gradients = _of_part(gradients, layout, cut.parts[index])
+                    places = places_of(cut.parts[index].samples, engine.device)
+                    first = own.of_part(layout, places, index)
+                    own_gradients = _of_part(gradients, layout, places)
                     items, recording = own.items_of(index), None
                     bundle = Bundle(micro_batch, first, own_gradients, own.number(index))
                     if recordings is not None and not is_zero(items):
@@ -340,7 +342,7 @@ class TwoPasses:
             )
 
 
-def _of_part(gradients: Sequence[Tensor | None], layout: Layout, part: Part) -> list[Tensor | None]:
+def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:
     """The gradients of a micro-batch's rows; those of totals are of every micro-batch's statistics alike."""
     pairs = zip(gradients, layout.fields, strict=True)
-    return [g if g is None or f.is_sum else rows_at(g, part.samples) for g, f in pairs]
+    return [g if g is None or f.is_sum else rows_at(g, places) for g, f in pairs]
