@@ -289,8 +289,9 @@ def test_gradients_are_those_of_the_big_batch(ran, name):
 
 
 def test_gradients_travel_once_a_window(ran):
-    """Three windows of five micro-batches; Accelerate shards Tower's four Linears, its embedding and the rest."""
-    assert [ran[name][0]["collectives"]["reduce_scatter_base"] for name in ("fsdp2", "fsdp2, each")] == [3 * 6, 5 * 6]
+    """Three windows of five micro-batches; how many parts a model is sharded into depends on Accelerate's version."""
+    once, each = (ran[name][0]["collectives"]["reduce_scatter_base"] for name in ("fsdp2", "fsdp2, each"))
+    assert (once / 3, each / 5) in [(5, 5), (6, 6)]
     once, each = (ran[name][0]["collectives"]["allreduce"] for name in ("ddp", "ddp, each"))
     assert each - once == 2  # one bucket, and what else travels does so either way
 

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -68,7 +67,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if self._accumulates_itself:
             return super().accumulate(*models)  # type: ignore[no-any-return]
-        return MicroBatch(self._windows, models, self._advance, lambda micro_batch: self._hold(micro_batch, models))
+        return MicroBatch(self._windows, models, self._advance, self._hold)
 
     def backward(self, loss: Tensor, items: Items = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch.
@@ -103,12 +102,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.sync_gradients = closes
         return closes
 
-    def _hold(self, micro_batch: MicroBatch, given: Sequence[Any]) -> AbstractContextManager[object] | None:
+    def _hold(self, micro_batch: MicroBatch) -> AbstractContextManager[object] | None:
         """Keep gradients from travelling before the window closes, unless every micro-batch is to send them."""
         if micro_batch.closes or not self.use_distributed or self.gradient_state.plugin_kwargs.get("sync_each_batch"):
             return None
         held = ExitStack()
-        for model in micro_batch.models if self._is_exact() else given:  # Accelerate does not look into lists
+        for model in (
+            micro_batch.models if self._is_exact() else micro_batch.given
+        ):  # Accelerate does not look into lists
             if isinstance(model, nn.Module):
                 held.enter_context(self.no_sync(model))
         return held

@@ -47,11 +47,11 @@ class MicroBatch:
     def __init__(
         self,
         windows: Windows,
-        models: Iterable[Any],
+        models: Sequence[Any],
         advance: Callable[[], bool],
         hold: Callable[[MicroBatch], AbstractContextManager[object] | None],
     ) -> None:
-        self.models = _flattened(models)
+        self.given, self.models = models, _flattened(models)
         self.closes = False
         self.has_items = False  # whether a backward has given items
         self.used: set[int] | None = None  # parameters that closing backwards have reached, where somebody asks
@@ -76,7 +76,11 @@ class MicroBatch:
             self._held.__exit__(None, None, None)
         if kind is None:
             self._windows.leave(self)
-        self.models, self.leaves = [], []  # windows remember their last micro-batch, and must keep no model alive
+        self.given, self.models, self.leaves = (
+            (),
+            [],
+            [],
+        )  # windows remember their last micro-batch, and must keep no model alive
 
 
 class Window:
