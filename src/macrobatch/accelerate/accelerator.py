@@ -151,11 +151,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._windows.require_means(call)
         if not (self.sync_gradients or self._has_warned):
             self._has_warned = True
-            logger.warning(
-                "%s inside a window clips nothing: the gradient is complete where accelerator.sync_gradients is True, "
-                "and is clipped there (told once)",
-                call,
-            )
+            logger.warning("%s clips nothing inside a window: put it under `if accelerator.sync_gradients:`", call)
         return bool(self.sync_gradients)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -187,8 +183,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Accelerate's; warns if a window is open, for gradients are not saved."""
         if num_open := self._windows.num_open:
             warnings.warn(
-                f"save_state() inside a window: the gradients of its {num_open} micro-batches are not saved, and a run "
-                "that goes on from here will not have them. Save where accelerator.sync_gradients is True.",
+                f"save_state() inside a window: the gradients of its {num_open} micro-batches are not saved.",
                 stacklevel=2,
             )
         return super().save_state(*args, **options)

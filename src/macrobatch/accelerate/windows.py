@@ -76,11 +76,7 @@ class MicroBatch:
             self._held.__exit__(None, None, None)
         if kind is None:
             self._windows.leave(self)
-        self.given, self.models, self.leaves = (
-            (),
-            [],
-            [],
-        )  # windows remember their last micro-batch, and must keep no model alive
+        self.given, self.models, self.leaves = (), [], []  # a window's last micro-batch keeps no model alive
 
 
 class Window:
@@ -355,9 +351,8 @@ class Windows:
         others = {id(p) for window in self._of_optimizers for p in window.parameters} - given
         if others and any(id(leaf) in others for leaf in reach_of(loss).leaves):
             raise UsageError(
-                "the loss reaches parameters of a prepared optimizer whose model accumulate() was not given: a window "
-                "that counts items would leave their gradient out. Hand that model to accumulate() too, or freeze it "
-                "for this loss with requires_grad_(False)."
+                "the loss reaches parameters of a prepared optimizer whose model accumulate() was not given, and whose "
+                "gradient a window with items would leave out. Hand that model to accumulate() too, or freeze it."
             )
 
 
