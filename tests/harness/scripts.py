@@ -8,6 +8,7 @@ takes longest, starting Python and its packages, happens once.
 """
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -122,10 +124,14 @@ def run_on_ranks(runs: dict[str, Run], ranks: int, folder: Path) -> dict[str, li
 @contextlib.contextmanager
 def connected(folder: Path, number: int) -> Iterator[None]:
     """A process group for one start; it ends when all ranks have done all that they do."""
+    faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
     connect(folder / f"store-{number}")
+    group = dist.group.WORLD  # freed with a program's models, while its threads still work, it would wait for ever
     meet(folder, f"begins-{number}", COLLECTIVE_SECONDS)
     yield
     meet(folder, f"ends-{number}", SCENARIO_SECONDS)
+    faulthandler.cancel_dump_traceback_later()
+    del group
     disconnect()
 
 
