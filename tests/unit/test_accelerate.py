@@ -365,6 +365,126 @@ def test_losses_that_are_back_propagated_without_the_accelerator():
     assert before.tolist() == [[2.0, 2.0]]
 
 
+@pytest.mark.parametrize("prepares", ["the loader", "nothing more after free_memory()"])
+def test_whole_windows_of_what_was_not_prepared(prepares):
+    """Windows come one after the other, also where no prepared optimizer says when one is over."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if prepares != "the loader":
+        accelerator.prepare(model, optimizer)
+        accelerator.free_memory()
+    data = draws(5, 1, 2)
+    found = []
+    for x in accelerator.prepare(DataLoader(data, batch_size=None)):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            if accelerator.sync_gradients:
+                found.append(reference.gradients_of(model))
+                optimizer.zero_grad()
+    for gradients, window in zip(found, (data[:2], data[2:4], data[4:]), strict=True):
+        model.zero_grad()
+        model(window).square().mean().backward()
+        assert relative_error(gradients, reference.gradients_of(model)) <= 1e-12
+
+
+def test_optimizers_that_share_parameters():
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = nn.Linear(2, 1).double()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
+    model, *_ = accelerator.prepare(model, *optimizers)
+    data = draws(2, 1, 2)
+    for x in accelerator.prepare(DataLoader(data, batch_size=None)):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+    found = reference.gradients_of(model)
+    model.zero_grad()
+    model(data).square().mean().backward()
+    assert relative_error(found, reference.gradients_of(model)) <= 1e-12
+
+
+def test_a_step_that_the_program_forces():
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer = trained(accelerator)
+    before = model.weight.detach().clone()
+    for turn in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 2), 1.0 + turn)).sum())
+            accelerator.sync_gradients = turn == 1
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(before - model.weight, torch.full((1, 2), 0.15))  # 0.1 times the mean of 1 and 2
+    assert model.weight.grad is None
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum(), items=1)
+        accelerator.sync_gradients = True
+        with pytest.raises(UsageError, match="undivided sums"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_gradients_cleared_after_a_micro_batch_that_failed(counts):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer = trained(accelerator)
+    items = {"items": 1} if counts else {}
+    micro_step(accelerator, model, optimizer, **items)
+    with pytest.raises(ValueError, match="bad batch"), accelerator.accumulate(model):
+        raise ValueError("bad batch")
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+    for size in (1.0, 3.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 2), size)).sum(), **items)
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_a_backward_that_fails_half_way_without_items():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer = trained(accelerator)
+    micro_step(accelerator, model, optimizer)
+    with pytest.raises(RuntimeError, match="no gradient"), accelerator.accumulate(model):
+        accelerator.backward(Failing.apply(model(torch.ones(1, 2))).sum() + model(torch.ones(1, 2)).sum())
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 2), 3.0)).sum())
+    assert model.weight.grad.tolist() == [[3.0, 3.0]]
+
+
+def test_a_window_that_was_not_stepped_is_not_scaled_again():
+    """The program lets gradients of a complete window stand, and adds a short one, as Accelerate does."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, _, loader = trained(accelerator, DataLoader(torch.ones(3, 1, 2), batch_size=None))
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+    assert model.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def test_an_optimizer_prepared_by_another_accelerator():
+    first, second = Accelerator(gradient_accumulation_steps=2), Accelerator(gradient_accumulation_steps=2)
+    model, optimizer = trained(first)
+    model, optimizer = second.prepare(model, optimizer)
+    for size in (1.0, 3.0):
+        with second.accumulate(model):
+            optimizer.zero_grad()
+            second.backward(model(torch.full((1, 2), size)).sum())
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_what_accumulate_returned_entered_twice():
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    micro_batch = accelerator.accumulate(model)
+    with micro_batch:
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(UsageError, match="entered twice"), micro_batch:
+        pass
+
+
+def test_accelerators_are_pickled():
+    assert type(pickle.loads(pickle.dumps(Accelerator()))) is Accelerator
+
+
 def test_clipping_in_every_micro_batch_clips_the_whole():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, _ = trained(accelerator)

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from macrobatch.accelerate.utils import GradientAccumulationPlugin as GradientAccumulationPlugin
 from macrobatch.accelerate.windows import MicroBatch, Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
@@ -53,7 +54,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self._exact_remainder = exact_remainder
         self._default = os.environ.get("MACROBATCH_EXACT_REMAINDER", "1").lower() not in ("0", "false", "no")
-        self._windows = Windows(self.gradient_state, lambda: self.scaler, self._is_exact)
+        self._windows = Windows(self.gradient_state, self._current_scaler, self._is_exact)
         self._accumulates_itself = self.distributed_type in THEIR_OWN
         self._has_warned = False
 
@@ -114,11 +115,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 held.enter_context(self.no_sync(model))
         return held
 
+    def _current_scaler(self) -> Any:
+        return self.scaler
+
     def _is_exact(self) -> bool:
         """Whether windows of any length are brought to their mean."""
         if self._exact_remainder is not None:
             return self._exact_remainder
-        return bool(self.gradient_state.plugin_kwargs.get("exact_remainder", self._default))
+        said: bool | None = self.gradient_state.plugin_kwargs.get("exact_remainder")
+        return self._default if said is None else said
 
     def _weighed(self, loss: Tensor, items: Items) -> Tensor:
         """Where gradients are out of reach until the step: exact only if they need no scale that comes later."""

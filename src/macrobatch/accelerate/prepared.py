@@ -28,9 +28,12 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @classmethod
     def adopt(cls, prepared: Any, windows: Windows) -> None:
         """Make Accelerate's prepared optimizer one of ours: the same object, as programs may hold on to it."""
-        if type(prepared) is not AcceleratedOptimizer:  # DeepSpeed's, or one of ours already
+        if type(prepared) not in (AcceleratedOptimizer, cls):  # DeepSpeed's
             return
         prepared.__class__ = cls
+        if prepared.windows is not None:  # prepared by another Accelerator
+            prepared.windows = windows
+            return
         prepared.windows = windows
         if prepared.scaler is not None:
             prepared.scaler = windows.share(prepared.scaler)

@@ -61,8 +61,12 @@ class MicroBatch:
         self._hold = hold
         self._held: AbstractContextManager[object] | None = None
         self._outer: MicroBatch | None = None
+        self._is_over = False
 
     def __enter__(self) -> None:
+        if self._is_over:
+            raise UsageError("what accumulate() returned was entered twice: call accumulate() for every micro-batch.")
+        self._is_over = True
         self.closes = self._advance()
         if (held := self._hold(self)) is not None:
             held.__enter__()
@@ -86,21 +90,22 @@ class Window:
         micro_batches: how many have had a backward.
         closing: where their items are counted; None: they came without.
         is_closed: whether the last of them has had its backward.
-        is_stepped: whether the program has asked for a step since.
+        is_stepped, is_cleared: whether the program has asked for a step, or for cleared gradients, since.
+        carries: whether the gradient holds more than this window: an earlier one that was neither stepped nor cleared.
         wants_clear: whether it has asked for cleared gradients since, and got none.
         dropped_in: the closing micro-batch in which it asked to clear before the backward.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
         self.optimizer = optimizer
-        self.wants_clear = False
+        self.wants_clear = self.carries = False
         self.begin()
 
     def begin(self) -> None:
         """A new window."""
         self.micro_batches = 0
         self.closing: LeaveMean | None = None
-        self.is_closed = self.is_stepped = False
+        self.is_closed = self.is_stepped = self.is_cleared = False
         self.factor = 1.0  # what the gradient was multiplied with
         self.last: MicroBatch | None = None
         self.dropped_in: MicroBatch | None = None
@@ -172,9 +177,8 @@ class Windows:
         """Drop what is accumulated: another state was loaded."""
         for window in self._all:
             if window.is_open:
-                window.clear()
+                self._drop(window)
             window.begin()
-        self._items.discard()
 
     def share(self, scaler: Any) -> SharedScaler:
         """The scaler that all prepared optimizers step with."""
@@ -212,10 +216,15 @@ class Windows:
             self._note_reach(loss, micro_batch, windows, divisor)
         others = [window for window in self._of_optimizers if window not in windows]
         before = [_marks(window.parameters) for window in others]
-        self._run(loss, divisor, options)
+        try:
+            self._run(loss, divisor, options)
+        except BaseException:  # a part of the gradient was added: of what, nobody knows
+            for window in windows if self._is_exact() else ():
+                self._drop(window)
+            raise
         for window, marks in zip(others, before, strict=True):
             if _marks(window.parameters) != marks:
-                windows.append(self._begin(window, counts=False))
+                windows.append(self._begin(window, False, marks))
         for window in windows:
             window.count(micro_batch)
         if micro_batch.closes:
@@ -239,9 +248,11 @@ class Windows:
         root = loss if scaler is None else scaler.scale(loss)
         torch.autograd.backward(root, self._seeds.of(1 / divisor, root), **options)
 
-    def _begin(self, window: Window, counts: bool) -> Window:
-        """Before a backward; a new window if an earlier micro-batch has closed it."""
+    def _begin(self, window: Window, counts: bool, marks: Sequence[tuple[int, int]] | None = None) -> Window:
+        """Before a backward, or with the marks from before it; a new window if an earlier micro-batch has closed it."""
         if window.is_closed and window.last is not self.current:
+            is_left = not (window.is_stepped or window.is_cleared)
+            window.carries = is_left and any(mark[0] for mark in marks or _marks(window.parameters))
             window.begin()
         if window.wants_clear and not window.micro_batches:
             window.clear()  # the program had asked for it, with nothing of this window there
@@ -261,8 +272,9 @@ class Windows:
 
     def _scale(self, windows: Sequence[Window], micro_batch: MicroBatch, *, undo: bool = False) -> None:
         """Bring closed windows to their mean, where they hold another number of micro-batches than was divided by."""
+        seen: set[int] = set()  # optimizers may share parameters
         for window in windows if self._is_exact() else ():
-            factor = 1.0 if undo else self._steps / window.micro_batches
+            factor = 1.0 if undo or window.carries else self._steps / window.micro_batches
             if factor == window.factor:
                 continue
             parameters = window.parameters
@@ -270,7 +282,8 @@ class Windows:
                 held = {id(p) for other in self._of_optimizers for p in other.parameters}
                 trained = [p for model in micro_batch.models for p in _parameters_of(model)] + micro_batch.leaves
                 parameters += [p for p in trained if id(p) not in held]
-            gradients = {id(p): local_tensor(p.grad) for p in parameters if p.grad is not None}
+            gradients = {id(p): local_tensor(p.grad) for p in parameters if p.grad is not None and id(p) not in seen}
+            seen.update(gradients)
             multiply(list(gradients.values()), factor / window.factor)
             window.factor = factor
 
@@ -281,28 +294,45 @@ class Windows:
         if self.current is not None:
             require_all_used(self.current.models, self.current.used)
         window = self._window(optimizer)
+        if (
+            window.is_open and self._is_exact() and self.latest is not None
+        ):  # the program itself says that it is complete
+            if window.closing is not None:
+                raise UsageError("step() inside an open window that counts items: its gradients are undivided sums.")
+            window.is_closed = True
+            self._scale([window], self.latest)
         window.is_stepped = True
         return window.closing is not None and window.is_closed and window.closing.is_void()
 
     def may_clear(self, optimizer: Optimizer) -> bool:
         """Whether `zero_grad` may clear: not what was accumulated for a step that is still to come."""
-        if self.current is None or not self._is_exact():
+        if not self._is_exact():
             return True
         window = self._window(optimizer)
         if not self._state.sync_gradients:  # Accelerate itself leaves it out
-            window.wants_clear = not window.is_open
-        elif window.is_open:
+            window.wants_clear = self.current is not None and not window.is_open
+            return True
+        if window.is_open and self.current is not None and self.current.closes:
             window.dropped_in = self.current
             return False
+        window.is_cleared = True
+        if window.is_open:
+            self._drop(window)
         return True
+
+    def _drop(self, window: Window) -> None:
+        """Clear what a window has accumulated."""
+        if window.closing is not None:
+            self._items.discard()
+        window.clear()
+        window.begin()
 
     def leave(self, micro_batch: MicroBatch) -> None:
         """A micro-batch ends."""
         require_all_used(micro_batch.models, micro_batch.used)
         for window in self._of_optimizers if micro_batch.closes else ():
             if window.dropped_in is micro_batch:  # no backward came: the program does drop what it has accumulated
-                window.clear()
-                window.begin()
+                self._drop(window)
 
     def require_means(self, call: str) -> None:
         """An error if gradients are sums, or a scaler is in the middle of a window."""

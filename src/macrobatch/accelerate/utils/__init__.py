@@ -14,10 +14,10 @@ class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):  
 
     Args:
         exact_remainder: divide a short window by the micro-batches that it holds. False divides by ``num_steps``, as
-            Accelerate does: bitwise its results, where they are wrong too.
+            Accelerate does: bitwise its results, where they are wrong too. None: as `Accelerator` says.
     """
 
-    exact_remainder: bool = True
+    exact_remainder: bool | None = None
 
 
 def __getattr__(name: str) -> Any:
