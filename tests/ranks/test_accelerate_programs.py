@@ -101,7 +101,7 @@ def test_a_program_does_what_it_does_under_accelerate(ran, name, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_models_in_a_list_are_models(ran, processes):
-    """Accelerate overlooks them, and sends gradients more often than it need: bitwise the same only if that is asked."""
+    """Accelerate overlooks them, and sends gradients more often than it need: the same but for rounding."""
     theirs, ours = (ran[processes][name] for name in ("dreambooth, theirs", "dreambooth list, as theirs"))
     for own, other in zip(ours, theirs, strict=True):
         assert len(own["weights"]) == len(other["weights"])
