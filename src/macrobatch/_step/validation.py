@@ -162,8 +162,8 @@ def checked_count(name: object, count: object) -> int | float | Tensor:
         raise BatchError(f"counts(batch) of the term {name!r} is None: return its number of items in the batch.")
     if isinstance(items, Tensor) and items.is_floating_point() and items.dtype.itemsize < 4:
         raise BatchError(
-            f"counts(batch) of the term {name!r} has dtype {items.dtype}, which loses numbers beyond 256 or 2048. Count in "
-            "whole numbers or float32, e.g. (mask != 0).sum() instead of mask.sum()."
+            f"counts(batch) of the term {name!r} has dtype {items.dtype}, in which large counts are rounded. Count "
+            "in whole numbers or float32, e.g. (mask != 0).sum() instead of mask.sum()."
         )
     return items.detach().clone() if isinstance(items, Tensor) else items
 
