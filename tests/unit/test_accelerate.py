@@ -438,6 +438,23 @@ def test_gradients_cleared_after_a_micro_batch_that_failed(counts):
     assert model.weight.grad.tolist() == [[2.0, 2.0]]
 
 
+def test_gradients_cleared_of_one_model_leave_those_of_another():
+    """Two windows that count items are open, and the program drops one."""
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    pairs = [trained(accelerator) for _ in range(2)]
+    for model, _ in pairs:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum(), items=1)
+    (first, first_optimizer), (second, _) = pairs
+    accelerator.sync_gradients = True
+    first_optimizer.zero_grad()
+    for size in (2.0, 3.0):  # the second of them, the fourth of all, closes
+        with accelerator.accumulate(second):
+            accelerator.backward(second(torch.full((1, 2), size)).sum(), items=1)
+    assert first.weight.grad is None
+    assert second.weight.grad.tolist() == [[2.0, 2.0]]
+
+
 def test_a_backward_that_fails_half_way_without_items():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer = trained(accelerator)

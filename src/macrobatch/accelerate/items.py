@@ -47,10 +47,11 @@ class ItemCounter:
             raise
         return closing
 
-    def discard(self) -> None:
-        """Drop what is accumulated."""
-        for engine, _ in self._engines.values():
-            engine.discard()
+    def discard(self, dropped: LeaveMean) -> None:
+        """Drop what is accumulated in the window that closes so."""
+        for engine, closing in self._engines.values():
+            if closing is dropped:
+                engine.discard()
 
     def expect(self, model: nn.Module) -> None:
         """A model was prepared. The parameters of a sharded one must be seen before its first forward."""

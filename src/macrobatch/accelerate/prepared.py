@@ -31,11 +31,8 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if type(prepared) not in (AcceleratedOptimizer, cls):  # DeepSpeed's
             return
         prepared.__class__ = cls
-        if prepared.windows is not None:  # prepared by another Accelerator
-            prepared.windows = windows
-            return
-        prepared.windows = windows
-        if prepared.scaler is not None:
+        is_new, prepared.windows = prepared.windows is None, windows  # others were another Accelerator's
+        if is_new and prepared.scaler is not None:
             prepared.scaler = windows.share(prepared.scaler)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:

@@ -294,9 +294,8 @@ class Windows:
         if self.current is not None:
             require_all_used(self.current.models, self.current.used)
         window = self._window(optimizer)
-        if (
-            window.is_open and self._is_exact() and self.latest is not None
-        ):  # the program itself says that it is complete
+        if window.is_open and self._is_exact():  # the program itself says that it is complete
+            assert self.latest is not None, "a window is open since a micro-batch"
             if window.closing is not None:
                 raise UsageError("step() inside an open window that counts items: its gradients are undivided sums.")
             window.is_closed = True
@@ -323,7 +322,7 @@ class Windows:
     def _drop(self, window: Window) -> None:
         """Clear what a window has accumulated."""
         if window.closing is not None:
-            self._items.discard()
+            self._items.discard(window.closing)
         window.clear()
         window.begin()
 
