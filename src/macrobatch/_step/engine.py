@@ -29,6 +29,7 @@ from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
 from macrobatch._step.joint_window import FirstPass, JointWindow, Pulled, Share
 from macrobatch._step.lifecycle import Lifecycle, Mark
+from macrobatch._step.means import MeanWindow
 from macrobatch._step.parameters import GradientSource, Parameters
 from macrobatch._step.scaling import Seeds, TypicalItems
 from macrobatch._step.snapshot import Snapshot
@@ -94,11 +95,10 @@ class Engine:
         self._parameters = Parameters(models, optimizers)
         self._source = GradientSource(self._parameters, backend, accumulate_dtype)
         is_half = any(p.dtype == torch.float16 for p in self._parameters.named().values())
-        weighs = has_terms or has_joint  # then means are accumulated, not sums
+        self._means: type[MeanWindow] | None = TermWindow if has_terms else JointWindow if has_joint else None
+        weighs = self._means is not None  # then means are accumulated, not sums
         shrinks = (is_half or backend.uses_float16()) and not weighs
         self._typical = TypicalItems(None if weighs else scaler, backend.group, shrinks=shrinks)
-        self._has_terms = has_terms
-        self._has_joint = has_joint
         self._ties: OutputTies | None = None if backend.group is None or not weighs else OutputTies(models)
         self._backward = Backward(backend, self._parameters, accumulate_dtype)
         self._lifecycle = Lifecycle()
@@ -146,7 +146,7 @@ class Engine:
         self._lifecycle.require_backward(self._window)
         root: Tensor | None
         counted: Any
-        if self._has_terms or self._has_joint:
+        if self._means is not None:
             root, counted = self._weigh(loss, items)
         else:
             root, counted = validation.checked_loss(loss), validation.checked_items(items)
@@ -302,11 +302,8 @@ class Engine:
             require_same_wrapping(self.models, self._wrapping)
             length = self.steps(self.closing.taken) if callable(self.steps) else self.steps
             number, length = self._windows + 1, validation.checked_steps(length, "steps(optimizer_step)")
-            if self._has_terms:
-                self._window = TermWindow(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
-                return self._window
-            if self._has_joint:
-                self._window = JointWindow(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
+            if self._means is not None:
+                self._window = self._means(number=number, length=length, reduction=self.reduction, scaler=self.scaler)
                 return self._window
             self._window = Window(
                 number=number,
@@ -335,7 +332,9 @@ class Engine:
     @property
     def awaits_denominators(self) -> bool:
         """Whether the open window, or a new one, has terms that nobody has counted yet."""
-        return self._has_terms and isinstance(window := self.window, TermWindow) and window.denominators is None
+        return (
+            self._means is TermWindow and isinstance(window := self.window, TermWindow) and window.denominators is None
+        )
 
     @property
     def has_accumulated(self) -> bool:

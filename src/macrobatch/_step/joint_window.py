@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._step.totals import UNSCALED, HostItems, Totals, Window, is_zero, wide
-from macrobatch.types import Items, Reduction
+from macrobatch._step.means import MeanWindow
+from macrobatch._step.totals import UNSCALED, HostItems, Totals, is_zero, wide
+from macrobatch.types import Items
 
 # How far encodings may be apart in the two passes, relative to the largest: kernels may differ without a graph, and
 # float32 encodings may have been computed in bfloat16, whose roundings are 4e-3 apart.
@@ -73,36 +73,24 @@ class Pulled(NamedTuple):
     differs: Tensor | None
 
 
-class JointWindow(Window):
+class JointWindow(MeanWindow):
     """The totals of one window with a loss of the whole batch.
 
     Args:
-        number, length, reduction: as of `Window`.
-        scaler: whose scale multiplies all losses of the window.
-        multiplier: the same, where it is known beforehand.
+        options: of `MeanWindow`.
     """
 
-    def __init__(
-        self,
-        *,
-        number: int,
-        length: int,
-        reduction: Reduction,
-        scaler: GradScaler | None = None,
-        multiplier: float | Tensor | None = None,
-    ) -> None:
-        super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._first: FirstPass | None = None
         self._joint: Tensor | None = None  # the loss of the whole batch
         self._differs: Tensor | None = None  # how many micro-batches had other encodings in the second pass
 
     def expect(self, first: FirstPass, device: torch.device) -> None:
         """What the first pass has counted, before the second."""
-        self._first, self._device = first, device
+        self._begin_on(device)
+        self._first = first
         self._differs = torch.zeros((), device=device, dtype=wide(device))
-        if self._multiplier is None:
-            one = torch.ones((), device=device, dtype=torch.float32)
-            self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
 
     @property
     def ordinary(self) -> Tensor | None:
@@ -187,10 +175,6 @@ class JointWindow(Window):
     # ------------------------------------------------------------------------------------------ the totals
 
     @property
-    def knows_multiplier(self) -> bool:
-        return True
-
-    @property
     def is_empty(self) -> bool:
         return self._first is None
 
@@ -213,18 +197,6 @@ class JointWindow(Window):
             return self._joint
         total, items, _ = self._first.ordinary.unbind()
         return self._joint + (total / items).masked_fill(items == 0, 0)
-
-    def divisor(self) -> float | Tensor:
-        multiplier = self.multiplier
-        if isinstance(multiplier, Tensor):
-            multiplier = multiplier.to(wide(self.device))
-        return multiplier / self.average
-
-    def typical_items(self) -> float | Tensor:
-        raise AssertionError("means are accumulated, so nothing is shrunk")
-
-    def poisoned(self) -> Tensor | None:
-        return None  # bad items tell of themselves
 
     def bad_items(self) -> Tensor | None:
         if self._first is None or self._first.ordinary is None:

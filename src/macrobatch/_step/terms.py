@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._step.denominators import Denominators, rounding_of
-from macrobatch._step.totals import UNSCALED, HostItems, Window, is_zero, wide
-from macrobatch.types import Items, Reduction
+from macrobatch._step.means import MeanWindow
+from macrobatch._step.totals import UNSCALED, HostItems, is_zero, wide
+from macrobatch.types import Items
 
 
 class Weighed(NamedTuple):
@@ -62,7 +62,7 @@ class TermBuffers(NamedTuple):
         return cls(divisors, *(torch.zeros_like(divisors) for _ in range(3)))
 
 
-class TermWindow(Window):
+class TermWindow(MeanWindow):
     """The totals of one window of terms.
 
     >>> window = TermWindow(number=1, length=1, reduction="mean")
@@ -75,21 +75,11 @@ class TermWindow(Window):
     (tensor(8., dtype=torch.float64), tensor(4), tensor([False, False]))
 
     Args:
-        number, length, reduction: as of `Window`.
-        scaler: whose scale multiplies all losses of the window.
-        multiplier: the same, where it is known beforehand.
+        options: of `MeanWindow`.
     """
 
-    def __init__(
-        self,
-        *,
-        number: int,
-        length: int,
-        reduction: Reduction,
-        scaler: GradScaler | None = None,
-        multiplier: float | Tensor | None = None,
-    ) -> None:
-        super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.denominators: Denominators | None = None
         self._pending: list[Weighed] = []  # micro-batches that are not in the buffers yet
 
@@ -100,12 +90,9 @@ class TermWindow(Window):
         self._is_static = buffers is not None  # of recordings: their divisors change from window to window
         self._divisors: Sequence[Tensor] = self._buffers.divisors.unbind()
         self._pending.clear()
-        device = self._device = denominators.own.device
+        self._begin_on(denominators.own.device)
         self._host: list[int | float | None] = [0] * len(denominators.names)
         self._rounding = list(denominators.rounding)
-        if self._multiplier is None:
-            one = torch.ones((), device=device, dtype=torch.float32)
-            self._multiplier = UNSCALED if self._scaler is None else self._scaler.scale(one)
 
     @property
     def buffers(self) -> TermBuffers:
@@ -247,10 +234,6 @@ class TermWindow(Window):
     # ------------------------------------------------------------------------------------------ the totals
 
     @property
-    def knows_multiplier(self) -> bool:
-        return True
-
-    @property
     def is_empty(self) -> bool:
         assert self.denominators is not None
         known = (*self.denominators.host, *self._host)
@@ -277,18 +260,6 @@ class TermWindow(Window):
         means, items = self._of_all()
         total: Tensor = means.sum()  # a term without items has added nothing
         return total.masked_fill((items == 0).all(), torch.nan)
-
-    def divisor(self) -> float | Tensor:
-        multiplier = self.multiplier
-        if isinstance(multiplier, Tensor):
-            multiplier = multiplier.to(wide(self.device))
-        return multiplier / self.average
-
-    def typical_items(self) -> float | Tensor:
-        raise AssertionError("terms are never summed, so nothing is shrunk")
-
-    def poisoned(self) -> Tensor | None:
-        return None  # bad items tell of themselves
 
     def bad_items(self) -> Tensor | None:
         assert self.denominators is not None
