@@ -77,7 +77,8 @@ class MacroStep:
 
     Args:
         model: a module, or a list of modules; handed on to `loss_fn` as it is.
-        optimizer: one or a list.
+        optimizer: one or a list. None: no step is taken; the gradient of the batch is left in ``.grad``, for a program
+            that clips and steps by itself. Under a scaler it is still scaled.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
             ``reduction``), and the items: an int, or a tensor that the host never reads. The loss alone: its items are
             the samples, with a warning where micro-batches have uneven numbers of labels that are not -100. Or several
@@ -101,7 +102,7 @@ class MacroStep:
     def __init__(
         self,
         model: Model,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         loss_fn: Loss,
         *,
         micro: int | Policy | Literal["auto"] = "auto",
@@ -124,7 +125,7 @@ class MacroStep:
         self._model = model
         self._loss_fn = loss_fn
         self._collate = collate
-        self._micro = _checked_micro(micro)
+        self._micro = checked_micro(micro)
         if fit_file is not None and self._micro is not None:
             raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
         self._sizes = FittingSizes(fit_file)
@@ -420,7 +421,7 @@ class MacroStep:
         return None
 
 
-def _checked_micro(micro: object) -> Policy | None:
+def checked_micro(micro: object) -> Policy | None:
     """How to cut; None: whatever fits."""
     if isinstance(micro, Policy):
         return micro

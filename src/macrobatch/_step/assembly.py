@@ -10,15 +10,17 @@ from torch.optim import Optimizer
 
 from macrobatch._ranks.select import select_backend
 from macrobatch._step import validation
-from macrobatch._step.closing import TakeStep
+from macrobatch._step.closing import Closing, TakeStep
 from macrobatch._step.engine import Engine
+from macrobatch._step.leaving import LeaveMean
 from macrobatch._torch.contract import warn_about_unknown_torch
+from macrobatch.errors import UsageError
 from macrobatch.types import NonFinite, Options, Reduction
 
 
 def engine_for(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     *,
     steps: int | Callable[[int], int] = 1,
     drops_short: bool = False,
@@ -26,11 +28,14 @@ def engine_for(
     has_joint: bool = False,
     **options: Unpack[Options],
 ) -> Engine:
-    """The engine for these models, which takes a step at each close; the arguments are checked."""
+    """The engine for these models, which takes a step at each close; the arguments are checked.
+
+    Without an optimizer it leaves the mean in ``.grad``, for a program that clips and steps by itself.
+    """
     warn_about_unknown_torch()
     validation.require_options(options, Options.__annotations__)
     models = validation.all_of(nn.Module, model, "model")
-    optimizers = validation.all_of(Optimizer, optimizer, "optimizer")
+    optimizers = () if optimizer is None else validation.all_of(Optimizer, optimizer, "optimizer")
     steps = steps if callable(steps) else validation.checked_steps(steps, "steps")
     scaler = validation.checked_scaler(options.get("scaler"))
     reduction = validation.checked_choice("reduction", options.get("reduction", "mean"), Reduction)
@@ -42,14 +47,7 @@ def engine_for(
         process_group=options.get("process_group"),
         accumulate_dtype=accumulate_dtype,
     )
-    closing = TakeStep(
-        validation.checked_optimizers(optimizers),
-        validation.checked_schedulers(options.get("scheduler"), optimizers),
-        scaler=scaler,
-        max_norm=validation.checked_norm(options.get("max_norm")),
-        nonfinite=validation.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
-        counts_on_host=callable(steps),
-    )
+    closing = _leaving(options) if optimizer is None else _stepping(optimizers, options, counts_on_host=callable(steps))
     return Engine(
         models,
         optimizers,
@@ -63,3 +61,21 @@ def engine_for(
         has_terms=has_terms,
         has_joint=has_joint,
     )
+
+
+def _stepping(optimizers: Sequence[Optimizer], options: Options, *, counts_on_host: bool) -> Closing:
+    return TakeStep(
+        validation.checked_optimizers(optimizers),
+        validation.checked_schedulers(options.get("scheduler"), optimizers),
+        scaler=validation.checked_scaler(options.get("scaler")),
+        max_norm=validation.checked_norm(options.get("max_norm")),
+        nonfinite=validation.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
+        counts_on_host=counts_on_host,
+    )
+
+
+def _leaving(options: Options) -> Closing:
+    for name in ("scheduler", "max_norm", "nonfinite"):
+        if options.get(name) is not None:
+            raise UsageError(f"{name}= belongs to the optimizer step: without an optimizer, the program takes it itself.")
+    return LeaveMean([], validation.checked_scaler(options.get("scaler")))

@@ -1,0 +1,12 @@
+"""Exact accumulation inside the Trainer of transformers, and inside those of TRL, which are made of it.
+
+>>> from transformers import Trainer
+>>> from macrobatch.transformers import exact
+>>> trainer_class = exact(Trainer)                      # or exact(Trainer, micro=by_tokens(8192), cuda_graph=True)
+>>> issubclass(trainer_class, Trainer), trainer_class.__name__
+(True, 'ExactTrainer')
+"""
+
+from macrobatch.transformers.trainer import exact
+
+__all__ = ["exact"]

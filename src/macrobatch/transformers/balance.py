@@ -1,0 +1,111 @@
+"""The load balancing loss of mixtures of experts, over the whole window.
+
+It multiplies two means: how many tokens each expert got, and how probable it was. So it is not a mean over micro-batches,
+and comes out otherwise when they are cut otherwise. Their sums add up: a first pass counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch.errors import UsageError
+from macrobatch.types import Encoded, Items, Sum
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The balance loss of a model.
+
+    Attributes:
+        coefficient: what it is multiplied by in the loss.
+        choices: how many experts each token goes to.
+        value: what it was when it was found.
+    """
+
+    coefficient: float
+    choices: int
+    value: float
+
+    def of(self, loss: float) -> float:
+        """Which part of a loss it was."""
+        return self.coefficient * self.value / loss
+
+    def encoded(self, loss: Tensor, items: Items, outputs: Any, mask: Tensor | None) -> Encoded:
+        """The loss of a micro-batch without it, and the sums that it needs."""
+        chosen, probable, tokens = sums_of(outputs.router_logits, self.choices, mask)
+        rest = loss - self.coefficient * outputs.aux_loss
+        return Encoded(rest, items, chosen=Sum(chosen), probable=Sum(probable), tokens=Sum(tokens))
+
+    def joint(self, _: nn.Module, encoded: Encoded) -> Tensor:
+        """The balance loss of all micro-batches on all ranks."""
+        return self.coefficient * from_sums(encoded.chosen, encoded.probable, encoded.tokens)
+
+
+def sums_of(logits: tuple[Tensor, ...], choices: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the tokens of all layers: how often each expert was chosen, how probable it was; and how many they are."""
+    chosen, probable, tokens = [], [], []
+    for layer in logits:
+        weights = layer.flatten(0, -2).softmax(-1).float()
+        shown = weights.new_ones(len(weights)) if mask is None else mask.reshape(-1).to(weights)
+        best = torch.zeros_like(weights).scatter_(1, weights.topk(choices, -1).indices, 1.0)
+        chosen.append((best * shown[:, None]).sum(0))
+        probable.append((weights * shown[:, None]).sum(0))
+        tokens.append(shown.sum())
+    return torch.stack(chosen).sum(0).detach(), torch.stack(probable).sum(0), torch.stack(tokens).sum()
+
+
+def from_sums(chosen: Tensor, probable: Tensor, tokens: Tensor) -> Tensor:
+    """The balance loss: 1 where all experts are used alike."""
+    return len(chosen) * ((chosen / tokens) * (probable / tokens)).sum()
+
+
+@contextmanager
+def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
+    """What the model returns meanwhile."""
+    found: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _arguments, outputs: found.append(outputs))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def balance_of(model: nn.Module, inputs: dict[str, Any], run: Callable[[], Any]) -> Balance | None:
+    """The balance loss in what `run` returns, if there is one. Its coefficient is its derivative.
+
+    Raises:
+        UsageError: there is one that is computed in another way than is known here.
+    """
+    with outputs_of(model) as outputs:
+        loss = run()
+    aux = getattr(outputs[-1], "aux_loss", None) if outputs else None
+    if not isinstance(aux, Tensor) or not isinstance(loss, Tensor) or not aux.requires_grad:
+        return None
+    (slope,) = torch.autograd.grad(loss, aux, allow_unused=True)
+    if slope is None or not slope.item():
+        return None
+    logits, choices = getattr(outputs[-1], "router_logits", None), _choices_of(model)
+    mask = inputs.get("attention_mask")
+    if logits is not None and choices is not None:
+        with torch.no_grad():
+            known = from_sums(*sums_of(tuple(logits), choices, mask))
+        if torch.isclose(known, aux.detach().to(known), rtol=1e-3, atol=1e-4):
+            return Balance(slope.item(), choices, aux.item())
+    raise UsageError(
+        f"{type(model).__name__} adds a loss of its own (aux_loss) that depends on the whole batch, and is none that can "
+        "be put together from micro-batches here. Switch it off (router_aux_loss_coef=0, output_router_logits=False), "
+        "or write the loop with MacroStep(joint=)."
+    )
+
+
+def _choices_of(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    return found if isinstance(found, int) else None

@@ -1,0 +1,64 @@
+"""What is known of TRL's trainers: where their samples are, and what a loss of generated completions is a mean over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from macrobatch.errors import UsageError
+from macrobatch.transformers.meaning import Inputs, Meaning
+from macrobatch.transformers.samples import Layout
+
+PAIRS = {"DPOTrainer", "RewardTrainer"}
+GENERATING = {"GRPOTrainer", "RLOOTrainer"}
+OVER_SEQUENCES = {"grpo", "sapo", "dr_grpo", "luspo"}
+OVER_TOKENS = {"bnpo"}
+SHARES = {"dapo", "cispo", "vespo"}  # of all completions that were generated together
+
+
+def layout_for(trainer: Any) -> Layout:
+    """Preferences come as pairs."""
+    return Layout(has_pairs=_is_one_of(trainer, PAIRS))
+
+
+def declared(trainer: Any) -> Meaning | None:
+    """The meaning of a loss of completions, which are only there after generating; None: the loss can be asked.
+
+    Raises:
+        UsageError: the loss is of a kind that is not known.
+    """
+    if not _is_one_of(trainer, GENERATING):
+        return None
+    for name in ("compute_loss", "_compute_loss"):
+        owner = next((one for one in type(trainer).__mro__ if name in vars(one) and not _is_ours(one)), None)
+        if owner is not None and not owner.__module__.startswith("trl."):
+            raise UsageError(
+                f"{owner.__name__}.{name} is not TRL's own, and what its loss is a mean over cannot be asked before "
+                "completions are generated. Use exact() with TRL's own loss, or write the loop with Accumulator."
+            )
+    loss_type = getattr(trainer, "loss_type", "grpo")
+    if loss_type in OVER_TOKENS:
+        return Meaning(_tokens_of_completions, "tokens of completions")
+    if loss_type in SHARES:
+        return Meaning(lambda inputs: 1, "batches")
+    if loss_type in OVER_SEQUENCES or _is_one_of(trainer, {"RLOOTrainer"}):
+        return Meaning(_completions, "completions")
+    raise UsageError(f"loss_type={loss_type!r} is not known here: what it is a mean over decides how batches are weighed.")
+
+
+def _completions(inputs: Inputs) -> int:
+    return len(inputs["completion_ids"])
+
+
+def _tokens_of_completions(inputs: Inputs) -> Tensor:
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
+
+
+def _is_one_of(trainer: Any, names: set[str]) -> bool:
+    return any(one.__name__ in names and one.__module__.startswith("trl.") for one in type(trainer).__mro__)
+
+
+def _is_ours(one: type) -> bool:
+    return one.__module__.startswith("macrobatch.")

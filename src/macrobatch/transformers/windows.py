@@ -1,0 +1,201 @@
+"""The windows of a trainer, on the engine: batch by batch, or the batches of a window together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch._cut.policies import Policy
+from macrobatch._step.assembly import engine_for
+from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch.errors import UsageError
+from macrobatch.macrostep import MacroStep
+from macrobatch.transformers.balance import outputs_of
+from macrobatch.transformers.meaning import Compute, Inputs, Meaning
+from macrobatch.transformers.samples import joined
+from macrobatch.types import Encoded, Items, StepResult
+
+LABEL_PADDING = -100
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `exact` was asked for.
+
+    Attributes:
+        micro: how to cut the samples of a window anew; None: its batches stay as they are.
+        cuda_graph: whether micro-steps are recorded.
+        options: for the engine.
+    """
+
+    micro: int | Policy | str | None = None
+    cuda_graph: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether micro-batches are other than the trainer's batches."""
+        return self.micro is not None
+
+
+class Windows(Protocol):
+    """Takes the batches of windows, one by one."""
+
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:
+        """A batch; `run` is the trainer's own ``training_step`` with it. The result where it closed the window."""
+
+    def drop(self) -> None:
+        """The open window, if any, is as if it had not been."""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the last window had no items."""
+
+
+class BatchByBatch(Windows):
+    """Every batch is a micro-batch. The trainer's own ``training_step`` runs it; what it hands to ``backward`` comes here.
+
+    Args:
+        trainer: whose they are.
+        model: as the trainer has wrapped it.
+        settings: of `exact`.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module, settings: Settings) -> None:
+        self._trainer = trainer
+        self._engine = engine_for(model, None, scaler=trainer.accelerator.scaler, **settings.options)
+        self._items: list[Items] = []  # of the losses that compute_loss has returned, and no backward has had
+
+    def note(self, items: Items) -> None:
+        """``compute_loss`` has returned a loss, a mean over so many items."""
+        self._items.append(items)
+
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
+        engine = self._engine
+        self._items.clear()
+        engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
+        try:
+            with self._backward_here():
+                run()
+            return engine.close()
+        except BaseException:
+            engine.give_up()
+            self.drop()
+            raise
+
+    @contextmanager
+    def _backward_here(self) -> Iterator[None]:
+        accelerator = self._trainer.accelerator
+        accelerator.backward = self._backward  # of this object alone, and only meanwhile
+        try:
+            yield
+        finally:
+            del accelerator.backward
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        if len(self._items) != 1:
+            raise UsageError(
+                f"training_step of {type(self._trainer).__name__} has called compute_loss {len(self._items)} times before "
+                "its backward: exact() weighs the loss by what compute_loss has returned, so it must be called once."
+            )
+        self._engine.backward(loss, self._items.pop())
+
+    def drop(self) -> None:
+        self._engine.discard()
+
+    @property
+    def is_void(self) -> bool:
+        closing = self._engine.closing
+        assert isinstance(closing, LeaveMean)
+        return closing.is_void()
+
+
+class WholeWindow(Windows):
+    """The batches of a window are kept until the last one, then run together: cut anew, recorded, or in two passes.
+
+    Args:
+        trainer: whose they are.
+        model: as the trainer has wrapped it.
+        settings: of `exact`.
+        meaning: what the loss is a mean over.
+        compute: the trainer's own ``compute_loss``.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module, settings: Settings, meaning: Meaning, compute: Compute) -> None:
+        self._trainer = trainer
+        self._meaning = meaning
+        self._compute = compute
+        self._cuts = settings.cuts
+        self._padding = padding_of(trainer)
+        self._waiting: list[Inputs] = []
+        self._result: StepResult | None = None
+        options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": _the_only_one}
+        if meaning.balance is not None:
+            options["joint"] = meaning.balance.joint
+        self._train = MacroStep(
+            model,
+            None,
+            self._loss,
+            cuda_graph=settings.cuda_graph,
+            scaler=trainer.accelerator.scaler,
+            **options,
+            **settings.options,
+        )
+
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
+        self._waiting.append(self._trainer._prepare_inputs(inputs))
+        if not last:
+            return None
+        batches, self._waiting = self._waiting, []
+        layout = self._meaning.layout
+        rows = [layout.as_rows(batch) for batch in batches]
+        self._result = self._train(_joined_rows(rows, self._padding) if self._cuts else rows)
+        return self._result
+
+    def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded:
+        trainer, balance = self._trainer, self._meaning.balance
+        inputs = self._meaning.layout.as_inputs(rows, self._padding)
+        mask = inputs.get("attention_mask")
+        with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
+            loss, items = self._meaning.loss(trainer, self._compute, model, inputs)
+        return (loss, items) if balance is None else balance.encoded(loss, items, outputs[-1], mask)
+
+    def drop(self) -> None:
+        self._waiting = []
+
+    @property
+    def is_void(self) -> bool:
+        return self._result is not None and bool(self._result.skipped)
+
+
+def _the_only_one(batches: list[Inputs]) -> Inputs:
+    (batch,) = batches
+    return batch
+
+
+def _joined_rows(batches: list[Inputs], padding: Mapping[str, int]) -> Inputs:
+    """One batch of several, which may be pairs."""
+    if isinstance(next(iter(batches[0].values())), Mapping):
+        return {key: joined([batch[key] for batch in batches], padding) for key in batches[0]}
+    return joined(batches, padding)
+
+
+def padding_of(trainer: Any) -> dict[str, int]:
+    """What the fields of a batch are padded with; all others with 0."""
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    config = getattr(trainer.model, "config", None)
+    token = getattr(tokenizer, "pad_token_id", None)
+    token = getattr(config, "pad_token_id", None) if token is None else token
+    pad = token if isinstance(token, int) else 0
+    return {"input_ids": pad, "decoder_input_ids": pad, "labels": LABEL_PADDING, "shift_labels": LABEL_PADDING}
+
+
+def zero_of(device: torch.device) -> Tensor:
+    """The loss of a batch that does not close a window."""
+    return torch.zeros((), device=device)
