@@ -77,5 +77,7 @@ def _stepping(optimizers: Sequence[Optimizer], options: Options, *, counts_on_ho
 def _leaving(options: Options) -> Closing:
     for name in ("scheduler", "max_norm", "nonfinite"):
         if options.get(name) is not None:
-            raise UsageError(f"{name}= belongs to the optimizer step: without an optimizer, the program takes it itself.")
+            raise UsageError(
+                f"{name}= belongs to the optimizer step: without an optimizer, the program takes it itself."
+            )
     return LeaveMean([], validation.checked_scaler(options.get("scaler")))

@@ -1,6 +1,6 @@
 """The load balancing loss of mixtures of experts, over the whole window.
 
-It multiplies two means: how many tokens each expert got, and how probable it was. So it is not a mean over micro-batches,
+It multiplies two means: how many tokens each expert got, and how probable it was. So it is no mean over micro-batches,
 and comes out otherwise when they are cut otherwise. Their sums add up: a first pass counts them.
 """
 
@@ -98,14 +98,14 @@ def balance_of(model: nn.Module, inputs: dict[str, Any], run: Callable[[], Any])
         if torch.isclose(known, aux.detach().to(known), rtol=1e-3, atol=1e-4):
             return Balance(slope.item(), choices, aux.item())
     raise UsageError(
-        f"{type(model).__name__} adds a loss of its own (aux_loss) that depends on the whole batch, and is none that can "
-        "be put together from micro-batches here. Switch it off (router_aux_loss_coef=0, output_router_logits=False), "
-        "or write the loop with MacroStep(joint=)."
+        f"{type(model).__name__} adds a loss of its own (aux_loss) that depends on the whole batch, and is none that "
+        "can be put together from micro-batches here. Switch it off (router_aux_loss_coef=0, or "
+        "output_router_logits=False), or write the loop with MacroStep(joint=)."
     )
 
 
 def _choices_of(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
     return found if isinstance(found, int) else None

@@ -1,8 +1,8 @@
 """What the loss of a trainer is a mean over.
 
 Nobody says so: a model may divide by ``num_items_in_batch`` or take it and ignore it, shift its labels or not, and
-``compute_loss`` may be anybody's. So the loss itself is asked, once: with other numbers of items, with some of its labels
-hidden, with some of its samples. What it is a mean over follows from the answers.
+``compute_loss`` may be anybody's. So the loss itself is asked, once: with other numbers of items, with some of its
+labels hidden, with some of its samples. What it is a mean over follows from the answers.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def own_items(trainer: Any) -> Iterator[None]:
 def labels_shown(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor:
     """How many labels are not -100; `shifted`: without the first of each row, which a causal model does not predict."""
     if "shift_labels" in inputs:
-        return (inputs["shift_labels"] != IGNORED).sum()
-    labels = inputs["labels"]
-    return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
+        labels: Tensor = inputs["shift_labels"]
+    else:
+        labels = inputs["labels"][..., 1:] if shifted else inputs["labels"]
+    return (labels != IGNORED).sum()
 
 
 def causal_labels(inputs: Inputs) -> Tensor:
@@ -175,7 +176,9 @@ def meaning_of(trainer: Any, compute: Compute, model: nn.Module, inputs: Inputs,
         return Meaning(None, "what compute_loss says", layout=layout)
     second = ask(inputs, None if number is None else 2 * number)
     assert second is not None
-    divided = 0.0 if first == 0 else 2 * (first - second) / first  # the part of the loss that num_items_in_batch divides
+    divided = (
+        0.0 if first == 0 else 2 * (first - second) / first
+    )  # the part of the loss that num_items_in_batch divides
     # A function of the user's may want a number in any case; a model without one divides by what it has counted.
     answers = _Answers(ask, number if trainer.compute_loss_func is not None else None)
     by_labels, by_samples = answers.to_labels(inputs, trainer.model), answers.to_samples(inputs, layout)
@@ -204,10 +207,10 @@ def _number_of(trainer: Any, inputs: Inputs) -> Tensor | None:
 
 def _hidden(trainer: Any, why: str) -> str:
     return (
-        f"what the loss of {type(trainer).__name__}.compute_loss is a mean over is hidden: it is neither a mean over the "
-        f"labels that are not -100, nor over the samples, nor a sum divided by num_items_in_batch ({why}). The mean over "
-        "several micro-batches cannot be told from it. Let compute_loss return (loss, items), where the loss is a mean "
-        "over so many items, or divide a sum by num_items_in_batch."
+        f"what the loss of {type(trainer).__name__}.compute_loss is a mean over is hidden: it is neither a mean over "
+        f"the labels that are not -100, nor over the samples, nor a sum divided by num_items_in_batch ({why}). The "
+        "mean over several micro-batches cannot be told from it. Let compute_loss return (loss, items), where the loss is a "
+        "mean over so many items, or divide a sum by num_items_in_batch."
     )
 
 
@@ -261,8 +264,9 @@ def _with_few_labels(inputs: Inputs, model: Any) -> list[Inputs] | None:
         return None
     shown = labels[labels != IGNORED]
     label = shown[0] if len(shown) else labels.new_zeros(())
-    are_tokens = isinstance(mask, Tensor) and mask.shape == labels.shape[:2]
-    place = (mask != 0).cumsum(1) if are_tokens else torch.arange(1, labels.shape[1] + 1, device=labels.device)
+    place = torch.arange(1, labels.shape[1] + 1, device=labels.device)
+    if isinstance(mask, Tensor) and mask.shape == labels.shape[:2]:
+        place = (mask != 0).cumsum(1)
     place = place.expand(labels.shape[:2]).reshape(*labels.shape[:2], *[1] * (labels.dim() - 2))
     fixed = dict(inputs)
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)

@@ -17,7 +17,7 @@ HALVES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Layout:
-    """Samples are rows of all tensors; or pairs: the chosen ones in the first half of the rows, the rejected after them.
+    """Samples are rows of all tensors; or pairs, the chosen ones in the first half of the rows, then the rejected.
 
     Attributes:
         has_pairs: whether they are pairs.
@@ -97,8 +97,8 @@ def _join(key: str, values: list[Any], pad: int, at_left: bool) -> Any:
         raise BatchError(f"the batches of a window cannot be made one: {key!r} is one number, another in each.")
     if len({value.shape[2:] for value in values}) > 1 or len({value.dim() for value in values}) > 1:
         raise BatchError(
-            f"the batches of a window cannot be made one: {key!r} has the shapes {[tuple(v.shape) for v in values]}. Only "
-            "the second dimension, that of the tokens, can be padded. Leave micro= out, or pad to one size."
+            f"the batches of a window cannot be made one: {key!r} has the shapes {[tuple(v.shape) for v in values]}. "
+            "Only the second dimension, that of the tokens, can be padded. Leave micro= out, or pad to one size."
         )
     if values[0].dim() == 1:
         return torch.cat(values)

@@ -18,8 +18,8 @@ def require_supported(trainer: Any, settings: Any) -> None:
         raise BackendError(f"{name}: SageMaker's model parallelism accumulates gradients itself. Use DDP or FSDP.")
     if arguments.n_gpu > 1:
         raise BackendError(
-            f"{name}: DataParallel runs one micro-batch on {arguments.n_gpu} GPUs from one process. Start one process for "
-            "each GPU: torchrun --nproc-per-node=gpu script.py."
+            f"{name}: DataParallel runs one micro-batch on {arguments.n_gpu} GPUs from one process. Start one process "
+            "for each GPU: torchrun --nproc-per-node=gpu script.py."
         )
     sizes = {kind: getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in sizes.values()):
@@ -31,13 +31,13 @@ def require_supported(trainer: Any, settings: Any) -> None:
         )
     if (settings.cuts or settings.cuda_graph) and (owner := _own_training_step(trainer)) is not None:
         raise UsageError(
-            f"{owner} has a training_step of its own, which micro= and cuda_graph= would leave out: they run the batches "
-            "of a window together. Leave these options out, or override compute_loss instead."
+            f"{owner} has a training_step of its own, which micro= and cuda_graph= would leave out: they run the "
+            "batches of a window together. Leave these options out, or override compute_loss instead."
         )
 
 
 def _own_training_step(trainer: Any) -> str | None:
-    """The class that changes ``training_step``, where it is neither of transformers nor TRL's wrapping of offloading."""
+    """The class that changes ``training_step``; TRL's only offload activations in it, but for GRPO's."""
     for one in type(trainer).__mro__:
         if "training_step" in vars(one) and one.__module__.split(".")[0] not in ("macrobatch", "transformers"):
             return None if one.__module__.startswith("trl.") and one.__name__ != "GRPOTrainer" else one.__name__

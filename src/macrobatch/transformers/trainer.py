@@ -1,7 +1,7 @@
 """`exact`: a trainer of transformers, with its windows on the engine.
 
-The trainer keeps its loop: it reads a window's batches, calls ``training_step`` for each, clips, steps and logs. Here the
-gradients become the mean over the items of the window and of all ranks, before it clips.
+The trainer keeps its loop: it reads a window's batches, calls ``training_step`` for each, clips, steps and logs. Here
+the gradients become the mean over the items of the window and of all ranks, before it clips.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OPTIONS = ("sync", "gather", "accumulate_dtype", "fit_file")
 def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph: bool = False, **options: Any) -> type:
     """The same trainer class, with gradient accumulation that is exact.
 
-    Its arguments, callbacks, logs and checkpoints stay what they are. A window, the ``gradient_accumulation_steps`` batches
-    of one optimizer step on all ranks, has the gradient of one big batch, whatever its batches hold, and the loss that is
-    logged is that of the window.
+    Its arguments, callbacks, logs and checkpoints stay what they are. A window, the ``gradient_accumulation_steps``
+    batches of one optimizer step on all ranks, has the gradient of one big batch, whatever its batches hold, and the
+    loss that is logged is that of the window.
 
     Args:
         trainer: the `Trainer` of transformers, or a class made of it, such as `SFTTrainer`.
-        micro: how to cut the samples of a window anew: `by_tokens`, `by_count`, a number of samples, or "auto": whatever
-            fits into memory. None: the trainer's batches are the micro-batches.
+        micro: how to cut the samples of a window anew: `by_tokens`, `by_count`, a number of samples, or "auto":
+            whatever fits into memory. None: the trainer's batches are the micro-batches.
         cuda_graph: micro-steps are recorded once for each shape, and replayed, for a GPU that waits for Python.
         options: ``accumulate_dtype``, ``sync``, ``gather`` and ``fit_file`` of `MacroStep`.
 
@@ -48,7 +48,9 @@ def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         name = trainer.__name__ if isinstance(trainer, type) else f"an object of type {type(trainer).__name__}"
-        raise UsageError(f"exact() takes a trainer class of transformers, as in exact(Trainer)(model, args): got {name}.")
+        raise UsageError(
+            f"exact() takes a trainer class of transformers, as in exact(Trainer)(model, args): got {name}."
+        )
     if issubclass(trainer, ExactTrainer):
         raise UsageError(f"{trainer.__name__} is exact already: hand the class itself to exact(), with all options.")
     validation.require_options(options, OPTIONS)
@@ -58,14 +60,14 @@ def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph:
         raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
     settings = Settings(micro, cuda_graph, options)
     members = {"macrobatch_settings": settings, "__doc__": trainer.__doc__, "__module__": trainer.__module__}
-    made = type(f"Exact{trainer.__name__}", (ExactTrainer, trainer), members)
+    made: Any = type(f"Exact{trainer.__name__}", (ExactTrainer, trainer), members)
 
-    @wraps(trainer.__init__)  # type: ignore[misc]
+    @wraps(trainer.__init__)
     def construct(self: Any, *arguments: Any, **named: Any) -> None:
-        super(made, self).__init__(*arguments, **named)  # type: ignore[misc]
+        super(made, self).__init__(*arguments, **named)
 
-    made.__init__ = construct  # type: ignore[misc]
-    return made
+    made.__init__ = construct
+    return made  # type: ignore[no-any-return]
 
 
 class ExactTrainer(Trainer):  # type: ignore[misc]
@@ -97,7 +99,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return super()._inner_training_loop(*arguments, **named)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The batches of the next window. A short one is filled up: the loop steps after as many as it has asked for."""
+        """The batches of the next window, as many as the loop has asked for, or it would not step."""
         if self._windows is not None:
             self._windows.drop()  # one that a callback has broken off
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -41,10 +41,12 @@ def declared(trainer: Any) -> Meaning | None:
     if loss_type in OVER_TOKENS:
         return Meaning(_tokens_of_completions, "tokens of completions")
     if loss_type in SHARES:
-        return Meaning(lambda inputs: 1, "batches")
+        return Meaning(lambda _: 1, "batches")
     if loss_type in OVER_SEQUENCES or _is_one_of(trainer, {"RLOOTrainer"}):
         return Meaning(_completions, "completions")
-    raise UsageError(f"loss_type={loss_type!r} is not known here: what it is a mean over decides how batches are weighed.")
+    raise UsageError(
+        f"loss_type={loss_type!r} is not known here: what it is a mean over decides how batches are weighed."
+    )
 
 
 def _completions(inputs: Inputs) -> int:
@@ -53,7 +55,8 @@ def _completions(inputs: Inputs) -> int:
 
 def _tokens_of_completions(inputs: Inputs) -> Tensor:
     mask = inputs["completion_mask"]
-    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
+    found: Tensor = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
+    return found
 
 
 def _is_one_of(trainer: Any, names: set[str]) -> bool:

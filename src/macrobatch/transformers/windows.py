@@ -59,7 +59,7 @@ class Windows(Protocol):
 
 
 class BatchByBatch(Windows):
-    """Every batch is a micro-batch. The trainer's own ``training_step`` runs it; what it hands to ``backward`` comes here.
+    """Every batch is a micro-batch. The trainer's own ``training_step`` runs it, but its backward is ours.
 
     Args:
         trainer: whose they are.
@@ -101,8 +101,8 @@ class BatchByBatch(Windows):
     def _backward(self, loss: Tensor, **_: Any) -> None:
         if len(self._items) != 1:
             raise UsageError(
-                f"training_step of {type(self._trainer).__name__} has called compute_loss {len(self._items)} times before "
-                "its backward: exact() weighs the loss by what compute_loss has returned, so it must be called once."
+                f"training_step of {type(self._trainer).__name__} has called compute_loss {len(self._items)} times "
+                "before its backward: exact() weighs the loss by what that has returned, so it must be called once."
             )
         self._engine.backward(loss, self._items.pop())
 

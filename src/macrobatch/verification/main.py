@@ -33,15 +33,16 @@ from macrobatch.verification.report import ParameterError, Report, WindowReport
 from macrobatch.verification.sample_matching import MatchedSamples, match_samples
 from macrobatch.verification.saved_state import DropoutSwitch, SavedState
 from macrobatch.verification.step_watcher import Step, watch
+from macrobatch.verification.trainers import case_of_trainer
 from macrobatch.verification.whole_loss import WholeLoss
 
 NUM_WORST = 5  # how many parameters a report names
 
 
 def verify(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
+    model: nn.Module | Any,
+    loss_fn: LossFunction | None = None,
+    batch: Any = None,
     *,
     micro: int | ByCount | ByTokens | None = None,
     step: Step | None = None,
@@ -78,7 +79,8 @@ def verify(
     is meant for one optimizer step, pass ``windows=1``: then more than one is an error.
 
     Args:
-        model: the model as it is trained: plain, compiled, or wrapped for several ranks.
+        model: the model as it is trained: plain, compiled, or wrapped for several ranks. Or a `Trainer` of
+            transformers, alone: its first window is compared, in its own way, with one big batch of the same samples.
         loss_fn: ``loss_fn(model, batch)`` returns the loss, or the loss and its number of items. The loss is the mean
             over the items, or with ``reduction="sum"`` their sum. Or a dict of terms, ``{name: (loss, items)}``, whose
             means are added up.
@@ -101,6 +103,10 @@ def verify(
         BatchError: the step took several optimizer steps, and `verify` cannot match the samples with them.
         FitError: the whole batch does not fit into memory at once.
     """
+    if loss_fn is None and batch is None and (given := case_of_trainer(model)) is not None:
+        return verify(**given)
+    if loss_fn is None:
+        raise UsageError("verify(model, loss_fn, batch) needs a loss_fn and a batch, unless the first is a trainer.")
     _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
     arguments.checked_joint(joint, arguments.checked_counts(counts))
     ranks = Ranks.of(model)

@@ -1,0 +1,102 @@
+"""A trainer as `verify` wants it: a model, a loss, a batch, and a step that does what the trainer does in a window."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+from macrobatch._step.snapshot import Snapshot
+from macrobatch.errors import UsageError
+from macrobatch.transformers.balance import outputs_of
+from macrobatch.transformers.meaning import Compute, Inputs, meaning_of
+from macrobatch.transformers.samples import joined
+from macrobatch.transformers.support import require_supported
+from macrobatch.transformers.trainer import ExactTrainer
+from macrobatch.transformers.trl import declared, layout_for
+from macrobatch.transformers.windows import Settings, padding_of
+from macrobatch.types import Encoded, Items
+
+
+def is_trainer(given: object) -> bool:
+    """Whether it is a trainer of transformers."""
+    return isinstance(given, Trainer)
+
+
+def case_of(trainer: Any) -> dict[str, Any]:
+    """The arguments of `verify` for a trainer as it stands, exact or not: its first window, in its own way.
+
+    Raises:
+        UsageError: it has no batch to try, or its batches come only with training.
+    """
+    require_supported(trainer, Settings())
+    if declared(trainer) is not None:
+        raise UsageError(
+            f"{type(trainer).__name__} generates its batches while it trains, so there is no window to verify. Its "
+            "losses are compared with one big batch in the tests of macrobatch."
+        )
+    model = _wrapped(trainer)
+    batches = _first_window(trainer)
+    padding, layout = padding_of(trainer), layout_for(trainer)
+    compute = _own_compute_loss(trainer)
+    meaning = meaning_of(trainer, compute, model, batches[0], layout)
+    rows = [layout.count(batch) for batch in batches]
+
+    def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded:
+        with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
+            loss, items = meaning.loss(trainer, compute, model, dict(inputs))
+        if meaning.balance is None:
+            return loss, items
+        return meaning.balance.encoded(loss, items, outputs[-1], inputs.get("attention_mask"))
+
+    def step(model: nn.Module, inputs: Inputs) -> None:
+        starts = [sum(rows[:index]) for index in range(len(rows))]
+        window = [layout.select(inputs, range(at, at + count)) for at, count in zip(starts, rows, strict=True)]
+        run_window(trainer, model, window)
+
+    joint = None if meaning.balance is None else meaning.balance.joint
+    return {"model": model, "loss_fn": loss_fn, "batch": joined(batches, padding), "step": step, "joint": joint}
+
+
+def run_window(trainer: Any, model: nn.Module, batches: list[Inputs]) -> None:
+    """What the trainer's loop does with the batches of a window, up to clipping."""
+    window, number = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
+    trainer.current_gradient_accumulation_steps = len(window)
+    for index, inputs in enumerate(window):
+        is_last = index == len(window) - 1
+        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+        with contextlib.nullcontext() if is_last else trainer.accelerator.no_sync(model):
+            trainer.training_step(model, dict(inputs), number)
+
+
+def _first_window(trainer: Any) -> list[Inputs]:
+    before = Snapshot([trainer.model])
+    try:
+        loader = iter(trainer.get_train_dataloader())
+        wanted = range(trainer.args.gradient_accumulation_steps)
+        batches = [trainer._prepare_inputs(batch) for _, batch in zip(wanted, loader, strict=False)]
+    finally:
+        before.restore()
+    if not batches:
+        raise UsageError(f"{type(trainer).__name__} has no training data, so there is no window to verify.")
+    return batches
+
+
+def _wrapped(trainer: Any) -> nn.Module:
+    """The model as it is trained."""
+    if trainer.args.world_size == 1 or trainer.model_wrapped is not trainer.model:
+        return trainer.model_wrapped  # type: ignore[no-any-return]
+    if trainer.is_fsdp_enabled:
+        raise UsageError(
+            "the model is not sharded before train(): verify the trainer in one process, or after train()."
+        )
+    return trainer.accelerator.prepare_model(trainer.model)  # type: ignore[no-any-return]
+
+
+def _own_compute_loss(trainer: Any) -> Compute:
+    """The ``compute_loss`` of the class that `exact` was given, or of the trainer itself."""
+    if isinstance(trainer, ExactTrainer):
+        return super(ExactTrainer, trainer).compute_loss  # type: ignore[no-any-return]
+    return trainer.compute_loss  # type: ignore[no-any-return]
