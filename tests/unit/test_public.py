@@ -31,6 +31,7 @@ FACES = {"accumulator", "macrostep", "losses", "contrastive"}
 ROOMS["verification"] = CORE | FACES
 ROOMS["verify"] = {"verification"}
 ROOMS["accelerate"] = CORE | FACES | {"verification"}
+ROOMS["lightning"] = CORE
 ROOMS["train"] = CORE | FACES
 ROOMS["bench"] = {"errors"}
 ROOMS["subcommands"] = CORE | {"bench", "train", "verify", "__init__"}
@@ -38,7 +39,7 @@ ROOMS["cli"] = {"errors", "subcommands"}
 ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
 ROOMS["__main__"] = {"cli"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
-EXTRAS = {"train": TRAIN, "accelerate": {"accelerate"}}
+EXTRAS = {"train": TRAIN, "accelerate": {"accelerate"}, "lightning": {"lightning"}}
 
 
 def test_public_names():
