@@ -1,12 +1,13 @@
 """A module and a Trainer of Lightning for the tests, and what the program sees of them."""
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from harness import reference
@@ -21,13 +22,15 @@ class Loader:
     """Batches, of which a checkpoint knows how many were handed out."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches, self._next = [{"x": b.x, "y": b.y} for b in batches], 0
+        self.batches = [{"x": b.x, "y": b.y} for b in batches]
+        self._begin = self._next = 0
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for number in range(self._next % len(self.batches), len(self.batches)):
+        begin, self._begin = self._begin, 0
+        for number in range(begin % len(self.batches), len(self.batches)):
             self._next = number + 1
             yield self.batches[number]
 
@@ -35,7 +38,7 @@ class Loader:
         return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._next = state["next"]
+        self._begin = state["next"]
 
 
 class Task(LightningModule):  # type: ignore[misc]
@@ -74,12 +77,18 @@ class Task(LightningModule):  # type: ignore[misc]
         return {"optimizer": self.own.optimizers[0], "lr_scheduler": schedule}
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Lightning warns of much that a small test has on purpose, and uses what torch has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning|pytorch_lightning|torch.jit|typing_extensions")
+        yield
+
+
 def fit(module: LightningModule, batches: Sequence[Batch], *, val: Sequence[Batch] = (), **options: Any) -> Trainer:
     """Train the module as a program would, for one epoch; returns the Trainer."""
     ckpt_path = options.pop("ckpt_path", None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        warnings.filterwarnings("ignore", message=".*(isinstance.treespec|LeafSpec).*")
+    with quiet():
         trainer = Trainer(**OURS | {"max_epochs": 1, "devices": 1} | options)
         trainer.fit(module, Loader(batches), Loader(val) if val else None, ckpt_path=ckpt_path)
     return trainer
