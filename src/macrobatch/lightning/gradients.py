@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from macrobatch._torch.modules import data_parallel_of, is_fully_sharded
 from macrobatch.errors import BackendError
@@ -55,6 +56,18 @@ def trained_modules(model: nn.Module) -> list[nn.Module]:
                 "gradient. Call fully_shard on the module that holds it, or freeze it."
             )
     return sharded or [model]
+
+
+def require_own(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+    """An error if an optimizer waits for gradients that never come."""
+    known = set(map(id, parameters))
+    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if parameter.requires_grad and id(parameter) not in known:
+            raise BackendError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module: it "
+                "belongs to something else, or configure_model() has replaced it since. Make the optimizer in "
+                "configure_optimizers(), of self.parameters()."
+            )
 
 
 def _outermost_sharded(module: nn.Module) -> Iterator[nn.Module]:

@@ -25,7 +25,7 @@ from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, package_of
-from macrobatch.lightning.gradients import StaleGradients, trained_modules
+from macrobatch.lightning.gradients import StaleGradients, require_own, trained_modules
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
 from macrobatch.types import StepResult
 
@@ -188,6 +188,8 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             return
         require_no_other(trainer, package_of(self.around))  # a module can add callbacks, too
         models = trained_modules(self.model)
+        parameters = [p for model in models for p in model.parameters()]
+        require_own(self.optimizers, parameters)
         mesh = getattr(self, "device_mesh", None)
         shares = mesh is not None and data_parallel_of(models[0]) is None  # by tensor parallelism alone
         backend = select_backend(
@@ -200,7 +202,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._closing = LeaveMean([], scaler)
         self._engine = Engine(models, [], backend, self._closing, scaler=scaler)
-        self._stale = StaleGradients([p for model in models for p in model.parameters()])
+        self._stale = StaleGradients(parameters)
         self.result = None
 
     def on_train_start(self) -> None:
