@@ -41,6 +41,12 @@ class Loader:
         self._begin = state["next"]
 
 
+class Unsized(Loader):
+    """The same, of unknown length."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 class Task(LightningModule):  # type: ignore[misc]
     """A model of the reference that learns to predict tokens."""
 
@@ -85,10 +91,17 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def fit(module: LightningModule, batches: Sequence[Batch], *, val: Sequence[Batch] = (), **options: Any) -> Trainer:
+def fit(
+    module: LightningModule,
+    batches: Sequence[Batch],
+    *,
+    val: Sequence[Batch] = (),
+    load: Callable[[Sequence[Batch]], Loader] = Loader,
+    **options: Any,
+) -> Trainer:
     """Train the module as a program would, for one epoch; returns the Trainer."""
     ckpt_path = options.pop("ckpt_path", None)
     with quiet():
         trainer = Trainer(**OURS | {"max_epochs": 1, "devices": 1} | options)
-        trainer.fit(module, Loader(batches), Loader(val) if val else None, ckpt_path=ckpt_path)
+        trainer.fit(module, load(batches), Loader(val) if val else None, ckpt_path=ckpt_path)
     return trainer

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from harness import reference
-from harness.lightnings import OURS, Loader, Task, fit, quiet
+from harness.lightnings import OURS, Loader, Task, Unsized, fit, quiet
 from harness.reference import Convolution, Counting, Trainee, relative_error, same_training, trainee, weights_of
 from macrobatch import Accumulator
 from macrobatch.errors import BackendError, BatchError, UsageError
@@ -54,6 +54,12 @@ def test_any_model(make):
     task = Task(make)
     fit(task, BATCHES, strategy=ExactStrategy(steps=3), max_epochs=2)
     same_training(task.own, train_whole(reference.cut(BATCHES, BATCHES, steps=3), make=make)[0])
+
+
+def test_a_loader_of_unknown_length():
+    task = Task()
+    fit(task, BATCHES, strategy=ExactStrategy(steps=4), max_epochs=2, load=Unsized)
+    same_training(task.own, train_whole(reference.cut(BATCHES, BATCHES, steps=4))[0])
 
 
 def test_clipping_by_value_and_by_the_module_itself():
