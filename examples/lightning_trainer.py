@@ -12,19 +12,21 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from macrobatch.lightning import ExactStrategy
 
 WORDS, WIDTH, PADDING = 64, 32, 0
 
 
-def make_sequences(count: int) -> list[Tensor]:
-    """Sequences that count upwards, of 3 to 30 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 31, (count,), generator=generator).tolist()
-    first = torch.randint(WORDS, (count,), generator=generator).tolist()
-    return [(begin + torch.arange(length)) % (WORDS - 1) + 1 for begin, length in zip(first, lengths, strict=True)]
+class Sequences(Dataset[Tensor]):
+    """They count upwards, over 3 to 30 tokens."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.arange(number, number + 3 + number * 7 % 28) % (WORDS - 1) + 1
 
 
 def pad(sequences: list[Tensor]) -> Tensor:
@@ -72,7 +74,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Counter(), DataLoader(make_sequences(80), batch_size=4, collate_fn=pad))
+    trainer.fit(Counter(), DataLoader(Sequences(), batch_size=4, collate_fn=pad))
 
 
 if __name__ == "__main__":
