@@ -108,6 +108,23 @@ def test_optimizers_of_any_make(how):
     same_training(task.own, train_whole(reference.cut(BATCHES, steps=4), "AdamW")[0])
 
 
+def test_gradients_that_are_cleared_in_other_ways():
+    class Zeroing(Task):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad(set_to_none=False)
+
+    class Keeping(Task):
+        """Clears by itself, somewhere else."""
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            pass
+
+    for make in (Zeroing, Keeping):
+        task = make()
+        fit(task, BATCHES, strategy=ExactStrategy(steps=3))
+        same_training(task.own, train_whole(reference.cut(BATCHES, steps=3))[0])
+
+
 def test_one_that_computes_the_loss_several_times():
     class Searching(Task):
         def configure_optimizers(self):
@@ -363,6 +380,7 @@ def test_resumes_inside_an_epoch_bitwise(tmp_path, steps, fp16):
         options["callbacks"] = [saving, *options.get("callbacks", [])]
         strategy = ExactStrategy(steps=steps)
         fit(task, BATCHES, strategy=strategy, max_epochs=2, plugins=plugins, enable_checkpointing=True, **options)
+        assert strategy.result.step == (8 if steps == 2 else 7)
         return task
 
     whole = start()
