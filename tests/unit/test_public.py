@@ -30,9 +30,10 @@ ROOMS["macrostep"] = CORE
 FACES = {"accumulator", "macrostep", "losses", "contrastive"}
 ROOMS["verification"] = CORE | FACES
 ROOMS["verify"] = {"verification"}
-ROOMS["verification"] |= {"transformers"}  # only where the program has imported the library
+ROOMS["verification"] |= {"transformers", "lightning"}  # only where the program has imported the library
 ROOMS["accelerate"] = CORE | FACES | {"verification"}
 ROOMS["transformers"] = CORE | FACES
+ROOMS["lightning"] = CORE | FACES
 ROOMS["train"] = CORE | FACES
 ROOMS["bench"] = {"errors"}
 ROOMS["subcommands"] = CORE | {"bench", "train", "verify", "__init__"}
@@ -40,7 +41,7 @@ ROOMS["cli"] = {"errors", "subcommands"}
 ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
 ROOMS["__main__"] = {"cli"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets"}
-EXTRAS = {"train": TRAIN, "accelerate": {"accelerate"}, "transformers": {"transformers"}}
+EXTRAS = {name: {name} for name in ("accelerate", "transformers", "lightning")} | {"train": TRAIN}
 
 
 def test_public_names():

@@ -209,8 +209,8 @@ def _hidden(trainer: Any, why: str) -> str:
     return (
         f"what the loss of {type(trainer).__name__}.compute_loss is a mean over is hidden: it is neither a mean over "
         f"the labels that are not -100, nor over the samples, nor a sum divided by num_items_in_batch ({why}). The "
-        "mean over several micro-batches cannot be told from it. Let compute_loss return (loss, items), where the loss is a "
-        "mean over so many items, or divide a sum by num_items_in_batch."
+        "mean over several micro-batches cannot be told from it. Let compute_loss return (loss, items), where the loss "
+        "is a mean over so many items, or divide a sum by num_items_in_batch."
     )
 
 

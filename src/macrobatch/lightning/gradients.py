@@ -1,0 +1,78 @@
+"""Whose gradients are accumulated, and what the step before has left there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from macrobatch._torch.modules import data_parallel_of, is_fully_sharded
+from macrobatch.errors import BackendError
+
+
+class StaleGradients:
+    """The gradients of the step before: hooks may look at them until Lightning clears them, after the next forward.
+
+    A window must not begin with them. So they are put away while it does, and dropped before its first backward.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
+        self._parameters = parameters
+        self._found: list[tuple[nn.Parameter, Tensor]] = []
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Put them away for the first forward of a window."""
+        self._found = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter, _ in self._found:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in self._found:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+
+    def drop(self) -> None:
+        """Clear those that are still there, or zeros in their place; not what somebody else has put there."""
+        for parameter, gradient in self._found:
+            if parameter.grad is gradient:
+                parameter.grad = None
+        self._found = []
+
+
+def trained_modules(model: nn.Module) -> list[nn.Module]:
+    """The model as it is wrapped; or the parts of it that are sharded, which must be all that is trained."""
+    if data_parallel_of(model) is not None:
+        return [model]
+    sharded = list(_outermost_sharded(model))
+    known = {id(p) for part in sharded for p in part.parameters()}
+    for name, parameter in model.named_parameters() if sharded else ():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise BackendError(
+                f"parameter {name!r} is in no module that configure_model() shards: nothing synchronises its "
+                "gradient. Call fully_shard on the module that holds it, or freeze it."
+            )
+    return sharded or [model]
+
+
+def require_own(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+    """An error if an optimizer waits for gradients that never come."""
+    known = set(map(id, parameters))
+    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if parameter.requires_grad and id(parameter) not in known:
+            raise BackendError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module: it "
+                "belongs to something else, or configure_model() has replaced it since. Make the optimizer in "
+                "configure_optimizers(), of self.parameters()."
+            )
+
+
+def _outermost_sharded(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if is_fully_sharded(child):
+            yield child
+        else:
+            yield from _outermost_sharded(child)

@@ -1,0 +1,70 @@
+"""How long the windows are, in each epoch: what the Trainer is told."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from macrobatch._step.validation import checked_steps
+from macrobatch.errors import UsageError
+
+Steps = int | Mapping[int, int]
+
+
+def checked_schedule(steps: Steps) -> Steps:
+    """Micro-batches in a window, or those from each of some epochs on."""
+    if not isinstance(steps, Mapping):
+        return checked_steps(steps, "steps")
+    if not steps or not all(type(epoch) is int and epoch >= 0 for epoch in steps):
+        raise UsageError(
+            f"steps={dict(steps)} is no schedule: its keys are the epochs, counted from 0, from which its values hold."
+        )
+    return {0: 1} | {epoch: checked_steps(count, f"steps[{epoch}]") for epoch, count in steps.items()}
+
+
+@contextlib.contextmanager
+def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
+    """Let the Trainer count windows of that length, as with ``accumulate_grad_batches``."""
+    before = trainer.accumulate_grad_batches
+    schedule = None if isinstance(steps, int) else _schedule_class(package)(dict(steps))
+    if schedule is None:
+        trainer.accumulate_grad_batches = steps
+    else:
+        trainer.callbacks.insert(0, schedule)  # before callbacks that change it for an epoch
+        schedule.set_length(trainer)
+    try:
+        yield
+    finally:
+        trainer.accumulate_grad_batches = before
+        if schedule in trainer.callbacks:
+            trainer.callbacks.remove(schedule)
+
+
+@functools.cache
+def _schedule_class(package: str) -> Any:
+    callbacks = importlib.import_module(f"{package}.callbacks")
+
+    class Schedule(callbacks.GradientAccumulationScheduler):  # type: ignore[misc, name-defined]
+        """Lightning's, which does not hold in the epoch inside which a run resumes: this one does."""
+
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            self.set_length(trainer)
+
+        def set_length(self, trainer: Any) -> None:
+            trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    return Schedule
+
+
+def require_no_other(trainer: Any, package: str) -> None:
+    """An error if somebody else tells the Trainer, too."""
+    theirs = importlib.import_module(f"{package}.callbacks").GradientAccumulationScheduler
+    for callback in trainer.callbacks:
+        if isinstance(callback, theirs) and not isinstance(callback, _schedule_class(package)):
+            raise UsageError(
+                f"the callback {type(callback).__name__} beside ExactStrategy: leave it out, and hand over its "
+                f"schedule, ExactStrategy(steps={callback.scheduling})."
+            )

@@ -1,0 +1,304 @@
+"""`ExactStrategy`: a strategy of Lightning whose windows are closed by the engine of `_step`.
+
+The Trainer counts batches, steps, schedules and logs as it does with ``accumulate_grad_batches``, which is set while it
+fits. What is ours is the backward: each loss goes to the engine, and a window's last one leaves ``.grad`` at the mean
+over all its items, before Lightning clips and steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from macrobatch._ranks.collectives import all_gather_objects
+from macrobatch._ranks.select import select_backend
+from macrobatch._step.engine import Engine
+from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._torch.contract import warn_about_unknown_torch
+from macrobatch._torch.modules import data_parallel_of
+from macrobatch.errors import UsageError
+from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, package_of
+from macrobatch.lightning.gradients import StaleGradients, require_own, trained_modules
+from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
+from macrobatch.types import StepResult
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+else:
+    Strategy = object  # the class comes in with the strategy that an `ExactStrategy` is made around
+
+SAVED_AS = "macrobatch"  # in checkpoints
+
+
+class ExactStrategy(Strategy):  # type: ignore[misc]
+    """A strategy of Lightning that accumulates exactly: each step is that of one big batch.
+
+    >>> from lightning.pytorch import Trainer
+    >>> from lightning.pytorch.strategies import DDPStrategy
+    >>> from macrobatch.lightning import ExactStrategy
+    >>> strategy = ExactStrategy("ddp", steps=8)
+    >>> isinstance(strategy, DDPStrategy)
+    True
+
+    ``Trainer(strategy=strategy)`` then works in windows of 8 batches. ``training_step`` returns its loss, a mean over
+    the batch, or ``{"loss": loss, "items": tokens}``, where the loss is a mean over so many items: every item of the
+    window, on all ranks, then weighs the same.
+
+    Args:
+        strategy: whose processes, devices, precision and checkpoints these are: a name that `Trainer` takes, "fsdp2"
+            (a ModelParallelStrategy with all devices data-parallel), or a `Strategy`, of which a copy is made.
+        steps: batches in a window: an int, or a schedule ``{epoch: steps}`` as that of Lightning's
+            GradientAccumulationScheduler. The last window of an epoch may be shorter, and is divided by what it held.
+
+    Attributes:
+        result: what became of the last window, e.g. ``result.loss``, its mean loss on all ranks; None before.
+
+    Raises:
+        UsageError: `steps` is no count, or the strategy is unknown.
+        BackendError: the strategy keeps gradients out of reach: DeepSpeed, XLA, the first FSDP.
+    """
+
+    around: type  # the class of the strategy
+
+    def __new__(cls, strategy: Any = "auto", *, steps: Steps = 1) -> ExactStrategy:  # noqa: ARG004
+        found = find_strategy(strategy)
+        made = _make_bare(found.around if isinstance(found, ExactStrategy) else type(found))
+        made.__dict__.update(vars(found))
+        return made
+
+    def __init__(self, strategy: Any = "auto", *, steps: Steps = 1) -> None:
+        warn_about_unknown_torch()
+        self.result: StepResult | None = None
+        self._steps = checked_schedule(steps)
+        self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
+        self._engine: Engine | None = None  # while a Trainer fits, with automatic optimization
+        self._closing = LeaveMean([])
+        self._stale = StaleGradients()
+        self._loss: tuple[Tensor, Any] | None = None  # of the micro-batch under way, with its items
+        self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the engine is there
+        self._told = contextlib.ExitStack()  # what the Trainer was told, to be taken back
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_bare, (self.around,), self.__getstate__()
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a micro-batch, and do its forward."""
+        engine = self._engine
+        if engine is None:
+            return super().training_step(*args, **kwargs)
+        engine.give_up()  # one that has had no backward: a callback may want forwards alone
+        if engine.is_broken or (engine.has_accumulated and self._is_at_first_batch()):
+            engine.discard()  # the loop has left the window before its last batch
+        with contextlib.nullcontext() if engine.has_accumulated else self._stale.hidden():
+            engine.begin(LAST_OF_ALL if self._is_at_last_batch() else IN_BETWEEN)
+            output = super().training_step(*args, **kwargs)
+        has_more = isinstance(output, Mapping)
+        if (loss := output.get("loss") if has_more else output) is None:
+            engine.give_up()  # Lightning leaves out the backward
+        else:
+            self._loss = loss, output.get("items") if has_more else None
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add the gradient of the micro-batch; a window's last brings ``.grad`` to the mean.
+
+        Hooks see the loss as Lightning shows it: divided by ``accumulate_grad_batches``, and scaled.
+        """
+        engine = self._engine
+        if engine is None or self._loss is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        (loss, items), self._loss = self._loss, None
+        self.pre_backward(closure_loss)
+        shown = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._stale.drop()
+        engine.backward(loss, items)
+        self.result = engine.close() or self.result
+        shown = self.precision_plugin.post_backward(shown, self.lightning_module)
+        self.post_backward(shown)
+        return shown
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's own. The window is closed when the closure has run; without items no step is taken."""
+        if (engine := self._engine) is None:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        num_calls = 0
+
+        def close() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1 and self.result is not None and self.result.micro_batches > 1:
+                raise UsageError(
+                    f"{type(optimizer).__name__} computes the loss several times in one step, but the window's "
+                    f"{self.result.micro_batches} micro-batches are there once only. Use steps=1 with it."
+                )
+            loss = closure()
+            if engine.has_accumulated:  # its last batch had no loss
+                self.result = engine.close(now=True)
+            if not self._closing.is_void():
+                return loss
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            return None  # so that a scaler does not step either
+
+        return super().optimizer_step(optimizer, close, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """With automatic optimization nothing: the engine keeps gradients from travelling until a window closes."""
+        with contextlib.nullcontext() if self._engine is not None else super().block_backward_sync():
+            yield
+
+    def _is_at_last_batch(self) -> bool:
+        """Whether the optimizer steps after the current batch."""
+        trainer = self.lightning_module.trainer
+        ready = trainer.fit_loop.batch_idx + 1
+        is_full = ready % trainer.accumulate_grad_batches == 0
+        return bool(is_full or trainer.is_last_batch or ready == trainer.num_training_batches)
+
+    def _is_at_first_batch(self) -> bool:
+        trainer = self.lightning_module.trainer
+        return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+
+    # ------------------------------------------------------------------------------------------ one fit
+
+    def connect(self, model: Any) -> None:
+        """Lightning's; the Trainer is told how long windows are."""
+        super().connect(model)
+        trainer = model.trainer
+        if trainer.state.fn != "fit":
+            return
+        self._check(trainer, model)
+        if model.automatic_optimization:
+            self._told.enter_context(tell_trainer(trainer, self._steps, package_of(self.around)))
+
+    def setup(self, trainer: Any) -> None:
+        """Lightning's; then the engine is made, of the model as it is trained."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit" or not self.lightning_module.automatic_optimization:
+            return
+        require_no_other(trainer, package_of(self.around))  # a module can add callbacks, too
+        models = trained_modules(self.model)
+        parameters = [p for model in models for p in model.parameters()]
+        require_own(self.optimizers, parameters)
+        mesh = getattr(self, "device_mesh", None)
+        shares = mesh is not None and data_parallel_of(models[0]) is None  # by tensor parallelism alone
+        backend = select_backend(
+            models,
+            sync="window",
+            gather="micro",
+            process_group=mesh["data_parallel"] if mesh is not None and shares else None,
+            accumulate_dtype=None,
+        )
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self._closing = LeaveMean([], scaler)
+        self._engine = Engine(models, [], backend, self._closing, scaler=scaler)
+        self._stale = StaleGradients(parameters)
+        self.result = None
+
+    def on_train_start(self) -> None:
+        """Lightning's; and an error where ranks would wait for each other forever."""
+        super().on_train_start()
+        if self._engine is None:
+            return
+        if self._saved is not None:
+            self._engine.load_state(self._saved)
+        backend, own = self._engine.backend, self.lightning_module.trainer.num_training_batches
+        lengths = [own] if backend.group is None else all_gather_objects(own, backend.host_group())
+        if len(set(lengths)) > 1:
+            raise UsageError(
+                f"the ranks have different numbers of batches, {lengths}: some would wait for the others forever. "
+                "Lightning's Trainer needs as many on each: leave use_distributed_sampler on, or set "
+                f"limit_train_batches={min(lengths)}."
+            )
+
+    def teardown(self) -> None:
+        """Lightning's; the Trainer is left as it was."""
+        self._told.close()
+        if self._engine is not None:
+            self._engine.give_up()
+            self._engine.discard()
+        self._engine = self._loss = self._saved = None
+        self._stale = StaleGradients()
+        super().teardown()
+
+    def _check(self, trainer: Any, model: Any) -> None:
+        """An error for what cannot be exact."""
+        package = package_of(self.around)
+        if trainer.accumulate_grad_batches != 1:
+            raise UsageError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) beside ExactStrategy: leave it "
+                f"out, and make the strategy with steps={trainer.accumulate_grad_batches}."
+            )
+        require_no_other(trainer, package)
+        longest = self._steps if isinstance(self._steps, int) else max(self._steps.values())
+        if not model.automatic_optimization:
+            if longest > 1:
+                raise UsageError(
+                    f"ExactStrategy(steps={self._steps}) with automatic_optimization=False: a module that steps by "
+                    "itself decides where its windows end. Make a macrobatch.Accumulator for each of its optimizers, "
+                    "and leave ExactStrategy out."
+                )
+            return
+        module, plugins = importlib.import_module(package), importlib.import_module(f"{package}.plugins.precision")
+        for owner, kind in ((model, module.LightningModule), (self.precision_plugin, plugins.Precision)):
+            if type(owner).backward is not kind.backward:
+                raise UsageError(
+                    f"{type(owner).__name__} has a backward() of its own, which ExactStrategy does not call: it runs "
+                    "the backward itself, to scale it. Leave it out; on_after_backward() can look at gradients."
+                )
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Lightning's, with a few numbers of the engine's; warns inside a window, for gradients are not saved."""
+        engine = self._engine
+        if engine is not None and engine.has_accumulated:
+            warnings.warn(
+                f"a checkpoint inside a window: the gradients of its first {engine.open_slots} micro-batches are not "
+                "saved, so a run that resumes here makes its first step of the others alone. Save where windows end, "
+                "e.g. with ModelCheckpoint(every_n_train_steps=...).",
+                stacklevel=2,
+            )
+        elif engine is not None:
+            checkpoint[SAVED_AS] = engine.state()
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._saved = checkpoint.get(SAVED_AS)
+        return checkpoint
+
+    # ------------------------------------------------------------------------------------------ a name that waits
+
+    def _configure_launcher(self) -> None:
+        """The last call while the Trainer is made, which has told of devices, nodes and plugins by now."""
+        if self._late is not None:
+            chosen = ExactStrategy(choose_strategy(self, self._late), steps=self._steps)
+            self.__dict__.clear()
+            self.__dict__.update(vars(chosen))
+            self.__class__ = type(chosen)
+        super()._configure_launcher()
+
+
+@functools.cache
+def _exact(around: Any) -> Any:
+    """The class of exact strategies that are of that class, too."""
+    attributes = {"around": around, "__module__": __name__, "__doc__": ExactStrategy.__doc__}
+    return type(f"Exact{around.__name__}", (ExactStrategy, around), attributes)
+
+
+def _make_bare(around: type) -> ExactStrategy:
+    """One without attributes, which a copy or a pickle brings."""
+    made: ExactStrategy = object.__new__(_exact(around))
+    return made
