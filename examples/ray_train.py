@@ -76,7 +76,9 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     model = DistributedDataParallel(bare)
     optimizer = make_optimizer(bare)
     step = MacroStep(model, optimizer, loss_fn, micro=MICRO_BATCH, max_norm=1.0)
-    if checkpoint := ray.train.get_checkpoint():  # the last one of this run; Ray starts the workers anew after a failure
+    if (
+        checkpoint := ray.train.get_checkpoint()
+    ):  # the last one of this run; Ray starts the workers anew after a failure
         load(checkpoint, bare, optimizer, step)
     resumed_from = step.optimizer_step
 
@@ -102,9 +104,7 @@ def report(
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
-def load(
-    checkpoint: ray.train.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, step: MacroStep
-) -> None:
+def load(checkpoint: ray.train.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, step: MacroStep) -> None:
     """Continue where the checkpoint was saved: weights, optimizer, and the number of steps, which chooses the batch."""
     state = read(checkpoint)
     model.load_state_dict(state["model"])

@@ -121,7 +121,15 @@ class Cluster:
         """Every step is told of, once; its losses are those of one process that nothing disturbed."""
         assert [row["step"] for row in lines(self.run)] == list(range(1, STEPS + 1)), self.screen.read_text()[-6000:]
         assert description(self.run)["status"] == 0
-        alone = ["train", "--config", self.shared / "settings.toml", "--out", self.shared / "alone", "--parallel", "ddp"]
+        alone = [
+            "train",
+            "--config",
+            self.shared / "settings.toml",
+            "--out",
+            self.shared / "alone",
+            "--parallel",
+            "ddp",
+        ]
         assert main([*map(str, alone)]) == 0
         assert farthest(losses(self.run), losses(self.shared / "alone")) <= 1e-10
 
