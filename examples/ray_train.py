@@ -85,9 +85,10 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     while step.optimizer_step < settings["steps"]:
         x, y = share_of(make_batch(step.optimizer_step), rank, dist.get_world_size())
         result = step((x.to(device), y.to(device)))  # its numbers are those of all workers
-        metrics = {"step": result.step, "loss": result.loss.item(), "items": result.items.item()}
+        done = step.optimizer_step
+        metrics = {"step": done, "loss": result.loss.item(), "items": result.items.item()}
         metrics |= {"own_samples": len(y), "resumed_from": resumed_from}
-        is_due = result.step % SAVE_EVERY == 0 or result.step == settings["steps"]
+        is_due = done % SAVE_EVERY == 0 or done == settings["steps"]
         report(metrics, bare, optimizer, step, saves=rank == 0 and is_due)
 
 

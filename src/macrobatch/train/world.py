@@ -135,9 +135,9 @@ def agree_on_space(store: Store, rank: int, size: int, patience: timedelta = PAT
     """The name of a space in the store for the ranks of this attempt alone.
 
     After a restart torchrun's store still holds what the ranks before wrote, and new ones would take it for each
-    other's addresses. Its count of restarts cannot tell attempts apart: a host that was replaced counts from 0 again. So
-    each rank writes a new number. The first rank names the space after all numbers, and names it anew while old
-    numbers were among them; the others confirm a name that has their own number in it.
+    other's addresses. Its count of restarts does not name an attempt: a host that was replaced counts from 0 again.
+    So each rank writes a new number. The first rank names the space after all numbers, and names it anew as long as
+    old numbers are among them. Every rank confirms a name that has its own number in it.
     """
     number, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
     store.set(f"macrobatch/number/{rank}", number)
