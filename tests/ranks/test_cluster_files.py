@@ -161,11 +161,11 @@ esac
 
 
 def test_slurm(cluster):
-    """Time runs out, and the job goes back into the queue; then it ends, and does not."""
-    (cluster.shared / "bin").mkdir()
+    """Time runs out, and the job goes back into the queue. One that fails does not, nor one that ends."""
+    (bin_ := cluster.shared / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-        (cluster.shared / "bin" / name).write_text(text)
-        (cluster.shared / "bin" / name).chmod(0o755)
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
     job = free_job()
     slurm = {
         "SHARED": str(cluster.shared), "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2",
@@ -183,6 +183,12 @@ def test_slurm(cluster):
     assert checkpoints(cluster.run) == [f"step-{taken(cluster.run):08d}"]
     assert taken(cluster.run) < STEPS
 
+    (bin_ / "srun").write_text("#!/bin/bash\nexit 2\n")  # an error, not a signal: the job would come back for ever
+    failed = cluster.start("bash", cluster.shared / "first.sbatch", **slurm)
+    assert failed.wait(SECONDS) == 2
+    assert requeued.read_text() == f"{job}\n"
+
+    (bin_ / "srun").write_text(SRUN)
     again = cluster.start("bash", cluster.shared / "first.sbatch", **slurm)
     cluster.wait(lambda: again.poll() is not None)
     assert again.returncode == 0, cluster.screen.read_text()[-6000:]
@@ -190,25 +196,27 @@ def test_slurm(cluster):
     cluster.check_complete()
 
 
-def test_a_pod_is_drained_and_created_again(cluster):
-    """All ranks save when one pod gets a signal. The other pod waits for the new one, and they go on."""
+@pytest.mark.parametrize("drained", [0, 1])
+def test_a_pod_is_drained_and_created_again(cluster, drained):
+    """All ranks save when one pod gets a signal. The other waits for the new one; without the first pod, it fails."""
     (worker,) = yaml.safe_load(MANIFEST)["spec"]["pytorchReplicaSpecs"].values()
     (container,) = worker["template"]["spec"]["containers"]
     command = [word.replace("/shared", str(cluster.shared)) for word in container["command"]]
     given = {one["name"]: one["value"] for one in container["env"]}
     given |= {"HEAD": f"localhost:{free_port()}", "RANKS": "1", "OMP_NUM_THREADS": "1"}
 
-    stays = cluster.start(*command, **given)
-    cluster.wait(lambda: is_listening(given["HEAD"]))  # the first one is the head
-    drained = cluster.start(*command, **given)
+    pods = [cluster.start(*command, **given)]
+    cluster.wait(lambda: is_listening(given["HEAD"]))  # so that the first one is the head
+    pods.append(cluster.start(*command, **given))
     cluster.wait(lambda: taken(cluster.run) >= 3)
-    drained.terminate()
-    cluster.wait(lambda: drained.poll() is not None)
-    assert drained.returncode != 0  # so that the operator starts it again
+    pods[drained].terminate()
+    ended = pods if drained == 0 else pods[1:]
+    cluster.wait(lambda: all(pod.poll() is not None for pod in ended))
+    assert all(pod.returncode != 0 for pod in ended)  # so that they are started again
     assert taken(cluster.run) < STEPS
-    new = cluster.start(*command, **given)
-    cluster.wait(lambda: new.poll() is not None and stays.poll() is not None)
-    assert (stays.returncode, new.returncode) == (0, 0), cluster.screen.read_text()[-6000:]
+    pods[-len(ended) :] = [cluster.start(*command, **given) for _ in ended]
+    cluster.wait(lambda: all(pod.poll() is not None for pod in pods))
+    assert [pod.returncode for pod in pods] == [0, 0], cluster.screen.read_text()[-6000:]
     cluster.check_complete()
 
 
