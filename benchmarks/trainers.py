@@ -119,6 +119,7 @@ def arguments_for(size: Size, steps: int, kind: type = TrainingArguments, **more
         bf16=on_gpu,
         use_cpu=not on_gpu,
         learning_rate=1e-4,
+        lr_scheduler_type="constant",
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         logging_steps=1,
         save_strategy="no",

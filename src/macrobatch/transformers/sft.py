@@ -1,8 +1,8 @@
 """What SFTTrainer logs of its batches, for windows that are run together.
 
 Its ``compute_loss`` waits for the GPU five times in each micro-batch, to log entropy and accuracy; and nothing that
-waits can be recorded. Here their sums are kept on the device, and read once a window. They are then means over the tokens of
-the window, not means of means.
+waits can be recorded. Here their sums are kept on the device, and read once a window. They are then means over the
+tokens of the window, not means of means.
 """
 
 from __future__ import annotations
