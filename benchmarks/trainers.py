@@ -2,7 +2,8 @@
 
 Each trainer gets the same model, data, batches and arguments, and trains so many optimizer steps; the first half, in
 which recordings are made and kernels are chosen, is not timed; those that record take six times as many, until all
-shapes have come. Tokens are those that are not padding. Rows:
+shapes have come; the others run twice, and the second run counts, because cuDNN plans its attention for each shape that
+it has not seen, which takes longer than the attention. Tokens are those that are not padding. Rows:
 transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
 micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of each step are
 compared with those of the trainer as it is.
@@ -267,10 +268,10 @@ def measured(run: Callable[[Size, int], Stopwatch], size: Size, steps: int) -> d
 
 def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size: Size, steps: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
-    if torch.cuda.is_available():
-        measured(ways["as it is"], size, 2)  # the first one would also pay for what is loaded once
     for way, run in ways.items():
         try:
+            if torch.cuda.is_available() and "graphs" not in way:
+                measured(run, size, steps)
             row = measured(run, size, steps * (LONGER if "graphs" in way else 1))
         except Exception as error:  # one that cannot run here leaves the others their places
             print(f"{name}, {way}: {type(error).__name__}: {error}", file=sys.stderr)
