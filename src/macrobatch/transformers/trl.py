@@ -14,6 +14,7 @@ PAIRS = {"DPOTrainer", "RewardTrainer"}
 GENERATING = {"GRPOTrainer", "RLOOTrainer"}
 OVER_SEQUENCES = {"grpo", "sapo", "dr_grpo", "luspo"}
 OVER_TOKENS = {"bnpo"}
+COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a batch
 SHARES = {"dapo", "cispo", "vespo"}  # of all completions that were generated together
 
 
@@ -28,6 +29,11 @@ def declared(trainer: Any) -> Meaning | None:
     Raises:
         UsageError: the loss is of a kind that is not known.
     """
+    if is_one_of(trainer, {"DPOTrainer"}) and (found := COUPLED.intersection(getattr(trainer, "loss_types", ()))):
+        raise UsageError(
+            f"loss_type={sorted(found)} compares all pairs of a batch with each other: it is another loss for each "
+            "way to cut the batch. Choose another one, or one batch for each step: gradient_accumulation_steps=1."
+        )
     if not is_one_of(trainer, GENERATING):
         return None
     for name in ("compute_loss", "_compute_loss"):
