@@ -59,8 +59,8 @@ json.dump(printed, sys.stdout)
 """
 
 
-# Lightning uses what torch has deprecated, and warns of loaders as small as those of a page.
-WARNINGS = {"from-lightning.md": ("-W", "ignore")}
+# Lightning and transformers use what torch has deprecated, and warn of loaders as small as those of a page.
+WARNINGS = {"from-lightning.md": ("-W", "ignore"), "from-trainer.md": ("-W", "ignore")}
 
 
 def printed_by(page: str, name: str) -> list[tuple[int, str]]:
