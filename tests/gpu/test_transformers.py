@@ -16,6 +16,7 @@ from macrobatch import by_tokens
 from macrobatch.transformers import exact
 
 pytestmark = pytest.mark.gpu
+PATHS = [str(ROOT / "src"), str(ROOT / "tests")]
 
 
 def run(kind, trainer_class, data, **more):

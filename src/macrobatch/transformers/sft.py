@@ -7,8 +7,9 @@ tokens of the window, not means of means.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ class LoggedSums:
 
     Args:
         trainer: an SFTTrainer.
+        is_recorded: whether micro-steps are recorded.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, *, is_recorded: bool) -> None:
         self._trainer = trainer
+        self._is_recorded = is_recorded
         self._sums = torch.zeros(len(SUMS) + 2, device=trainer.args.device, dtype=torch.float64)
 
     @contextmanager
@@ -39,7 +42,8 @@ class LoggedSums:
         self._sums.zero_()
         trainer.accelerator.gather_for_metrics = _nothing
         try:
-            yield
+            with every_position_scored() if self._is_recorded else nullcontext():
+                yield
         finally:
             del trainer.accelerator.gather_for_metrics
             logged.clear()
@@ -69,9 +73,26 @@ class LoggedSums:
             logged["aux_loss"].append(aux / times)
 
 
-def logged_sums_of(trainer: Any) -> LoggedSums | None:
+def logged_sums_of(trainer: Any, *, is_recorded: bool) -> LoggedSums | None:
     """For an SFTTrainer."""
-    return LoggedSums(trainer) if is_one_of(trainer, {"SFTTrainer"}) else None
+    return LoggedSums(trainer, is_recorded=is_recorded) if is_one_of(trainer, {"SFTTrainer"}) else None
+
+
+@contextmanager
+def every_position_scored() -> Iterator[None]:
+    """TRL's head gets all positions, as on devices without Triton, not only those with labels.
+
+    How many have labels the host would have to read, and nothing that waits can be recorded. Its kernels stay the same.
+    """
+    utilities: Any = sys.modules.get("trl.trainer.utils")
+    if not hasattr(utilities, "_use_triton"):
+        yield  # another version: if it cannot be recorded, a warning says so
+        return
+    before, utilities._use_triton = utilities._use_triton, lambda _: False
+    try:
+        yield
+    finally:
+        utilities._use_triton = before
 
 
 def _nothing(value: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class WholeWindow(Windows):
         self._compute = compute
         self._cuts = settings.cuts
         self._padding = padding_of(trainer)
-        self._logged = logged_sums_of(trainer)
+        self._logged = logged_sums_of(trainer, is_recorded=settings.cuda_graph)
         self._waiting: list[Inputs] = []
         self._result: StepResult | None = None
         options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": _the_only_one}
