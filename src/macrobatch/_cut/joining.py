@@ -71,7 +71,7 @@ def _join(
     pad = padding.get(name, padding.get(name_parts(name)[0], unknown))
     if pad is None:
         raise BatchError(
-            f"the batches of a window cannot be made one: {path} has the shapes {shapes}, and what it is padded with is "
+            f"the batches of a window cannot be made one: {path} has the shapes {shapes}, and what pads it is "
             "not known by its name. Call it input_ids, labels or attention_mask in a dict, pad all batches to one "
             "width, or leave micro= out."
         )

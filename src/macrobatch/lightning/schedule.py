@@ -68,3 +68,12 @@ def require_no_other(trainer: Any, package: str) -> None:
                 f"the callback {type(callback).__name__} beside ExactStrategy: leave it out, and hand over its "
                 f"schedule, ExactStrategy(steps={callback.scheduling})."
             )
+
+
+def wants_forwards_alone(trainer: Any, package: str) -> bool:
+    """Whether this epoch is the one after all, in which averaged weights get their statistics, without a backward."""
+    averaging = importlib.import_module(f"{package}.callbacks").StochasticWeightAveraging
+    return any(
+        isinstance(callback, averaging) and trainer.current_epoch == callback.swa_end + 1
+        for callback in trainer.callbacks
+    )
