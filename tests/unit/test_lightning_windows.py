@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,6 +248,21 @@ def test_batches_of_different_widths(micro):
     assert trainer.strategy.result.loss.item() == pytest.approx(losses[-1][0], rel=1e-12)
 
 
+def test_what_batches_are_padded_with():
+    class Padded(Words):
+        def __init__(self):
+            super().__init__()
+            self.net.config = SimpleNamespace(pad_token_id=9)
+
+        def training_step(self, batch, batch_idx):
+            hidden = batch["attention_mask"] == 0
+            assert (batch["input_ids"][hidden] == 9).all()
+            assert (batch["labels"][hidden] == -100).all()
+            return super().training_step(batch, batch_idx)
+
+    fit(Padded(), DATA, strategy=ExactStrategy(steps=4, micro=100), load=Given)
+
+
 def test_a_field_that_nobody_knows_how_to_pad():
     class Tokens(Words):
         def training_step(self, batch, batch_idx):
@@ -485,7 +501,12 @@ def test_what_cannot_be_kept_or_has_no_loss():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) | {"items": torch.tensor(-1)}
 
+    class Manual(Task):
+        automatic_optimization = False
+
     refuses("takes a dataloader_iter", Iterating())
     refuses("returned no loss for a micro-batch", Leaving())
+    with pytest.raises(UsageError, match="automatic_optimization=False.*Accumulator"):
+        fit(Manual(), BATCHES[:2], strategy=ExactStrategy(micro=2))
     with pytest.raises(BatchError, match="negative or not finite"):
         fit(Negative(), BATCHES[:2], strategy=ExactStrategy(steps=2, micro=2))

@@ -25,6 +25,11 @@ def checked_schedule(steps: Steps) -> Steps:
     return {0: 1} | {epoch: checked_steps(count, f"steps[{epoch}]") for epoch, count in steps.items()}
 
 
+def steps_in_epoch(steps: Steps, epoch: int) -> int:
+    """How long windows are in that epoch."""
+    return steps if isinstance(steps, int) else steps[max(begin for begin in steps if begin <= epoch)]
+
+
 @contextlib.contextmanager
 def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
     """Let the Trainer count windows of that length, as with ``accumulate_grad_batches``."""

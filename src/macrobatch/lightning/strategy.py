@@ -64,6 +64,8 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     Attributes:
         result: what became of the last window, e.g. ``result.loss``, its mean loss on all ranks; None before.
+        steps: batches in a window, as given.
+        settings: the other arguments.
 
     Raises:
         UsageError: `steps` is no count, `micro` no way to cut, or the strategy is unknown.
@@ -91,8 +93,8 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         if micro is not None:
             checked_micro(micro)
         self.result: StepResult | None = None
-        self._steps = checked_schedule(steps)
-        self._settings = Settings(micro, cuda_graph, checked_dtype(accumulate_dtype))
+        self.steps = checked_schedule(steps)
+        self.settings = Settings(micro, cuda_graph, checked_dtype(accumulate_dtype))
         self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
         self._windows: Windows | None = None  # while a Trainer fits, with automatic optimization
         self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the windows are there
@@ -179,7 +181,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             return
         self._check(trainer, model)
         if model.automatic_optimization:
-            self._told.enter_context(tell_trainer(trainer, self._steps, package_of(self.around)))
+            self._told.enter_context(tell_trainer(trainer, self.steps, package_of(self.around)))
 
     def setup(self, trainer: Any) -> None:
         """Lightning's; then the engine is made, of the model as it is trained."""
@@ -195,11 +197,11 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         options = {
             "scaler": getattr(self.precision_plugin, "scaler", None),
             "process_group": mesh["data_parallel"] if mesh is not None and shares else None,
-            "accumulate_dtype": self._settings.accumulate_dtype,
+            "accumulate_dtype": self.settings.accumulate_dtype,
         }
         self.result = None
-        if self._settings.keeps:
-            self._windows = WholeWindow(self, super().training_step, models, self._settings, options)
+        if self.settings.keeps:
+            self._windows = WholeWindow(self, super().training_step, models, self.settings, options)
         else:
             self._windows = BatchByBatch(models, options)
 
@@ -237,11 +239,11 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
                 f"out, and make the strategy with steps={trainer.accumulate_grad_batches}."
             )
         require_no_other(trainer, package)
-        longest = self._steps if isinstance(self._steps, int) else max(self._steps.values())
+        longest = self.steps if isinstance(self.steps, int) else max(self.steps.values())
         if not model.automatic_optimization:
-            if longest > 1:
+            if longest > 1 or self.settings != Settings():
                 raise UsageError(
-                    f"ExactStrategy(steps={self._steps}) with automatic_optimization=False: a module that steps by "
+                    f"ExactStrategy(steps={self.steps}) with automatic_optimization=False: a module that steps by "
                     "itself decides where its windows end. Make a macrobatch.Accumulator for each of its optimizers, "
                     "and leave ExactStrategy out."
                 )
@@ -281,7 +283,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     def _configure_launcher(self) -> None:
         """The last call while the Trainer is made, which has told of devices, nodes and plugins by now."""
         if self._late is not None:
-            chosen = ExactStrategy(choose_strategy(self, self._late), steps=self._steps, **vars(self._settings))
+            chosen = ExactStrategy(choose_strategy(self, self._late), steps=self.steps, **vars(self.settings))
             self.__dict__.clear()
             self.__dict__.update(vars(chosen))
             self.__class__ = type(chosen)
