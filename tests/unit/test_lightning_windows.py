@@ -363,6 +363,16 @@ def test_other_things_that_are_logged():
     same_training(task.own, whole)
 
 
+def test_what_cannot_be_logged_is_lightnings_error():
+    class Vector(Task):
+        def training_step(self, batch, batch_idx):
+            self.log("vector", torch.ones(2))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="single element"):
+        fit(Vector(), BATCHES[:2], strategy=ExactStrategy(steps=2, micro=2))
+
+
 @pytest.mark.parametrize("micro", [2, "auto"])
 def test_resumes_inside_an_epoch_bitwise(tmp_path, micro):
     def start(**options):
@@ -450,7 +460,7 @@ class Updates(Counted):
         self.total = self.seen.compute().item()
 
 
-@pytest.mark.parametrize(("make", "why"), [(LogsHost, "'rate'.*number of the host"), (Updates, "updates a metric")])
+@pytest.mark.parametrize(("make", "why"), [(LogsHost, "'rate'.*value of the host"), (Updates, "updates a metric")])
 def test_what_cannot_be_recorded_runs_as_it_is(captures, make, why):
     module = make()
     strategy = ExactStrategy(steps=4, micro=3, cuda_graph=True)
@@ -506,7 +516,7 @@ def test_what_cannot_be_kept_or_has_no_loss():
 
     refuses("takes a dataloader_iter", Iterating())
     refuses("returned no loss for a micro-batch", Leaving())
-    with pytest.raises(UsageError, match="automatic_optimization=False.*Accumulator"):
+    with pytest.raises(UsageError, match=r"automatic_optimization=False.*Accumulator"):
         fit(Manual(), BATCHES[:2], strategy=ExactStrategy(micro=2))
     with pytest.raises(BatchError, match="negative or not finite"):
         fit(Negative(), BATCHES[:2], strategy=ExactStrategy(steps=2, micro=2))

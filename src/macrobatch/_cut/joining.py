@@ -72,8 +72,8 @@ def _join(
     if pad is None:
         raise BatchError(
             f"the batches of a window cannot be made one: {path} has the shapes {shapes}, and what pads it is "
-            "not known by its name. Call it input_ids, labels or attention_mask in a dict, pad all batches to one "
-            "width, or leave micro= out."
+            "not known by its name. Call it input_ids, labels or attention_mask in a dict, or pad all batches of a "
+            "window to one width."
         )
     width = max(shape[1] for shape in shapes)
     return torch.cat([_padded(value, width - value.shape[1], pad, at_left) for value in values])

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Logged(nn.Module):
         self._dtypes: dict[str, torch.dtype] = {}
         self._seen: dict[str, None] = {}  # in this window
         self._recorded: dict[str, None] = {}  # in some recording
-        self._metrics: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}  # the last value of each name that has no mean
         self._is_eager = True
         self._current = MicroBatch()
         self._sums: Tensor = nn.Buffer(torch.zeros(MAX_NAMES, 2, device=device, dtype=wide(device)), persistent=False)
@@ -75,7 +76,7 @@ class Logged(nn.Module):
         """Inside, ``module.log`` collects; afterwards all of it is logged."""
         (module,) = self._module
         self._sums.zero_()
-        self._seen, self._metrics = {}, {}
+        self._seen, self._others = {}, {}
         module.log = self._note
         try:
             yield
@@ -87,8 +88,8 @@ class Logged(nn.Module):
             if self._reduction(name) == "mean":
                 total, arguments["batch_size"] = total / weight, weight
             module.log(name, total.to(self._dtypes[name]), **arguments)
-        for name, metric in self._metrics.items():
-            module.log(name, metric, **self._arguments[name])
+        for name, value in self._others.items():
+            module.log(name, value, **self._arguments[name])
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Any) -> Iterator[MicroBatch]:
@@ -108,16 +109,16 @@ class Logged(nn.Module):
         arguments = {key: given for key, given in bound.arguments.items() if key not in ("self", "name", "value")}
         batch_size = arguments.pop("batch_size", None)
         self._arguments[name] = arguments
-        if not isinstance(value, Tensor | int | float):
-            self._metrics[name] = value  # Lightning says what it may be
-            return
         if not self._is_eager and not (isinstance(value, Tensor) and value.device == self._sums.device):
             raise UsageError(
-                f"self.log({name!r}, ...) logs a number of the host, which a recording would freeze: log it in "
+                f"self.log({name!r}, ...) logs a value of the host, which a recording would freeze: log it in "
                 "on_train_batch_end, or log a tensor on the device"
             )
+        if not isinstance(value, Tensor | Real) or (isinstance(value, Tensor) and value.numel() != 1):
+            self._others[name] = value  # a metric; or Lightning says what is wrong with it
+            return
         if not isinstance(value, Tensor):
-            value = torch.full((), value, dtype=torch.get_default_dtype(), device=self._sums.device)
+            value = torch.full((), float(value), dtype=torch.get_default_dtype(), device=self._sums.device)
         if self._rows.setdefault(name, len(self._rows)) >= MAX_NAMES:
             raise UsageError(f"training_step logs more than {MAX_NAMES} names: {name!r} is one too many.")
         self._dtypes[name] = value.dtype

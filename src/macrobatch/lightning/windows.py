@@ -218,11 +218,11 @@ class WholeWindow:
         self.has_loss = True
         if not last:
             return torch.zeros((), device=self._parameters[0].device)
-        (batches, self._waiting), self._others = (self._waiting, []), arguments[1:]
-        self.length = len(batches)
+        whole = joined(self._waiting, self._padding, None) if self._cuts else self._waiting
+        self.length, self._waiting, self._others = len(self._waiting), [], arguments[1:]
         self._take_gradients()  # those of the step before
         with self._logged.window():
-            self._result = self._train(joined(batches, self._padding, None) if self._cuts else batches)
+            self._result = self._train(whole)
         self._ready = self._take_gradients()
         # Lightning divides by the length of windows, so that its losses of a window add up to the mean.
         return self._result.loss * trainer.accumulate_grad_batches
