@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import reference
 from harness.lightnings import Task, fit
 from harness.ranks import Collectives, Outcome, all_well, full_weights, run, same_on_all, share
-from harness.recorded import PretendedCapturer, is_capturing
+from harness.recorded import PretendedCapturer
 from harness.reference import Batch, Counting, Experts, relative_error
 from macrobatch._cudagraph.capture import CAPTURERS
 from macrobatch.lightning import ExactStrategy
@@ -180,6 +180,10 @@ class Twins(PretendedCapturer):
 
     model: ClassVar[Task]
 
+    @classmethod
+    def is_capturing(cls) -> bool:
+        return "capturing" in cls.under_way
+
     def capture(self, run: Callable[[], Any], pool: object) -> Any:
         places = [(part._parameters, dict(part._parameters)) for part in self.model.modules()]
 
@@ -206,7 +210,7 @@ class Recorded(Task):
         Twins.model = self
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        Recorded.captured += is_capturing()
+        Recorded.captured += Twins.is_capturing()
         return super().training_step(batch, batch_idx)
 
 
@@ -218,7 +222,7 @@ def recorded_cut() -> Outcome:
     forward, through_ddp = DistributedDataParallel.forward, []
 
     def note(self: Any, *args: Any) -> Any:
-        through_ddp.append(is_capturing())
+        through_ddp.append(Twins.is_capturing())
         return forward(self, *args)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

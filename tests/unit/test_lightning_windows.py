@@ -1,22 +1,19 @@
-"""`ExactStrategy(micro=..., cuda_graph=...)`: the batches of a window kept, then run together, in one process."""
+"""`ExactStrategy(micro=...)`: the batches of a window kept, then run together, in one process."""
 
-import re
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
-from harness import recorded, reference
-from harness.lightnings import Loader, Task, Unsized, fit
+from harness import reference
+from harness.lightnings import Given, Task, Unsized, Words, fit, log_words, sentences, train_words
 from harness.reference import Convolution, Counting, relative_error, same_training, trainee, weights_of
-from macrobatch import by_count, by_tokens, causal_lm_loss
-from macrobatch._cudagraph.capture import CAPTURERS
+from macrobatch import by_count, by_tokens
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.lightning import ExactStrategy
 
@@ -187,65 +184,16 @@ def test_what_gradients_are_summed_in():
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def sentences(*shapes, pad=9):
-    """Batches of different widths; the value of padding is one that would change the loss."""
-    found = []
-    for seed, (samples, width) in enumerate(shapes):
-        draw = torch.Generator().manual_seed(seed)
-        ids = torch.randint(1, recorded.WORDS, (samples, width), generator=draw)
-        lengths = torch.randint(2, width + 1, (samples,), generator=draw)
-        mask = (torch.arange(width) < lengths[:, None]).long()
-        batch = {"input_ids": ids.where(mask == 1, pad), "attention_mask": mask}
-        found.append(batch | {"labels": ids.masked_fill(mask == 0, -100)})
-    return found
-
-
-class Words(LightningModule):
-    """A language model, as people write it."""
-
-    def __init__(self, optimizer=torch.optim.SGD):
-        super().__init__()
-        self.net, self.kind = recorded.make(torch.float64), optimizer
-
-    def training_step(self, batch, batch_idx):
-        loss, items = causal_lm_loss(self.net, batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return {"loss": loss, "items": items}
-
-    def configure_optimizers(self):
-        return self.kind(self.parameters(), lr=0.1)
-
-
-class Given(Loader):
-    def __init__(self, batches):
-        self.batches, self._begin, self._next = batches, 0, 0
-
-
 DATA = sentences((3, 7), (2, 12), (4, 5), (3, 9), (1, 12), (2, 4))
-
-
-def gradients_of_whole_windows(make=Words, steps=4, data=DATA):
-    """A plain loop over windows, one big batch each: the losses, and the module."""
-    module = make()
-    optimizer, losses = module.configure_optimizers(), []
-    for begin in range(0, len(data), steps):
-        window = data[begin : begin + steps]
-        parts = [causal_lm_loss(module.net, batch) for batch in window]
-        total = sum(items for _, items in parts)
-        loss = sum(loss * items for loss, items in parts) / total
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append((loss.item(), int(total)))
-    return losses, module
+WINDOWS = [DATA[:4], DATA[4:]]
 
 
 @pytest.mark.parametrize("micro", [by_tokens(24), 3, "auto"], ids=str)
 def test_batches_of_different_widths(micro):
-    module, (losses, whole) = Words(), gradients_of_whole_windows()
+    module, (steps, whole) = Words(), train_words(WINDOWS)
     trainer = fit(module, DATA, strategy=ExactStrategy(steps=4, micro=micro), load=Given)
     assert relative_error(weights_of(module), weights_of(whole)) <= 1e-10
-    assert trainer.strategy.result.loss.item() == pytest.approx(losses[-1][0], rel=1e-12)
+    assert trainer.strategy.result.loss.item() == pytest.approx(steps[-1][0], rel=1e-12)
 
 
 def test_what_batches_are_padded_with():
@@ -306,28 +254,17 @@ def test_hooks_come_as_before_and_losses_add_up_to_the_windows(steps):
     assert [bool(loss) for loss in ours.losses[:3]] == [steps == 1, steps == 1, True]
 
 
-def logged_by(tmp_path, name, module, data=DATA, **options):
-    logger = CSVLogger(tmp_path, name=name)
-    trainer = fit(module, data, logger=logger, log_every_n_steps=1, load=Given, **options)
-    logger.save()
-    text = (tmp_path / name / "version_0" / "metrics.csv").read_text()
-    header, *rows = [line.split(",") for line in text.splitlines()]
-    return [{key: float(x) for key, x in zip(header, row, strict=True) if x} for row in rows], trainer
-
-
 def test_what_training_step_logs_is_the_windows(tmp_path):
     """One value a step, the mean over its items; and the epoch's, over all of them."""
 
     class Still(Words):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
+        rate = 0.0
 
-    losses, _ = gradients_of_whole_windows(Still)
-    rows, trainer = logged_by(
-        tmp_path, "ours", Still(), strategy=ExactStrategy(steps=4, micro=by_tokens(24)), max_epochs=2
-    )
-    assert [row["loss_step"] for row in rows if "loss_step" in row] == pytest.approx([loss for loss, _ in losses] * 2)
-    mean = sum(loss * items for loss, items in losses) / sum(items for _, items in losses)
+    steps, _ = train_words(WINDOWS, 0.0)
+    strategy = ExactStrategy(steps=4, micro=by_tokens(24))
+    rows, trainer = log_words(tmp_path, Still(), DATA, strategy=strategy, max_epochs=2)
+    assert [row["loss_step"] for row in rows if "loss_step" in row] == pytest.approx([loss for loss, _ in steps] * 2)
+    mean = sum(loss * items for loss, items in steps) / sum(items for _, items in steps)
     assert [row["loss_epoch"] for row in rows if "loss_epoch" in row] == pytest.approx([mean] * 2)
     assert trainer.callback_metrics["loss"].item() == pytest.approx(mean)
 
@@ -343,7 +280,7 @@ def test_other_things_that_are_logged():
             size = len(batch["x"])
             self.log_dict({"largest": float(size), "most": torch.tensor(size)}, reduce_fx="max")
             self.log("samples", float(size), False, reduce_fx=torch.sum, on_step=True)
-            self.log("by_samples", float(size), batch_size=size)
+            self.log("by_samples", torch.tensor(size), batch_size=size)
             self.right.update(torch.tensor(float(size)))
             self.log("right", self.right, on_step=False, on_epoch=True)
             return output
@@ -361,6 +298,19 @@ def test_other_things_that_are_logged():
     assert found["right"] == pytest.approx(10 / 3)
     assert "log" not in vars(task)
     same_training(task.own, whole)
+
+
+def test_a_log_of_the_modules_own():
+    class Prefixed(Task):
+        def log(self, name, value, *args, **options):
+            super().log(f"train/{name}", value, *args, **options)
+
+    task = Prefixed()
+    trainer = fit(task, BATCHES[:4], strategy=ExactStrategy(steps=4, micro=4))
+    _, taken = train_whole([BATCHES[:4]])
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {
+        "train/loss": pytest.approx(taken[0].loss.item())
+    }
 
 
 def test_what_cannot_be_logged_is_lightnings_error():
@@ -398,88 +348,6 @@ def test_a_checkpoint_inside_a_window_warns(tmp_path):
     resumed = Task()
     fit(resumed, BATCHES[:4], strategy=ExactStrategy(steps=4, micro=2), ckpt_path=tmp_path / "inside.ckpt")
     same_training(resumed.own, train_whole([BATCHES[3:4]])[0])
-
-
-# ------------------------------------------------------------------------------------------------- recorded
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    monkeypatch.setattr("macrobatch._cudagraph.cache.MAX_TIME_SHARE", 1e9)
-    monkeypatch.setitem(CAPTURERS, "cpu", recorded.PretendedCapturer)
-
-
-class Counted(Words):
-    """Counts the calls of its training_step, and those that are recorded."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.recorded = 0, 0
-
-    def training_step(self, batch, batch_idx):
-        self.calls += 1
-        self.recorded += recorded.is_recording()
-        return super().training_step(batch, batch_idx)
-
-
-def said(run):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = run()
-    return found, recorded.said(caught)
-
-
-@pytest.mark.parametrize("micro", [None, 2, by_tokens(24)], ids=str)
-def test_recorded_micro_steps_with_what_they_log(tmp_path, captures, micro):
-    module, (losses, whole) = Counted(), gradients_of_whole_windows()
-    strategy = ExactStrategy(steps=4, micro=micro, cuda_graph=True)
-    (rows, _), warned = said(lambda: logged_by(tmp_path, "recorded", module, strategy=strategy))
-    assert relative_error(weights_of(module), weights_of(whole)) <= 1e-10
-    assert module.calls > 0
-    assert module.recorded > 0
-    assert warned == []
-    assert [row["loss_step"] for row in rows if "loss_step" in row] == pytest.approx([loss for loss, _ in losses])
-
-
-class LogsHost(Counted):
-    def training_step(self, batch, batch_idx):
-        self.log("rate", 0.1)
-        return super().training_step(batch, batch_idx)
-
-
-class Updates(Counted):
-    def __init__(self):
-        super().__init__()
-        self.seen = torchmetrics.SumMetric()
-
-    def training_step(self, batch, batch_idx):
-        self.seen.update(1.0)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self):
-        self.total = self.seen.compute().item()
-
-
-@pytest.mark.parametrize(("make", "why"), [(LogsHost, "'rate'.*value of the host"), (Updates, "updates a metric")])
-def test_what_cannot_be_recorded_runs_as_it_is(captures, make, why):
-    module = make()
-    strategy = ExactStrategy(steps=4, micro=3, cuda_graph=True)
-    trainer, warned = said(lambda: fit(module, DATA, strategy=strategy, load=Given))
-    assert len(warned) == 1
-    assert re.search(why, warned[0])
-    assert relative_error(weights_of(module), weights_of(gradients_of_whole_windows()[1])) <= 1e-10
-    if make is Updates:
-        assert module.total == 4 + 1  # micro-batches of the two windows
-    else:
-        assert trainer.callback_metrics["rate"].item() == pytest.approx(0.1)
-
-
-def test_without_a_device_that_records():
-    module = Words()
-    _, warned = said(lambda: fit(module, DATA, strategy=ExactStrategy(steps=4, cuda_graph=True), load=Given))
-    assert len(warned) == 1
-    assert "the model is on cpu" in warned[0]
-    assert relative_error(weights_of(module), weights_of(gradients_of_whole_windows()[1])) <= 1e-10
 
 
 # ------------------------------------------------------------------------------------------------- mistakes

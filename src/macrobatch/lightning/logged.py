@@ -43,6 +43,8 @@ class Logged(nn.Module):
     def __init__(self, module: Any, device: torch.device) -> None:
         super().__init__()
         self._module = (module,)  # no child of this one
+        own = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+        self._signature = inspect.signature(own.log)  # type: ignore[attr-defined]  # a module may have another
         self._rows: dict[str, int] = {}
         self._arguments: dict[str, dict[str, Any]] = {}  # of the last call with each name
         self._dtypes: dict[str, torch.dtype] = {}
@@ -105,7 +107,7 @@ class Logged(nn.Module):
     def _note(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """In place of ``module.log``."""
         (module,) = self._module
-        bound = inspect.signature(type(module).log).bind(module, name, value, *args, **kwargs)
+        bound = self._signature.bind(module, name, value, *args, **kwargs)
         arguments = {key: given for key, given in bound.arguments.items() if key not in ("self", "name", "value")}
         batch_size = arguments.pop("batch_size", None)
         self._arguments[name] = arguments
@@ -121,7 +123,7 @@ class Logged(nn.Module):
             value = torch.full((), float(value), dtype=torch.get_default_dtype(), device=self._sums.device)
         if self._rows.setdefault(name, len(self._rows)) >= MAX_NAMES:
             raise UsageError(f"training_step logs more than {MAX_NAMES} names: {name!r} is one too many.")
-        self._dtypes[name] = value.dtype
+        self._dtypes[name] = value.dtype if value.is_floating_point() else torch.get_default_dtype()
         (self._seen if self._is_eager else self._recorded)[name] = None
         self._current.values.append((name, value.detach().reshape(()), batch_size))
 
