@@ -255,10 +255,9 @@ class WholeWindow:
         self.has_loss = False
         if self._ready is None:
             return None
-        ready, self._ready = self._ready, None
-        self._take_gradients()  # what the program has not cleared
-        for parameter, gradient in ready:
+        for parameter, gradient in self._ready:
             parameter.grad = gradient
+        self._ready = None
         return self._result
 
     def close(self) -> StepResult | None:
