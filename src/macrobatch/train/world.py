@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from macrobatch._ranks import collectives
@@ -115,21 +117,45 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
 
 
 def _connect(device: torch.device) -> None:
-    """Join the process group of this attempt.
-
-    After a restart torchrun's store still holds what the ranks before wrote, and new ones would take it for each
-    other's addresses: every attempt has a name space of its own in it.
-    """
+    """Join the process group of this attempt."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"macrobatch/attempt-{attempt}", store)
     dist.init_process_group(
         backend,
-        store=own,
+        store=PrefixStore(agree_on_space(store, rank, size), store),
         rank=rank,
         world_size=size,
         timeout=PATIENCE,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def agree_on_space(store: Store, rank: int, size: int, patience: timedelta = PATIENCE) -> str:
+    """The name of a space in the store for the ranks of this attempt alone.
+
+    After a restart torchrun's store still holds what the ranks before wrote, and new ones would take it for each
+    other's addresses. Its count of restarts does not name an attempt: a host that was replaced counts from 0 again.
+    So each rank writes a new number. The first rank names the space after all numbers, and names it anew as long as
+    old numbers are among them. Every rank confirms a name that has its own number in it.
+    """
+    number, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
+    store.set(f"macrobatch/number/{rank}", number)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            name = "-".join(_number_of(store, other) for other in range(size))
+            store.set("macrobatch/space", name)
+        else:
+            name = store.get("macrobatch/space").decode() if store.check(["macrobatch/space"]) else ""
+        if name.split("-")[rank : rank + 1] == [number]:
+            store.set(f"{name}/confirmed/{rank}", "")
+            if store.check([f"{name}/confirmed/{other}" for other in range(size)]):
+                return name
+        time.sleep(0.02)
+    raise BackendError(f"rank {rank} of {size} has waited {patience} for the other ranks. Did all hosts start?")
+
+
+def _number_of(store: Store, rank: int) -> str:
+    """What that rank has written last; nothing so far is no number."""
+    key = f"macrobatch/number/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""

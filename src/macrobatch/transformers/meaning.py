@@ -8,6 +8,7 @@ labels hidden, with some of its samples. What it is a mean over follows from the
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -170,19 +171,19 @@ def meaning_of(trainer: Any, compute: Compute, model: nn.Module, inputs: Inputs,
         UsageError: nothing that is known fits.
     """
     ask = Inquiry(trainer, compute, model)
-    number = _number_of(trainer, inputs)
-    first = ask(inputs, number)
+    batches = _with_few_labels(layout.at_least_two(inputs), trainer.model)
+    probe = layout.at_least_two(inputs) if batches is None else batches[0]
+    number = _number_of(trainer, probe)
+    first = ask(probe, number)
     if first is None:
         return Meaning(None, "what compute_loss says", layout=layout)
-    second = ask(inputs, None if number is None else 2 * number)
+    second = ask(probe, None if number is None else 2 * number)
     assert second is not None
-    divided = (
-        0.0 if first == 0 else 2 * (first - second) / first
-    )  # the part of the loss that num_items_in_batch divides
+    divided = 2 * (first - second) / first if first else 0.0  # the part of the loss that num_items_in_batch divides
     # A function of the user's may want a number in any case; a model without one divides by what it has counted.
     answers = _Answers(ask, number if trainer.compute_loss_func is not None else None)
-    by_labels, by_samples = answers.to_labels(inputs, trainer.model), answers.to_samples(inputs, layout)
-    balance = ask.balance(inputs, number)
+    by_labels, by_samples = answers.about_labels(batches), answers.about_samples(probe, layout)
+    balance = ask.balance(probe, number)
     known = divided if balance is None else divided + (0 if divided == 0 else balance.of(first))
     if abs(known - 1) < TOLERANCE and number is not None:
         count = by_labels.count if by_labels is not None else lambda batch: _number_of(trainer, batch)
@@ -219,9 +220,8 @@ class _Answers:
     ask: Inquiry
     number: Tensor | None
 
-    def to_labels(self, inputs: Inputs, model: Any) -> Meaning | None:
+    def about_labels(self, batches: list[Inputs] | None) -> Meaning | None:
         """Which labels count, if the loss is a mean over labels: seen by what hiding some of them does to it."""
-        batches = _with_few_labels(inputs, model)
         if batches is None:
             return None
         whole, one, other = map(self._loss, batches)
@@ -231,7 +231,7 @@ class _Answers:
                 return Meaning(count, of)
         return None
 
-    def to_samples(self, inputs: Inputs, layout: Layout) -> bool:
+    def about_samples(self, inputs: Inputs, layout: Layout) -> bool:
         """Whether the loss is a mean over samples: seen by what leaving some out does to it."""
         samples = layout.count(inputs)
         if samples < 2:
@@ -249,13 +249,15 @@ class _Answers:
 def _is_mean(whole: float, parts: list[float], shares: list[float], tolerance: float = 1e-4) -> bool:
     """Whether the loss of a whole is the mean of those of its parts, weighed so. A part without share may be NaN."""
     mean = sum(share * part for share, part in zip(shares, parts, strict=True) if share)
-    return abs(whole - mean) <= tolerance * max(abs(whole - part) for part in parts if part == part) + 1e-6 * abs(whole)
+    spread = max((abs(whole - part) for part in parts if not math.isnan(part)), default=0.0)
+    return abs(whole - mean) <= tolerance * spread + 1e-6 * abs(whole)
 
 
 def _with_few_labels(inputs: Inputs, model: Any) -> list[Inputs] | None:
     """The batch with a few labels in each row, then with the first of them, and with the others; None without labels.
 
     They are at the first tokens, where it matters whether they are shifted, and all the same: any that the batch has.
+    One row has more than the others, so that a mean over labels is another one than a mean of the means of rows.
     """
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dim() < 2 or labels.shape[1] < 2:
@@ -264,13 +266,16 @@ def _with_few_labels(inputs: Inputs, model: Any) -> list[Inputs] | None:
         return None
     shown = labels[labels != IGNORED]
     label = shown[0] if len(shown) else labels.new_zeros(())
-    place = torch.arange(1, labels.shape[1] + 1, device=labels.device)
+    tokens = torch.ones(labels.shape[:2], dtype=torch.long, device=labels.device)
     if isinstance(mask, Tensor) and mask.shape == labels.shape[:2]:
-        place = (mask != 0).cumsum(1)
-    place = place.expand(labels.shape[:2]).reshape(*labels.shape[:2], *[1] * (labels.dim() - 2))
+        tokens = (mask != 0).long()
+    place = (tokens.cumsum(1) * tokens).reshape(*labels.shape[:2], *[1] * (labels.dim() - 2))
     fixed = dict(inputs)
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if callable(shift) and "decoder_input_ids" not in inputs:
         fixed["decoder_input_ids"] = shift(labels=labels)  # else they would change with the labels
-    few = [(place > low) & (place <= high) for low, high in ((0, 8), (0, 1), (1, 8))]
+    most = place.new_full((len(labels),), 2)
+    most[place.flatten(1).amax(1).argmax()] = 8
+    most = most.reshape(-1, *[1] * (labels.dim() - 1))
+    few = [(place > 0) & (place <= most), place == 1, (place > 1) & (place <= most)]
     return [{**fixed, "labels": torch.where(chosen, label, IGNORED).expand_as(labels)} for chosen in few]

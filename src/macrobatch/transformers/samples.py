@@ -34,6 +34,10 @@ class Layout:
         rows, count = _rows(inputs), self.count(inputs)
         return {key: _select(value, list(samples), rows, count) for key, value in inputs.items()}
 
+    def at_least_two(self, inputs: Inputs) -> Inputs:
+        """The batch, or where it has one sample, with that twice."""
+        return self.select(inputs, [0, 0]) if self.count(inputs) == 1 else dict(inputs)
+
     def as_rows(self, inputs: Inputs) -> Inputs:
         """The batch with one row for each sample in every tensor, to be cut."""
         if not self.has_pairs:

@@ -177,11 +177,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
 
     def _batch_to_ask(self) -> Inputs | None:
         """The first samples of the training data as a batch; None where they are not at hand before training."""
-        data, size = self.train_dataset, min(self.args.per_device_train_batch_size, 4)
+        data = self.train_dataset
         is_listed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not is_listed or not len(data) or self.is_fsdp_enabled or not self.place_model_on_device:
             return None
-        samples: Sequence[Any] = [data[index] for index in range(min(max(size, 2), len(data)))]
+        samples: Sequence[Any] = [data[index] for index in range(min(4, len(data)))]
         batch = self._get_collator_with_removed_columns(self.data_collator)(samples)
         return self._prepare_inputs(batch) if isinstance(batch, dict) or hasattr(batch, "keys") else None
 

@@ -14,12 +14,13 @@ PAIRS = {"DPOTrainer", "RewardTrainer"}
 GENERATING = {"GRPOTrainer", "RLOOTrainer"}
 OVER_SEQUENCES = {"grpo", "sapo", "dr_grpo", "luspo"}
 OVER_TOKENS = {"bnpo"}
+COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a batch
 SHARES = {"dapo", "cispo", "vespo"}  # of all completions that were generated together
 
 
 def layout_for(trainer: Any) -> Layout:
     """Preferences come as pairs."""
-    return Layout(has_pairs=_is_one_of(trainer, PAIRS))
+    return Layout(has_pairs=is_one_of(trainer, PAIRS))
 
 
 def declared(trainer: Any) -> Meaning | None:
@@ -28,7 +29,12 @@ def declared(trainer: Any) -> Meaning | None:
     Raises:
         UsageError: the loss is of a kind that is not known.
     """
-    if not _is_one_of(trainer, GENERATING):
+    if is_one_of(trainer, {"DPOTrainer"}) and (found := COUPLED.intersection(getattr(trainer, "loss_types", ()))):
+        raise UsageError(
+            f"loss_type={sorted(found)} compares all pairs of a batch with each other: it is another loss for each "
+            "way to cut the batch. Choose another one, or one batch for each step: gradient_accumulation_steps=1."
+        )
+    if not is_one_of(trainer, GENERATING):
         return None
     for name in ("compute_loss", "_compute_loss"):
         owner = next((one for one in type(trainer).__mro__ if name in vars(one) and not _is_ours(one)), None)
@@ -42,7 +48,7 @@ def declared(trainer: Any) -> Meaning | None:
         return Meaning(_tokens_of_completions, "tokens of completions")
     if loss_type in SHARES:
         return Meaning(lambda _: 1, "batches")
-    if loss_type in OVER_SEQUENCES or _is_one_of(trainer, {"RLOOTrainer"}):
+    if loss_type in OVER_SEQUENCES or is_one_of(trainer, {"RLOOTrainer"}):
         return Meaning(_completions, "completions")
     raise UsageError(
         f"loss_type={loss_type!r} is not known here: what it is a mean over decides how batches are weighed."
@@ -59,7 +65,8 @@ def _tokens_of_completions(inputs: Inputs) -> Tensor:
     return found
 
 
-def _is_one_of(trainer: Any, names: set[str]) -> bool:
+def is_one_of(trainer: Any, names: set[str]) -> bool:
+    """Whether it is one of these trainers of TRL, or made of one."""
     return any(one.__name__ in names and one.__module__.startswith("trl.") for one in type(trainer).__mro__)
 
 

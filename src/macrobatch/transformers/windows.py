@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Compute, Inputs, Meaning
+from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult
 
 LABEL_PADDING = -100
@@ -89,7 +90,7 @@ class BatchByBatch(Windows):
             self.drop()
             raise
 
-    @contextmanager
+    @contextlib.contextmanager
     def _backward_here(self) -> Iterator[None]:
         accelerator = self._trainer.accelerator
         accelerator.backward = self._backward  # of this object alone, and only meanwhile
@@ -133,6 +134,7 @@ class WholeWindow(Windows):
         self._compute = compute
         self._cuts = settings.cuts
         self._padding = padding_of(trainer)
+        self._logged = logged_sums_of(trainer, is_recorded=settings.cuda_graph)
         self._waiting: list[Inputs] = []
         self._result: StepResult | None = None
         options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": _the_only_one}
@@ -155,7 +157,8 @@ class WholeWindow(Windows):
         batches, self._waiting = self._waiting, []
         layout = self._meaning.layout
         rows = [layout.as_rows(batch) for batch in batches]
-        self._result = self._train(joined(rows, self._padding) if self._cuts else rows)
+        with contextlib.nullcontext() if self._logged is None else self._logged.of_window(batches):
+            self._result = self._train(joined(rows, self._padding) if self._cuts else rows)
         return self._result
 
     def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded:
@@ -164,6 +167,8 @@ class WholeWindow(Windows):
         mask = inputs.get("attention_mask")
         with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
             loss, items = self._meaning.loss(trainer, self._compute, model, inputs)
+        if self._logged is not None:
+            self._logged.note(outputs[-1])
         return (loss, items) if balance is None else balance.encoded(loss, items, outputs[-1], mask)
 
     def drop(self) -> None:

@@ -189,7 +189,9 @@ class StepWatcher:
     # ------------------------------------------------------------------------------------------ backwards
 
     def _output_hook(self, call: Call, path: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:  # of an output that the loss does not use, under DDP that looks for such
+                return
             gradient = as_dense(local_tensor(gradient).detach())
             arrival = Arrival(self._enter_backward(), _largest(gradient), path, _loss_targets(gradient))
             call.output_gradients.append(arrival)

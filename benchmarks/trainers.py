@@ -1,0 +1,335 @@
+"""The trainers that people use, and the same ones under `exact`, on data of unequal lengths.
+
+Each trainer gets the same model, data, batches and arguments, and trains so many optimizer steps; the first half, in
+which recordings are made and kernels are chosen, is not timed; those that record take six times as many, until all
+shapes have come; the others run twice, and the second run counts, because cuDNN plans its attention for each shape that
+it has not seen, which takes longer than the attention. Tokens are those that are not padding. Rows:
+transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
+micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of each step are
+compared with those of the trainer as it is.
+
+    python benchmarks/trainers.py            # prints a table, and writes results/trainers.json
+    python benchmarks/trainers.py --tiny     # a tiny model, on a CPU too: does it run?
+    python benchmarks/trainers.py --only Trainer --steps 12
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from macrobatch import by_tokens
+from macrobatch.lightning import ExactStrategy
+from macrobatch.transformers import exact
+
+PADDED = 4_096  # tokens in a micro-batch
+LONGER = 6
+TARGETS = {"by tokens": 3.0, "by tokens, graphs": 8.0, "exact": 0.98}
+Sample = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int = 768
+    layers: int = 12
+    words: int = 32_000
+    longest: int = 512
+    budget: int = PADDED
+    per_device: int = 2
+    accumulate: int = 64
+
+    def model(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        heads = max(self.width // 64, 2)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.words,
+                hidden_size=self.width,
+                intermediate_size=4 * self.width,
+                num_hidden_layers=self.layers,
+                num_attention_heads=heads,
+                num_key_value_heads=heads,
+                max_position_embeddings=self.longest,
+                pad_token_id=0,
+            )
+        )
+
+    def samples(self, count: int) -> list[Sample]:
+        """Many short ones, few long ones, as in chats."""
+        draw = torch.Generator().manual_seed(0)
+        lengths = torch.randn(count, generator=draw).mul(0.8).add(4.6).exp().clamp(8, self.longest).int()
+        tokens = [torch.randint(1, self.words, (length,), generator=draw).tolist() for length in lengths.tolist()]
+        return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+TINY = Size(width=32, layers=2, words=64, longest=32, budget=64, per_device=2, accumulate=4)
+
+
+def collate(samples: list[Sample]) -> dict[str, Tensor]:
+    width = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(key: str, value: int) -> Tensor:
+        return torch.tensor([sample[key] + [value] * (width - len(sample[key])) for sample in samples])
+
+    ids = padded("input_ids", 0)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": padded("labels", -100)}
+
+
+@dataclass
+class Stopwatch(TrainerCallback):  # type: ignore[misc]
+    """When each step ended, and its loss."""
+
+    ends: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def note(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.note()
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+
+def arguments_for(size: Size, steps: int, kind: type = TrainingArguments, **more: Any) -> Any:
+    on_gpu = torch.cuda.is_available()
+    return kind(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=size.per_device,
+        gradient_accumulation_steps=size.accumulate,
+        max_steps=steps,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        log_level="error",
+        train_sampling_strategy="sequential",
+        **more,
+    )
+
+
+def with_trainer(wrap: Callable[[type], type]) -> Callable[[Size, int], Stopwatch]:
+    def run(size: Size, steps: int) -> Stopwatch:
+        watch = Stopwatch()
+        data = size.samples(steps * size.per_device * size.accumulate)
+        arguments = arguments_for(size, steps, remove_unused_columns=False)
+        trainer: Any = wrap(Trainer)
+        trainer(
+            model=size.model(), args=arguments, train_dataset=data, data_collator=collate, callbacks=[watch]
+        ).train()
+        return watch
+
+    return run
+
+
+def with_sft(wrap: Callable[[type], type]) -> Callable[[Size, int], Stopwatch]:
+    def run(size: Size, steps: int) -> Stopwatch:
+        import trl
+        from datasets import Dataset
+
+        watch = Stopwatch()
+        data = Dataset.from_list(size.samples(steps * size.per_device * size.accumulate))
+        arguments = arguments_for(size, steps, trl.SFTConfig, max_length=size.longest, gradient_checkpointing=False)
+        trainer: Any = wrap(trl.SFTTrainer)
+        trainer(
+            model=size.model(),
+            args=arguments,
+            train_dataset=data,
+            processing_class=words_tokenizer(size.words),
+            callbacks=[watch],
+        ).train()
+        return watch
+
+    return run
+
+
+def words_tokenizer(words: int) -> Any:
+    """SFTTrainer wants one, though the data are tokens already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {f"w{index}": index for index in range(2, words)}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<eos>")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def with_lightning(**options: Any) -> Callable[[Size, int], Stopwatch]:
+    """Without options Lightning's own accumulation."""
+
+    def run(size: Size, steps: int) -> Stopwatch:
+        import lightning.pytorch as lightning
+
+        watch = Stopwatch()
+
+        class Module(lightning.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = size.model()
+
+            def training_step(self, batch: dict[str, Tensor], _: int) -> Any:
+                loss = self.model(**batch).loss
+                return {"loss": loss, "items": (batch["labels"][:, 1:] != -100).sum()} if options else loss
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
+
+            def on_before_zero_grad(self, *_: Any) -> None:
+                if not watch.ends or self.trainer.global_step >= len(watch.ends):
+                    watch.note()
+
+        data = size.samples(steps * size.per_device * size.accumulate)
+        loader: Any = torch.utils.data.DataLoader(data, size.per_device, collate_fn=collate)  # type: ignore[arg-type]
+        choices: dict[str, Any] = {"accumulate_grad_batches": size.accumulate}
+        if options:
+            choices = {"strategy": ExactStrategy("auto", steps=size.accumulate, **options)}
+        on_gpu = torch.cuda.is_available()
+        lightning.Trainer(
+            max_steps=steps,
+            precision="bf16-mixed" if on_gpu else "32-true",
+            accelerator="gpu" if on_gpu else "cpu",
+            devices=1,
+            gradient_clip_val=1.0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **choices,
+        ).fit(Module(), loader)
+        return watch
+
+    return run
+
+
+def same(trainer: type) -> type:
+    return trainer
+
+
+def families(budget: int) -> dict[str, dict[str, Callable[[Size, int], Stopwatch]]]:
+    policy = by_tokens(budget)
+    wraps: dict[str, Callable[[type], type]] = {
+        "as it is": same,
+        "exact": exact,
+        "by tokens": lambda trainer: exact(trainer, micro=policy),
+        "by tokens, graphs": lambda trainer: exact(trainer, micro=policy, cuda_graph=True),
+    }
+    return {
+        "Trainer": {name: with_trainer(wrap) for name, wrap in wraps.items()},
+        "SFTTrainer": {name: with_sft(wrap) for name, wrap in wraps.items()},
+        "Lightning": {
+            "as it is": with_lightning(),
+            "exact": with_lightning(micro=None),
+            "by tokens": with_lightning(micro=policy),
+            "by tokens, graphs": with_lightning(micro=policy, cuda_graph=True),
+        },
+    }
+
+
+def measured(run: Callable[[Size, int], Stopwatch], size: Size, steps: int) -> dict[str, Any]:
+    """Tokens a second over the second half of the steps: their median, as a machine has slow spells."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        watch = run(size, steps)
+    window = size.per_device * size.accumulate
+    tokens = [len(sample["input_ids"]) for sample in size.samples(steps * window)]
+    each = [sum(tokens[step * window : (step + 1) * window]) for step in range(steps)]
+    seconds = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
+    rates = [count / took for count, took in zip(each[1:], seconds, strict=False)][len(seconds) // 2 :]
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else None
+    return {"tokens_per_second": statistics.median(rates), "reserved_gib": reserved, "losses": watch.losses}
+
+
+def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size: Size, steps: int) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for way, run in ways.items():
+        try:
+            if torch.cuda.is_available() and "graphs" not in way:
+                measured(run, size, steps)
+            row = measured(run, size, steps * (LONGER if "graphs" in way else 1))
+        except Exception as error:  # one that cannot run here leaves the others their places
+            print(f"{name}, {way}: {type(error).__name__}: {error}", file=sys.stderr)
+            row = {"tokens_per_second": None, "reserved_gib": None, "losses": [], "error": str(error)[:200]}
+        rows.append({"trainer": name, "way": way, **row})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    usual, losses = rows[0]["tokens_per_second"], rows[0]["losses"]
+    for row in rows:
+        rate = row["tokens_per_second"]
+        row["times"] = rate / usual if rate and usual else None
+        pairs = list(zip(row["losses"], losses, strict=False))
+        row["apart"] = max((abs(one - other) for one, other in pairs), default=None)
+        row["agrees"] = None if row["apart"] is None else row["apart"] <= 0.02  # rounding of bfloat16, added up
+        if row["way"] in TARGETS and row["times"] is not None:
+            bound = TARGETS[row["way"]]
+            row["target"] = {"found": row["times"], "at_least": bound, "reached": row["times"] >= bound}
+        row["losses"] = row["losses"][-3:]
+    return {"rows": rows}
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    def written(key: str, form: str) -> str:
+        return "-" if row[key] is None else format(row[key], form)
+
+    figures = (("tokens_per_second", ",.0f"), ("times", ".2f"), ("reserved_gib", ".1f"), ("apart", ".1e"))
+    return [f"{row['trainer']}, {row['way']}", *(written(key, form) for key, form in figures)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each (default: 4)")
+    parser.add_argument("--only", choices=["Trainer", "SFTTrainer", "Lightning"], action="append")
+    record.add_output(parser, "trainers")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() or arguments.tiny):
+        print("this needs a GPU; --tiny runs on a CPU, and says nothing about speed.", file=sys.stderr)
+        return 2
+    size = TINY if arguments.tiny else Size()
+    chosen = {name: ways for name, ways in families(size.budget).items() if name in (arguments.only or [name])}
+    tables = {name: table_of(name, ways, size, arguments.steps) for name, ways in chosen.items()}
+    packages = [name for name in ("torch", "transformers", "accelerate", "lightning", "trl") if find_spec(name)]
+    result = record.stamp("trainers", *packages) | {
+        "machine": record.machine("cuda" if torch.cuda.is_available() else "cpu"),
+        "size": asdict(size),
+        "steps": arguments.steps,
+        "trainers": tables,
+    }
+    rows = [row for table in tables.values() for row in table["rows"]]
+    where = f"{result['machine']}; {record.in_words(result['versions'])}"
+    headings = ["trainer", "tokens/s", "times", "GiB", "losses apart"]
+    record.show("Trainers, as they are and exact", headings, [cells_of(row) for row in rows], where)
+    output = arguments.output if not arguments.tiny else Path(arguments.output).with_name("trainers_tiny.json")
+    record.save(result, output)
+    print(f"Written to {output}")
+    return 0 if all(row["agrees"] is not False for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What SFTTrainer logs of its batches, for windows that are run together.
+
+Its ``compute_loss`` waits for the GPU five times in each micro-batch, to log entropy and accuracy; and nothing that
+waits can be recorded. Here their sums are kept on the device, and read once a window. They are then means over the
+tokens of the window, not means of means.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from macrobatch.transformers.meaning import Inputs
+from macrobatch.transformers.trl import is_one_of
+
+SUMS = ("label_mask", "entropy", "is_top1")  # of the model's outputs, one number for each token
+
+
+class LoggedSums:
+    """Collects what is logged of the micro-batches of a window.
+
+    Args:
+        trainer: an SFTTrainer.
+        is_recorded: whether micro-steps are recorded.
+    """
+
+    def __init__(self, trainer: Any, *, is_recorded: bool) -> None:
+        self._trainer = trainer
+        self._is_recorded = is_recorded
+        self._sums = torch.zeros(len(SUMS) + 2, device=trainer.args.device, dtype=torch.float64)
+
+    @contextmanager
+    def of_window(self, batches: Sequence[Inputs]) -> Iterator[None]:
+        """While a window is run: ``compute_loss`` itself logs nothing, and waits for nothing."""
+        trainer, logged = self._trainer, self._trainer._metrics["train"]
+        before, tokens = {name: list(values) for name, values in logged.items()}, trainer._total_train_tokens
+        self._sums.zero_()
+        trainer.accelerator.gather_for_metrics = _nothing
+        try:
+            with every_position_scored() if self._is_recorded else nullcontext():
+                yield
+        finally:
+            del trainer.accelerator.gather_for_metrics
+            logged.clear()
+            logged.update(before)
+            trainer._total_train_tokens = tokens
+        self._log(logged, batches)
+
+    def note(self, outputs: Any) -> None:
+        """Add up what the model has returned for a micro-batch."""
+        with torch.no_grad():
+            for place, name in enumerate(SUMS):
+                if isinstance(value := getattr(outputs, name, None), Tensor):
+                    self._sums[place].add_(value.sum())
+            if isinstance(aux := getattr(outputs, "aux_loss", None), Tensor):
+                self._sums[-2].add_(aux.detach())
+                self._sums[-1].add_(1)
+
+    def _log(self, logged: dict[str, list[float]], batches: Sequence[Inputs]) -> None:
+        own = torch.stack([_tokens_of(batch).to(self._sums) for batch in batches]).sum()
+        totals = self._trainer.accelerator.reduce(torch.cat([self._sums, own.reshape(1)]), "sum").tolist()
+        shown, entropy, correct, aux, times, tokens = totals
+        for name, total in (("entropy", entropy), ("mean_token_accuracy", correct)):
+            logged[name].append(total / shown if shown else 0.0)
+        self._trainer._total_train_tokens += int(tokens)
+        logged["num_tokens"] = [self._trainer._total_train_tokens]
+        if times:
+            logged["aux_loss"].append(aux / times)
+
+
+def logged_sums_of(trainer: Any, *, is_recorded: bool) -> LoggedSums | None:
+    """For an SFTTrainer."""
+    return LoggedSums(trainer, is_recorded=is_recorded) if is_one_of(trainer, {"SFTTrainer"}) else None
+
+
+@contextmanager
+def every_position_scored() -> Iterator[None]:
+    """TRL's head gets all positions, as on devices without Triton, not only those with labels.
+
+    How many have labels the host would have to read, and nothing that waits can be recorded. Its kernels stay the same.
+    """
+    utilities: Any = sys.modules.get("trl.trainer.utils")
+    if not hasattr(utilities, "_use_triton"):
+        yield  # another version: if it cannot be recorded, a warning says so
+        return
+    before, utilities._use_triton = utilities._use_triton, lambda _: False
+    try:
+        yield
+    finally:
+        utilities._use_triton = before
+
+
+def _nothing(value: Tensor) -> Tensor:
+    return torch.zeros(value.shape)  # on the host, which need not wait for it
+
+
+def _tokens_of(batch: Inputs) -> Tensor:
+    if "attention_mask" in batch:
+        return torch.as_tensor(batch["attention_mask"].sum())
+    return torch.tensor(batch["position_ids"].shape[1])

@@ -1,0 +1,95 @@
+"""`exact(Trainer)` on two real processes, against one process with the whole batches."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from transformers import Trainer
+
+from harness import programs
+from harness.ranks import Collectives, Outcome, all_well, run
+from harness.trainers import apart, one_big_batch, samples, train, trainer
+from macrobatch import by_tokens, verify
+from macrobatch.transformers import exact
+
+SCENARIOS: dict[str, Callable[[], Outcome]] = {}
+WAYS = {"batches": {}, "tokens": {"micro": by_tokens(40)}, "auto": {"micro": "auto"}}
+COUNT = 20  # samples: windows of 16 and 4
+
+
+def alone(function: Callable[[], Outcome]) -> Outcome:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    with programs.fresh():
+        return function()
+
+
+def fit(kind: str, steps: int, way: str) -> Outcome:
+    made = trainer(kind, exact(Trainer, **WAYS[way]), samples(kind, COUNT), steps=steps, max_grad_norm=0.5)
+    losses = train(made)
+    return {"weights": made.model.state_dict(), "losses": losses, "step": made.state.global_step}
+
+
+for _kind in ("llama", "gpt2", "mixtral", "bert", "t5"):
+    for _steps in (1, 4):
+        for _way in WAYS:
+            SCENARIOS[f"{_kind} {_steps} {_way}"] = partial(alone, partial(fit, _kind, _steps, _way))
+
+
+def as_it_is() -> Outcome:
+    made = trainer("bert", Trainer, samples("bert", COUNT), max_grad_norm=0.5)
+    train(made)
+    return {"apart": apart(made, one_big_batch("bert", samples("bert", COUNT), 16, max_norm=0.5)[0])}
+
+
+def all_reduces() -> Outcome:
+    """How many there are in a run of two windows, and in one of four, of as many batches each."""
+    counts = {}
+    for windows in (2, 4):
+        made = trainer("bert", exact(Trainer), samples("bert", 16 * windows), logging_strategy="no")
+        with Collectives() as counted:
+            train(made)
+        counts[windows] = counted.counts["allreduce"]
+    return counts
+
+
+def verified() -> Outcome:
+    wrong = verify(trainer("bert", Trainer, samples("bert", COUNT)))
+    right = verify(trainer("bert", exact(Trainer), samples("bert", COUNT)))
+    return {"wrong": wrong.ok, "right": right.ok}
+
+
+SCENARIOS["as it is"] = partial(alone, as_it_is)
+SCENARIOS["all_reduces"] = partial(alone, all_reduces)
+SCENARIOS["verified"] = partial(alone, verified)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("transformers"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "bert", "t5"])
+def test_weights_are_those_of_one_big_batch(ran, kind, steps, way):
+    outcomes = all_well(ran[f"{kind} {steps} {way}"])
+    expected, losses = one_big_batch(kind, samples(kind, COUNT), 4 * steps, max_norm=0.5)
+    for outcome in outcomes:
+        assert outcome["losses"] == pytest.approx(losses, abs=2e-6)
+        assert apart(outcome["weights"], expected) <= (1e-14 if kind == "bert" else 3e-8)
+
+
+def test_the_trainer_as_it_is_differs(ran):
+    assert all(outcome["apart"] > 1e-4 for outcome in all_well(ran["as it is"]))
+
+
+def test_gradients_travel_once_a_window(ran):
+    """Per window one all-reduce of all gradients, one of the totals, one of which parameters DDP has found unused."""
+    for outcome in all_well(ran["all_reduces"]):
+        assert outcome[4] - outcome[2] == 3 * 2
+
+
+def test_verify_on_ranks(ran):
+    for outcome in all_well(ran["verified"]):
+        assert (outcome["wrong"], outcome["right"]) == (False, True)

@@ -1,0 +1,375 @@
+"""`exact(Trainer)` in one process: against one big batch in plain torch, and beside the trainer as it is."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback
+
+from harness.trainers import Noting, apart, arguments, collate, make, one_big_batch, samples, train, trainer
+from macrobatch import MacrobatchError, by_tokens, verify
+from macrobatch.errors import BackendError, UsageError
+from macrobatch.transformers import exact
+
+KINDS = ("llama", "gpt2", "mixtral", "bert", "t5")
+WAYS = {"batches": {}, "tokens": {"micro": by_tokens(40)}, "three": {"micro": 3}, "auto": {"micro": "auto"}}
+# The losses of these models are computed in float32, whatever their weights are.
+ROUNDING = {"bert": 1e-14, "llama": 3e-8, "gpt2": 3e-8, "mixtral": 3e-8, "t5": 3e-8}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_one_big_batch(kind, steps, way):
+    data = samples(kind, 13)  # the last window has one batch of two, and one of one, or less
+    expected, losses = one_big_batch(kind, data, 2 * steps)
+    made = trainer(kind, exact(Trainer, **WAYS[way]), data, steps=steps)
+    assert train(made) == pytest.approx(losses, abs=2e-6)
+    assert apart(made, expected) <= ROUNDING[kind]
+
+
+@pytest.mark.parametrize(("kind", "least"), [("gpt2", 1e-4), ("mixtral", 1e-3), ("bert", 1e-2), ("t5", 1e-2)])
+def test_the_trainer_as_it_is_differs(kind, least):
+    """Otherwise the test above would show nothing: these are the mistakes that docs/from-trainer.md names."""
+    data = samples(kind, 8)
+    made = trainer(kind, Trainer, data)
+    train(made)
+    assert apart(made, one_big_batch(kind, data, 8)[0]) > least
+
+
+def test_clipping_and_gradient_norms_are_those_of_one_big_batch():
+    data = samples("bert", 16)
+    expected, _ = one_big_batch("bert", data, 8, max_norm=0.3)
+    noting = Noting()
+    made = trainer("bert", exact(Trainer), data, max_grad_norm=0.3, callbacks=[noting])
+    train(made)
+    assert apart(made, expected) <= 1e-14
+    assert noting.logs[0]["grad_norm"] > 0.3
+
+
+def test_beside_the_trainer_as_it_is():
+    """Where that is right: the same losses, norms and rates are logged, and callbacks see the same."""
+    data, seen = samples("llama", 24), {}
+    for name, trainer_class in (("theirs", Trainer), ("ours", exact(Trainer))):
+        noting = Noting()
+        made = trainer("llama", trainer_class, data, callbacks=[noting], max_grad_norm=1.0, optim="adamw_torch")
+        seen[name] = train(made), noting, made.state
+    (theirs, their_notes, their_state), (ours, our_notes, our_state) = seen["theirs"], seen["ours"]
+    assert ours == pytest.approx(theirs, abs=1e-6)
+    assert our_notes.events == their_notes.events
+    assert our_state.global_step == their_state.global_step
+    for one, other in zip(our_notes.logs[:-1], their_notes.logs[:-1], strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+    assert our_state.total_flos == their_state.total_flos
+
+
+def test_resumed_in_mid_epoch(tmp_path):
+    data = samples("bert", 24)
+    options = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_grad_norm": 1.0}
+    whole = trainer("bert", exact(Trainer), data, output_dir=str(tmp_path / "whole"), **options)
+    train(whole)
+    resumed = trainer("bert", exact(Trainer), data, output_dir=str(tmp_path / "resumed"), **options)
+    train(resumed, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert apart(resumed, whole.model.state_dict()) == 0
+
+
+def test_mixed_precision_and_checkpointing():
+    data = samples("llama", 16)
+    losses = {}
+    for name, trainer_class in (("theirs", Trainer), ("ours", exact(Trainer))):
+        made = trainer(
+            "llama", trainer_class, data, model=make("llama").float(), bf16=True, gradient_checkpointing=True
+        )
+        losses[name] = train(made)
+    assert losses["ours"] == pytest.approx(losses["theirs"], abs=2e-3)
+
+
+def test_an_evaluation_in_between_is_as_before():
+    data, found = samples("llama", 16), {}
+    for name, trainer_class in (("theirs", Trainer), ("ours", exact(Trainer))):
+        options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": samples("llama", 5, seed=9)}
+        made = trainer("llama", trainer_class, data, **options)
+        train(made)
+        found[name] = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(found["ours"]) == 2
+    assert found["ours"] == pytest.approx(found["theirs"], abs=1e-6)
+
+
+def test_labels_that_are_all_hidden_weigh_nothing():
+    data = samples("bert", 8)
+    for sample in data[2:4]:
+        sample["labels"][:] = -100
+    expected, losses = one_big_batch("bert", data, 8)
+    made = trainer("bert", exact(Trainer), data)
+    assert train(made) == pytest.approx(losses, abs=1e-6)
+    assert apart(made, expected) <= 1e-14
+
+
+def test_a_window_without_any_label_takes_no_step():
+    data = samples("bert", 8)
+    for sample in data:
+        sample["labels"][:] = -100
+    made = trainer("bert", exact(Trainer), data, optim="adamw_torch", weight_decay=0.1)
+    train(made)
+    assert apart(made, make("bert").state_dict()) == 0
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def test_a_stream_that_ends_inside_a_window():
+    """The trainer as it is takes no step with what is left."""
+    data = samples("bert", 13)
+    expected, _ = one_big_batch("bert", data, 8)
+    made = trainer("bert", exact(Trainer), Stream(data), max_steps=2)
+    train(made)
+    assert made.state.global_step == 2
+    assert apart(made, expected) <= 1e-14
+
+
+def test_a_window_that_a_callback_breaks_off_is_dropped():
+    class BreaksOff(TrainerCallback):
+        is_first = True
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop, self.is_first = self.is_first, False
+            return control
+
+    data = samples("bert", 8)
+    made = trainer("bert", exact(Trainer), data, callbacks=[BreaksOff()], num_train_epochs=2)
+    train(made)
+    assert apart(made, one_big_batch("bert", data, 8)[0]) <= 1e-14
+
+
+# ---------------------------------------------------------------------------------------------- losses of one's own
+
+
+class MeanOverSamples(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        each = nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], reduction="none")
+        shown = inputs["labels"] != -100
+        loss = ((each * shown).sum(1) / shown.sum(1).clamp(min=1)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Median(Trainer):
+    """What it is a mean over nobody can tell."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        each = nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], reduction="none")
+        loss = each.sum(1).median() + each.mean(1).max()
+        return (loss, outputs) if return_outputs else loss
+
+
+class TellsItems(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        shown = (inputs["labels"] != -100).sum()
+        loss = nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1), inputs["labels"].flatten(), ignore_index=-100, reduction="sum"
+        ) / shown.clamp(min=1)
+        return (loss, outputs) if return_outputs else (loss, shown)
+
+
+def summed(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits.flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / num_items_in_batch
+
+
+def means_of(trainer_class, kind, data, size):
+    """Plain steps on so many samples at once, with the trainer's own loss."""
+    model = make(kind)
+    alone = trainer(kind, trainer_class, data, model=model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, len(data), size):
+        found = trainer_class.compute_loss(alone, model, collate(data[start : start + size]))
+        optimizer.zero_grad()
+        (found[0] if isinstance(found, tuple) else found).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("way", ["batches", "tokens"])
+@pytest.mark.parametrize("trainer_class", [MeanOverSamples, TellsItems])
+def test_a_loss_of_ones_own(trainer_class, way):
+    data = samples("bert", 13)
+    made = trainer("bert", exact(trainer_class, **WAYS[way]), data)
+    train(made)
+    assert apart(made, means_of(trainer_class, "bert", data, 8)) <= 1e-14
+
+
+@pytest.mark.parametrize("way", ["batches", "three"])
+def test_a_loss_function_that_divides_by_the_items(way):
+    data = samples("bert", 13)
+    made = trainer("bert", exact(Trainer, **WAYS[way]), data, compute_loss_func=summed)
+    train(made)
+    assert apart(made, one_big_batch("bert", data, 8)[0]) <= 1e-14
+
+
+def test_a_loss_that_hides_its_items_is_told_at_construction():
+    with pytest.raises(UsageError, match=r"return \(loss, items\)"):
+        trainer("bert", exact(Median), samples("bert", 8))
+
+
+def test_a_loss_that_hides_its_items_in_a_stream_is_told_before_the_first_step():
+    made = trainer("bert", exact(Median), Stream(samples("bert", 8)), max_steps=1)
+    with pytest.raises(UsageError, match=r"return \(loss, items\)"):
+        train(made)
+    assert apart(made, make("bert").state_dict()) == 0
+
+
+def test_asking_leaves_no_trace():
+    model, state = make("bert"), {}
+    modes = [module.training for module in model.modules()]
+    for trainer_class in (Trainer, exact(Trainer)):
+        trainer("bert", trainer_class, samples("bert", 8), model=model)
+        state[trainer_class] = torch.get_rng_state()
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(*state.values())
+
+
+def test_classification_is_a_mean_over_samples():
+    def classifier():
+        torch.manual_seed(1)
+        config = BertConfig(
+            vocab_size=37,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=3,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        return BertForSequenceClassification(config).double()
+
+    data = [sample | {"labels": torch.tensor([index % 3])} for index, sample in enumerate(samples("bert", 11))]
+
+    def flat(batch):
+        made = collate(batch)
+        return made | {"labels": made["labels"][:, 0]}
+
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in (0, 8):
+        optimizer.zero_grad()
+        model(**flat(data[start : start + 8])).loss.backward()
+        optimizer.step()
+    made = exact(Trainer)(
+        model=classifier(), args=arguments(remove_unused_columns=False), train_dataset=data, data_collator=flat
+    )
+    train(made)
+    assert apart(made, model.state_dict()) <= 1e-14
+
+
+# ---------------------------------------------------------------------------------------------- classes and errors
+
+
+def test_the_class_is_the_same_to_look_at():
+    made = exact(Trainer)
+    assert issubclass(made, Trainer)
+    assert made.__name__ == "ExactTrainer"
+    assert inspect.signature(made.__init__) == inspect.signature(Trainer.__init__)
+    assert made.__doc__ == Trainer.__doc__
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: exact(nn.Linear), "trainer class"),
+        (lambda: exact(trainer("bert", Trainer, samples("bert", 2))), "an object of type Trainer"),
+        (lambda: exact(exact(Trainer)), "exact already"),
+        (lambda: exact(Trainer, micro=0), "1 or more"),
+        (lambda: exact(Trainer, micro="all"), "micro must be"),
+        (lambda: exact(Trainer, max_norm=1.0), "max_norm"),
+        (lambda: exact(Trainer, fit_file="sizes.json"), "fit_file"),
+    ],
+)
+def test_wrong_calls(wrong, says):
+    with pytest.raises(MacrobatchError, match=says):
+        wrong()
+
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_training_step_of_ones_own_runs():
+    data = samples("bert", 8)
+    made = trainer("bert", exact(OwnStep), data)
+    train(made)
+    assert apart(made, one_big_batch("bert", data, 8)[0]) <= 1e-14
+    with pytest.raises(UsageError, match="OwnStep has a training_step of its own"):
+        trainer("bert", exact(OwnStep, micro=3), data)
+
+
+class TwoLosses(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.compute_loss(model, dict(inputs))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_training_step_with_two_losses_is_refused():
+    made = trainer("bert", exact(TwoLosses), samples("bert", 8))
+    with pytest.raises(UsageError, match="called compute_loss 2 times"):
+        train(made)
+
+
+def test_optimizers_that_step_in_a_backward_are_refused():
+    with pytest.raises(UsageError, match="steps inside each backward"):
+        trainer("bert", exact(Trainer), samples("bert", 8), optim="lomo")
+
+
+def test_deepspeed_is_refused(monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator.free_memory", lambda self: None)
+    made = trainer("bert", exact(Trainer), samples("bert", 8))
+    made.is_deepspeed_enabled = True
+    from macrobatch.transformers.support import require_supported
+
+    with pytest.raises(BackendError, match="DeepSpeed"):
+        require_supported(made, made.macrobatch_settings)
+
+
+# ---------------------------------------------------------------------------------------------- verify
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [("gpt2", "labels counted before the shift"), ("bert", "mean of means"), ("t5", "mean of means")],
+)
+def test_verify_names_what_is_wrong_with_a_trainer(kind, cause):
+    report = verify(trainer(kind, Trainer, samples(kind, 11)))
+    assert not report.ok
+    assert cause in [found.name for found in report.causes]
+
+
+@pytest.mark.parametrize("way", ["batches", "tokens"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_finds_nothing_wrong_with_an_exact_one(kind, way):
+    made = trainer(kind, exact(Trainer, **WAYS[way]), samples(kind, 11))
+    assert verify(made).ok
+    train(made)  # and leaves it as it was
+    assert apart(made, one_big_batch(kind, samples(kind, 11), 8)[0]) <= ROUNDING[kind]
+
+
+def test_verify_wants_data():
+    made = trainer("bert", exact(Trainer), samples("bert", 8))
+    made.train_dataset = []
+    with pytest.raises(UsageError, match="no training data"):
+        verify(made)
+    with pytest.raises(UsageError, match="needs a loss_fn and a batch"):
+        verify(nn.Linear(2, 2))
