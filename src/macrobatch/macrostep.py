@@ -36,6 +36,7 @@ from macrobatch._step.assembly import engine_for
 from macrobatch._step.attempts import Attempts
 from macrobatch._step.batch_terms import BatchTerms, with_items
 from macrobatch._step.kept_graphs import kept_graphs_for
+from macrobatch._step.leaving import LeaveMean
 from macrobatch._step.spans import Observer
 from macrobatch._step.spare import Spare
 from macrobatch._step.turns import Turn
@@ -187,6 +188,17 @@ class MacroStep:
     def optimizer_step(self) -> int:
         """How many optimizer steps were taken."""
         return self._engine.closing.taken
+
+    def is_void(self) -> bool:
+        """Without an optimizer: whether the last batch had no items, so that no step is to be taken with it.
+
+        Waits for the device.
+
+        Raises:
+            BatchError: its items were negative or not finite.
+        """
+        closing = self._engine.closing
+        return isinstance(closing, LeaveMean) and closing.is_void()
 
     def state_dict(self) -> dict[str, int | float]:
         """What to save beside model, optimizer, scheduler and scaler: plain numbers."""

@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import pytest
+import torchmetrics
 from lightning.pytorch import Callback, Trainer
 
 from harness import reference
@@ -39,7 +40,19 @@ def test_the_names_that_are_looked_up(package):
     assert hasattr(importlib.import_module(f"{package}.plugins.precision").Precision, "backward")
     callbacks = importlib.import_module(f"{package}.callbacks")
     assert callbacks.GradientAccumulationScheduler({1: 2}).scheduling == {0: 1, 1: 2}
-    assert hasattr(importlib.import_module(package).LightningModule, "backward")
+    module = importlib.import_module(package).LightningModule
+    assert hasattr(module, "backward")
+    assert {"name", "value", "batch_size", "reduce_fx"} <= inspect.signature(module.log).parameters.keys()
+    assert isinstance(callbacks.StochasticWeightAveraging.swa_end, property)
+
+
+def test_a_metric_is_updated_through_its_own_attributes():
+    """So that a recording can refuse it before it has counted."""
+    metric = torchmetrics.SumMetric()
+    vars(metric).update(update=None, forward=None)
+    for count in (metric, metric.update):
+        with pytest.raises(TypeError, match="NoneType"):
+            count(1.0)
 
 
 def test_a_trainer_tells_all_before_it_asks_for_the_launcher():

@@ -1,9 +1,10 @@
 """`macrobatch.lightning` on two real processes, against one process with the whole batches, and beside Lightning."""
 
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,15 +15,24 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import reference
 from harness.lightnings import Task, fit
 from harness.ranks import Collectives, Outcome, all_well, full_weights, run, same_on_all, share
+from harness.recorded import PretendedCapturer
 from harness.reference import Batch, Counting, Experts, relative_error
+from macrobatch._cudagraph.capture import CAPTURERS
 from macrobatch.lightning import ExactStrategy
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 COUNT = 7  # batches a rank: the last window of 4 is short
+
+
+def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    """Run this on the ranks, under its name."""
+    SCENARIOS[function.__name__] = function
+    return function
 
 
 class Sharded(Task):
@@ -71,6 +81,8 @@ def train(
     items: str = "int",
     name: str = "SGD",
     batches: Sequence[Batch] | None = None,
+    micro: Any = None,
+    cuda_graph: bool = False,
     **options: Any,
 ) -> Outcome:
     wrap, make = KINDS[kind]
@@ -78,7 +90,9 @@ def train(
     batches = [micro for _, micro in share(dist.get_rank(), COUNT)] if batches is None else batches
     noting = Noting()
     callbacks = [noting, *options.pop("callbacks", [])]
-    strategy = ExactStrategy(wrap(), steps=steps) if options.pop("exact", True) else wrap()
+    strategy = wrap()
+    if options.pop("exact", True):
+        strategy = ExactStrategy(strategy, steps=steps, micro=micro, cuda_graph=cuda_graph)
     trainer = fit(task, batches, devices=2, strategy=strategy, callbacks=callbacks, **options)
     result = getattr(trainer.strategy, "result", None)
     if isinstance(task.net, FSDPModule):
@@ -119,12 +133,6 @@ for plan in PLANS:
     )
 
 
-def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
-    """Run this on the ranks, under its name."""
-    SCENARIOS[function.__name__] = function
-    return function
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: Any) -> dict[str, list[Outcome]]:
     return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("lightning"))
@@ -138,6 +146,98 @@ def test_steps_are_those_of_one_big_batch(ran, plan):
     assert relative_error(outcomes[0]["weights"], weights) <= 1e-12
     assert outcomes[0]["steps"] == len(taken)
     torch.testing.assert_close(outcomes[0]["loss"], taken[-1].loss, rtol=1e-12, atol=0)
+
+
+# ------------------------------------------------------------------------------------------- whole windows
+
+
+CUTS = [
+    (kind, steps, micro, max_norm)
+    for kind in ("ddp", "fsdp2")
+    for steps, micro, max_norm in ((1, 2, None), (4, 3, 0.05), (4, "auto", None))
+] + [("unused", 4, 3, None)]
+for plan in CUTS:
+    kind, steps, micro, max_norm = plan
+    SCENARIOS["cut " + "-".join(map(str, plan))] = partial(
+        train, kind, steps=steps, micro=micro, items="tensor", name="AdamW", gradient_clip_val=max_norm, max_epochs=2
+    )
+
+
+@pytest.mark.parametrize("plan", CUTS, ids=lambda plan: "-".join(map(str, plan)))
+def test_windows_that_are_cut_anew(ran, plan):
+    outcomes = all_well(ran["cut " + "-".join(map(str, plan))])
+    same_on_all(outcomes, "weights", "steps", "loss", "items")
+    weights, taken = whole(plan[1], "tensor", "AdamW", plan[3], epochs=2)
+    assert relative_error(outcomes[0]["weights"], weights) <= 1e-10
+    assert outcomes[0]["steps"] == len(taken)
+    torch.testing.assert_close(outcomes[0]["loss"], taken[-1].loss, rtol=1e-12, atol=0)
+    # Each rank logs its own mean; what callbacks see of the last batch is the window's, on all ranks.
+    assert outcomes[0]["losses"][-1] == pytest.approx(taken[-1].loss.item())
+
+
+class Twins(PretendedCapturer):
+    """Under DDP, recordings are of twins of the parameters: what is run again must find them in the model."""
+
+    model: ClassVar[Task]
+
+    @classmethod
+    def is_capturing(cls) -> bool:
+        return "capturing" in cls.under_way
+
+    def capture(self, run: Callable[[], Any], pool: object) -> Any:
+        places = [(part._parameters, dict(part._parameters)) for part in self.model.modules()]
+
+        def again() -> Any:
+            before = [(own, dict(own)) for own, _ in places]
+            for own, twins in places:
+                own.update(twins)
+            try:
+                return run()
+            finally:
+                for own, parameters in before:
+                    own.update(parameters)
+
+        return super().capture(again, pool)
+
+
+class Recorded(Task):
+    """How often its training_step was captured."""
+
+    captured = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        Twins.model = self
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Recorded.captured += Twins.is_capturing()
+        return super().training_step(batch, batch_idx)
+
+
+KINDS["recorded"] = (lambda: "ddp", Recorded)
+
+
+@scenario
+def recorded_cut() -> Outcome:
+    forward, through_ddp = DistributedDataParallel.forward, []
+
+    def note(self: Any, *args: Any) -> Any:
+        through_ddp.append(Twins.is_capturing())
+        return forward(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setitem(CAPTURERS, "cpu", Twins)
+        patch.setattr(DistributedDataParallel, "forward", note)
+        patch.setattr("macrobatch._cudagraph.cache.MAX_TIME_SHARE", 1e9)
+        warnings.filterwarnings("error", message="cuda_graph=True")
+        outcome = train("recorded", steps=4, micro=3, cuda_graph=True, items="tensor", max_epochs=2)
+    return outcome | {"captured": Recorded.captured, "through_ddp": any(through_ddp)}
+
+
+def test_recorded_windows(ran):
+    outcomes = all_well(ran["recorded_cut"])
+    assert all(outcome["captured"] and not outcome["through_ddp"] for outcome in outcomes)
+    assert relative_error(outcomes[0]["weights"], whole(4, "tensor", epochs=2)[0]) <= 1e-10
 
 
 # ------------------------------------------------------------------------------------------- beside Lightning
@@ -218,12 +318,12 @@ def test_validation_inside_a_window(ran, kind):
     assert relative_error(outcomes[0]["weights"], whole(4)[0]) <= 1e-12
 
 
-def resumed(kind: str) -> Outcome:
+def resumed(kind: str, **cut: Any) -> Outcome:
     """A run, and one that goes on from a checkpoint inside its second epoch."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     saving = ModelCheckpoint(folder[0], filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    options: dict[str, Any] = {"steps": 3, "name": "AdamW", "max_epochs": 2}
+    options: dict[str, Any] = {"steps": 3, "name": "AdamW", "max_epochs": 2, **cut}
     once = train(kind, **options, callbacks=[saving], enable_checkpointing=True)
     again = train(kind, **options, ckpt_path=f"{folder[0]}/step=4.ckpt")
     return {"once": once["weights"], "again": again["weights"], "steps": (once["steps"], again["steps"])}
@@ -231,9 +331,10 @@ def resumed(kind: str) -> Outcome:
 
 for kind in ("ddp", "fsdp2"):
     SCENARIOS[f"resumed {kind}"] = partial(resumed, kind)
+    SCENARIOS[f"resumed {kind} cut"] = partial(resumed, kind, micro=2)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "ddp cut", "fsdp2 cut"])
 def test_resumes_inside_an_epoch_bitwise(ran, kind):
     for outcome in all_well(ran[f"resumed {kind}"]):
         assert outcome["steps"] == (6, 6)

@@ -785,6 +785,23 @@ def test_a_thaw_beside_another_model():
     assert seen == [False, False, True]
 
 
+@pytest.mark.parametrize("items", [0, torch.tensor(0), 3])
+def test_whoever_steps_by_himself_asks_whether_there_were_items(items):
+    model = nn.Linear(2, 1)
+    train = MacroStep(model, None, lambda model, x: (model(x).mean(), items), micro=2)
+    train(torch.ones(4, 2))
+    assert train.is_void() == (not items)
+
+
+@pytest.mark.parametrize("items", [-1.0, float("nan")])
+def test_whoever_steps_by_himself_is_told_of_wrong_items(items):
+    model = nn.Linear(2, 1)
+    train = MacroStep(model, None, lambda model, x: (model(x).mean(), torch.tensor(items)), micro=2)
+    train(torch.ones(4, 2))
+    with pytest.raises(BatchError, match="negative or not finite"):
+        train.is_void()
+
+
 def test_all_of_them_are_errors_of_ours():
     assert all(issubclass(kind, MacrobatchError) for kind in (UsageError, BatchError, BackendError, FitError))
 

@@ -25,6 +25,11 @@ def checked_schedule(steps: Steps) -> Steps:
     return {0: 1} | {epoch: checked_steps(count, f"steps[{epoch}]") for epoch, count in steps.items()}
 
 
+def steps_in_epoch(steps: Steps, epoch: int) -> int:
+    """How long windows are in that epoch."""
+    return steps if isinstance(steps, int) else steps[max(begin for begin in steps if begin <= epoch)]
+
+
 @contextlib.contextmanager
 def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
     """Let the Trainer count windows of that length, as with ``accumulate_grad_batches``."""
@@ -68,3 +73,12 @@ def require_no_other(trainer: Any, package: str) -> None:
                 f"the callback {type(callback).__name__} beside ExactStrategy: leave it out, and hand over its "
                 f"schedule, ExactStrategy(steps={callback.scheduling})."
             )
+
+
+def wants_forwards_alone(trainer: Any, package: str) -> bool:
+    """Whether this epoch is the one after all, in which averaged weights get their statistics, without a backward."""
+    averaging = importlib.import_module(f"{package}.callbacks").StochasticWeightAveraging
+    return any(
+        isinstance(callback, averaging) and trainer.current_epoch == callback.swa_end + 1
+        for callback in trainer.callbacks
+    )

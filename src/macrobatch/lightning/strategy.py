@@ -10,23 +10,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
-from macrobatch._ranks.collectives import all_gather_objects
-from macrobatch._ranks.select import select_backend
-from macrobatch._step.engine import Engine
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._cut.policies import Policy
+from macrobatch._step.validation import checked_dtype
 from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, package_of
-from macrobatch.lightning.gradients import StaleGradients, require_own, trained_modules
+from macrobatch.lightning.gradients import require_own, trained_modules
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
+from macrobatch.lightning.windows import BatchByBatch, Settings, WholeWindow, Windows
+from macrobatch.macrostep import checked_micro
 from macrobatch.types import StepResult
 
 if TYPE_CHECKING:
@@ -56,33 +57,47 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             (a ModelParallelStrategy with all devices data-parallel), or a `Strategy`, of which a copy is made.
         steps: batches in a window: an int, or a schedule ``{epoch: steps}`` as that of Lightning's
             GradientAccumulationScheduler. The last window of an epoch may be shorter, and is divided by what it held.
+        micro: the batches of a window are kept until its last one, and their samples are cut anew: by an int or
+            `by_count`, `by_tokens`, or "auto": the largest number that fits. Without items, samples weigh the same.
+        cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed.
+        accumulate_dtype: what gradients are summed in, e.g. ``torch.float32`` for bfloat16 weights.
 
     Attributes:
         result: what became of the last window, e.g. ``result.loss``, its mean loss on all ranks; None before.
+        steps: batches in a window, as given.
+        settings: the other arguments.
 
     Raises:
-        UsageError: `steps` is no count, or the strategy is unknown.
+        UsageError: `steps` is no count, `micro` no way to cut, or the strategy is unknown.
         BackendError: the strategy keeps gradients out of reach: DeepSpeed, XLA, the first FSDP.
     """
 
     around: type  # the class of the strategy
 
-    def __new__(cls, strategy: Any = "auto", *, steps: Steps = 1) -> ExactStrategy:  # noqa: ARG004
+    def __new__(cls, strategy: Any = "auto", **_: Any) -> ExactStrategy:
         found = find_strategy(strategy)
         made = _make_bare(found.around if isinstance(found, ExactStrategy) else type(found))
         made.__dict__.update(vars(found))
         return made
 
-    def __init__(self, strategy: Any = "auto", *, steps: Steps = 1) -> None:
+    def __init__(
+        self,
+        strategy: Any = "auto",
+        *,
+        steps: Steps = 1,
+        micro: int | Policy | Literal["auto"] | None = None,
+        cuda_graph: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
         warn_about_unknown_torch()
+        if micro is not None:
+            checked_micro(micro)
         self.result: StepResult | None = None
-        self._steps = checked_schedule(steps)
+        self.steps = checked_schedule(steps)
+        self.settings = Settings(micro, cuda_graph, checked_dtype(accumulate_dtype))
         self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
-        self._engine: Engine | None = None  # while a Trainer fits, with automatic optimization
-        self._closing = LeaveMean([])
-        self._stale = StaleGradients()
-        self._loss: tuple[Tensor, Any] | None = None  # of the micro-batch under way, with its items
-        self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the engine is there
+        self._windows: Windows | None = None  # while a Trainer fits, with automatic optimization
+        self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the windows are there
         self._told = contextlib.ExitStack()  # what the Trainer was told, to be taken back
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -91,59 +106,46 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ one micro-batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a micro-batch, and do its forward."""
-        engine = self._engine
-        if engine is None:
-            return super().training_step(*args, **kwargs)
-        engine.give_up()  # one that has had no backward: a callback may want forwards alone
-        if engine.is_broken or (engine.has_accumulated and self._is_at_first_batch()):
-            engine.discard()  # the loop has left the window before its last batch
-        with contextlib.nullcontext() if engine.has_accumulated else self._stale.hidden():
-            engine.begin(LAST_OF_ALL if self._is_at_last_batch() else IN_BETWEEN)
-            output = super().training_step(*args, **kwargs)
-        has_more = isinstance(output, Mapping)
-        if (loss := output.get("loss") if has_more else output) is None:
-            engine.give_up()  # Lightning leaves out the backward
-        else:
-            self._loss = loss, output.get("items") if has_more else None
-        return output
+        """Begin a micro-batch, and do its forward; or keep the batch until the window's last one."""
+        run = functools.partial(super().training_step, *args, **kwargs)
+        if (windows := self._windows) is None:
+            return run()
+        if windows.is_broken or (windows.num_open and self._is_at_first_batch()):
+            windows.drop()  # the loop has left the window before its last batch
+        return windows.forward(run, args, last=self._is_at_last_batch())
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Add the gradient of the micro-batch; a window's last brings ``.grad`` to the mean.
 
         Hooks see the loss as Lightning shows it: divided by ``accumulate_grad_batches``, and scaled.
         """
-        engine = self._engine
-        if engine is None or self._loss is None:
+        windows = self._windows
+        if windows is None or not windows.has_loss:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        (loss, items), self._loss = self._loss, None
         self.pre_backward(closure_loss)
         shown = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._stale.drop()
-        engine.backward(loss, items)
-        self.result = engine.close() or self.result
+        self.result = windows.backward() or self.result
         shown = self.precision_plugin.post_backward(shown, self.lightning_module)
         self.post_backward(shown)
         return shown
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's own. The window is closed when the closure has run; without items no step is taken."""
-        if (engine := self._engine) is None:
+        if (windows := self._windows) is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         num_calls = 0
 
         def close() -> Any:
             nonlocal num_calls
             num_calls += 1
-            if num_calls > 1 and self.result is not None and self.result.micro_batches > 1:
+            if num_calls > 1 and windows.length > 1:
                 raise UsageError(
                     f"{type(optimizer).__name__} computes the loss several times in one step, but the window's "
-                    f"{self.result.micro_batches} micro-batches are there once only. Use steps=1 with it."
+                    f"{windows.length} batches are there once only. Use steps=1 with it."
                 )
             loss = closure()
-            if engine.has_accumulated:  # its last batch had no loss
-                self.result = engine.close(now=True)
-            if not self._closing.is_void():
+            self.result = windows.close() or self.result
+            if not windows.is_void():
                 return loss
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -155,7 +157,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """With automatic optimization nothing: the engine keeps gradients from travelling until a window closes."""
-        with contextlib.nullcontext() if self._engine is not None else super().block_backward_sync():
+        with contextlib.nullcontext() if self._windows is not None else super().block_backward_sync():
             yield
 
     def _is_at_last_batch(self) -> bool:
@@ -179,7 +181,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             return
         self._check(trainer, model)
         if model.automatic_optimization:
-            self._told.enter_context(tell_trainer(trainer, self._steps, package_of(self.around)))
+            self._told.enter_context(tell_trainer(trainer, self.steps, package_of(self.around)))
 
     def setup(self, trainer: Any) -> None:
         """Lightning's; then the engine is made, of the model as it is trained."""
@@ -192,29 +194,28 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         require_own(self.optimizers, parameters)
         mesh = getattr(self, "device_mesh", None)
         shares = mesh is not None and data_parallel_of(models[0]) is None  # by tensor parallelism alone
-        backend = select_backend(
-            models,
-            sync="window",
-            gather="micro",
-            process_group=mesh["data_parallel"] if mesh is not None and shares else None,
-            accumulate_dtype=None,
-        )
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self._closing = LeaveMean([], scaler)
-        self._engine = Engine(models, [], backend, self._closing, scaler=scaler)
-        self._stale = StaleGradients(parameters)
+        options = {
+            "scaler": getattr(self.precision_plugin, "scaler", None),
+            "process_group": mesh["data_parallel"] if mesh is not None and shares else None,
+            "accumulate_dtype": self.settings.accumulate_dtype,
+        }
         self.result = None
+        if self.settings.keeps:
+            self._windows = WholeWindow(self, super().training_step, models, self.settings, options)
+        else:
+            self._windows = BatchByBatch(models, options)
 
     def on_train_start(self) -> None:
         """Lightning's; and an error where ranks would wait for each other forever."""
         super().on_train_start()
-        if self._engine is None:
+        if self._windows is None:
             return
         if self._saved is not None:
-            self._engine.load_state(self._saved)
-        backend, own = self._engine.backend, self.lightning_module.trainer.num_training_batches
-        lengths = [own] if backend.group is None else all_gather_objects(own, backend.host_group())
+            self._windows.load_state_dict(self._saved)
+        own = self.lightning_module.trainer.num_training_batches
+        lengths = self.all_gather(torch.tensor(float(own), device=self.root_device)).flatten().tolist()
         if len(set(lengths)) > 1:
+            lengths = [int(number) if number < math.inf else number for number in lengths]
             raise UsageError(
                 f"the ranks have different numbers of batches, {lengths}: some would wait for the others forever. "
                 "Lightning's Trainer needs as many on each: leave use_distributed_sampler on, or set "
@@ -224,11 +225,9 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """Lightning's; the Trainer is left as it was."""
         self._told.close()
-        if self._engine is not None:
-            self._engine.give_up()
-            self._engine.discard()
-        self._engine = self._loss = self._saved = None
-        self._stale = StaleGradients()
+        if self._windows is not None:
+            self._windows.drop()
+        self._windows = self._saved = None
         super().teardown()
 
     def _check(self, trainer: Any, model: Any) -> None:
@@ -240,11 +239,11 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
                 f"out, and make the strategy with steps={trainer.accumulate_grad_batches}."
             )
         require_no_other(trainer, package)
-        longest = self._steps if isinstance(self._steps, int) else max(self._steps.values())
+        longest = self.steps if isinstance(self.steps, int) else max(self.steps.values())
         if not model.automatic_optimization:
-            if longest > 1:
+            if longest > 1 or self.settings != Settings():
                 raise UsageError(
-                    f"ExactStrategy(steps={self._steps}) with automatic_optimization=False: a module that steps by "
+                    f"ExactStrategy(steps={self.steps}) with automatic_optimization=False: a module that steps by "
                     "itself decides where its windows end. Make a macrobatch.Accumulator for each of its optimizers, "
                     "and leave ExactStrategy out."
                 )
@@ -261,16 +260,16 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Lightning's, with a few numbers of the engine's; warns inside a window, for gradients are not saved."""
-        engine = self._engine
-        if engine is not None and engine.has_accumulated:
+        windows = self._windows
+        if windows is not None and windows.num_open:
             warnings.warn(
-                f"a checkpoint inside a window: the gradients of its first {engine.open_slots} micro-batches are not "
+                f"a checkpoint inside a window: the gradients of its first {windows.num_open} micro-batches are not "
                 "saved, so a run that resumes here makes its first step of the others alone. Save where windows end, "
                 "e.g. with ModelCheckpoint(every_n_train_steps=...).",
                 stacklevel=2,
             )
-        elif engine is not None:
-            checkpoint[SAVED_AS] = engine.state()
+        elif windows is not None:
+            checkpoint[SAVED_AS] = windows.state_dict()
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +283,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     def _configure_launcher(self) -> None:
         """The last call while the Trainer is made, which has told of devices, nodes and plugins by now."""
         if self._late is not None:
-            chosen = ExactStrategy(choose_strategy(self, self._late), steps=self._steps)
+            chosen = ExactStrategy(choose_strategy(self, self._late), steps=self.steps, **vars(self.settings))
             self.__dict__.clear()
             self.__dict__.update(vars(chosen))
             self.__class__ = type(chosen)

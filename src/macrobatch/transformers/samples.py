@@ -1,4 +1,4 @@
-"""Where the samples are in the batches of a trainer; and several batches as one."""
+"""Where the samples are in the batches of a trainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from macrobatch.errors import BatchError
+from macrobatch._cut.joining import joined
 
 Inputs = dict[str, Any]
 HALVES = ("chosen", "rejected")
@@ -72,52 +71,3 @@ def _select(value: Any, samples: list[int], rows: int, count: int) -> Any:
     if _length(value) == rows:
         return value[samples + [count + sample for sample in samples]]
     return value
-
-
-def joined(batches: Sequence[Inputs], padding: Mapping[str, int]) -> Inputs:
-    """One batch of several, padded to the widest of them, at the side at which they are padded.
-
-    Raises:
-        BatchError: they are of different kinds.
-    """
-    first = batches[0]
-    for batch in batches[1:]:
-        if batch.keys() != first.keys():
-            raise BatchError(f"the batches of a window have different keys: {sorted(first)} and {sorted(batch)}.")
-    at_left = any(_is_padded_at_left(batch) for batch in batches)
-    return {key: _join(key, [batch[key] for batch in batches], padding.get(key, 0), at_left) for key in first}
-
-
-def _join(key: str, values: list[Any], pad: int, at_left: bool) -> Any:
-    if not all(isinstance(value, Tensor) for value in values):
-        if all(isinstance(value, list) for value in values):
-            return [entry for value in values for entry in value]
-        if all(value == values[0] for value in values[1:]):
-            return values[0]
-        raise BatchError(f"the batches of a window cannot be made one: {key!r} is {values[0]!r} and {values[-1]!r}.")
-    if not values[0].dim():
-        if all(torch.equal(value, values[0]) for value in values[1:]):
-            return values[0]
-        raise BatchError(f"the batches of a window cannot be made one: {key!r} is one number, another in each.")
-    if len({value.shape[2:] for value in values}) > 1 or len({value.dim() for value in values}) > 1:
-        raise BatchError(
-            f"the batches of a window cannot be made one: {key!r} has the shapes {[tuple(v.shape) for v in values]}. "
-            "Only the second dimension, that of the tokens, can be padded. Leave micro= out, or pad to one size."
-        )
-    if values[0].dim() == 1:
-        return torch.cat(values)
-    width = max(value.shape[1] for value in values)
-    return torch.cat([_padded(value, width - value.shape[1], pad, at_left) for value in values])
-
-
-def _padded(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
-    if not more:
-        return value
-    columns = value.new_full((len(value), more, *value.shape[2:]), pad)
-    return torch.cat([columns, value] if at_left else [value, columns], 1)
-
-
-def _is_padded_at_left(batch: Inputs) -> bool:
-    """Whether the tokens of some row begin after its first column."""
-    mask = batch.get("attention_mask")
-    return isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, 0] == 0).any())

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
+from macrobatch._cut.joining import joined
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
 from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Compute, Inputs, meaning_of
-from macrobatch.transformers.samples import joined
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trainer import ExactTrainer
 from macrobatch.transformers.trl import declared, layout_for

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from macrobatch._cut.joining import joined
 from macrobatch._cut.policies import Policy
 from macrobatch._step.assembly import engine_for
 from macrobatch._step.leaving import LeaveMean
@@ -18,7 +19,6 @@ from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Compute, Inputs, Meaning
-from macrobatch.transformers.samples import joined
 from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult
 
@@ -158,7 +158,7 @@ class WholeWindow(Windows):
         layout = self._meaning.layout
         rows = [layout.as_rows(batch) for batch in batches]
         with contextlib.nullcontext() if self._logged is None else self._logged.of_window(batches):
-            self._result = self._train(_joined_rows(rows, self._padding) if self._cuts else rows)
+            self._result = self._train(joined(rows, self._padding) if self._cuts else rows)
         return self._result
 
     def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded:
@@ -182,13 +182,6 @@ class WholeWindow(Windows):
 def _the_only_one(batches: list[Inputs]) -> Inputs:
     (batch,) = batches
     return batch
-
-
-def _joined_rows(batches: list[Inputs], padding: Mapping[str, int]) -> Inputs:
-    """One batch of several, which may be pairs."""
-    if isinstance(next(iter(batches[0].values())), Mapping):
-        return {key: joined([batch[key] for batch in batches], padding) for key in batches[0]}
-    return joined(batches, padding)
 
 
 def padding_of(trainer: Any) -> dict[str, int]:

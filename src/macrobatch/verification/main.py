@@ -79,8 +79,9 @@ def verify(
     is meant for one optimizer step, pass ``windows=1``: then more than one is an error.
 
     Args:
-        model: the model as it is trained: plain, compiled, or wrapped for several ranks. Or a `Trainer` of
-            transformers, alone: its first window is compared, in its own way, with one big batch of the same samples.
+        model: the model as it is trained: plain, compiled, or wrapped for several ranks. Or, alone, a `Trainer` of
+            transformers, or a Trainer or module of Lightning that have each other: its first window, done in its own
+            way, is compared with one big batch of the same samples.
         loss_fn: ``loss_fn(model, batch)`` returns the loss, or the loss and its number of items. The loss is the mean
             over the items, or with ``reduction="sum"`` their sum. Or a dict of terms, ``{name: (loss, items)}``, whose
             means are added up.

@@ -1,0 +1,93 @@
+"""Several batches as one: the other way round than all else in this room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from macrobatch._cut.token_groups import MASK, name_parts
+from macrobatch._cut.trees import Leaf, flatten, has_samples, leaves, rebuild
+from macrobatch.errors import BatchError
+
+
+def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | None = 0) -> Any:
+    """One batch of several, padded to the widest of them, at the side at which they are padded.
+
+    >>> batches = [{"input_ids": torch.ones(1, 2)}, {"input_ids": torch.ones(2, 3)}]
+    >>> joined(batches, {"input_ids": 7})["input_ids"]
+    tensor([[1., 1., 7.],
+            [1., 1., 1.],
+            [1., 1., 1.]])
+
+    Args:
+        batches: of one kind: nested in the same way, with the same names.
+        padding: what fields are padded with, by their name, or by the known part of it ("labels" of "chosen_labels").
+        unknown: what all others are padded with; None: that is an error.
+
+    Raises:
+        BatchError: they are of different kinds, or there is no padding for a field.
+    """
+    lists: dict[int, bool] = {}
+    flat = [list(flatten(batch, (), "batch", _count(batch), lists)) for batch in batches]
+    for other in flat[1:]:
+        if [leaf.keys for leaf in other] != [leaf.keys for leaf in flat[0]]:
+            names = [", ".join(leaf.path for leaf in one) or "nothing" for one in (flat[0], other)]
+            raise BatchError(f"the batches of a window hold different things: {names[0]}, and {names[1]}.")
+    at_left = any(map(_is_padded_at_left, (leaf for leaves in flat for leaf in leaves)))
+    whole = iter([_join(same, lists, padding, unknown, at_left) for same in zip(*flat, strict=True)])
+    return rebuild(batches[0], lambda _: next(whole), lists)
+
+
+def _count(batch: Any) -> int:
+    return next((len(leaf) for _, leaf in leaves(batch, "") if has_samples(leaf)), 0)
+
+
+def _join(
+    same: Sequence[Leaf], lists: Mapping[int, bool], padding: Mapping[Any, int], unknown: int | None, at_left: bool
+) -> Any:
+    path, values = same[0].path, [leaf.value for leaf in same]
+    if all(lists.get(id(value)) for value in values):
+        return [entry for value in values for entry in value]
+    if not all(isinstance(value, Tensor) for value in values):
+        if not any(map(has_samples, values)) and all(value == values[0] for value in values[1:]):
+            return values[0]
+        raise BatchError(f"the batches of a window cannot be made one: {path} is {values[0]!r} and {values[-1]!r}.")
+    if not values[0].dim():
+        if all(torch.equal(value, values[0]) for value in values[1:]):
+            return values[0]
+        raise BatchError(f"the batches of a window cannot be made one: {path} is one number, another in each.")
+    shapes = [tuple(value.shape) for value in values]
+    if len({shape[2:] for shape in shapes}) > 1 or len(set(map(len, shapes))) > 1:
+        raise BatchError(
+            f"the batches of a window cannot be made one: {path} has the shapes {shapes}. Only the second dimension, "
+            "that of the tokens, can be padded. Leave micro= out, or pad to one size."
+        )
+    if len({shape[1:2] for shape in shapes}) == 1:
+        return torch.cat(values)
+    name = same[0].keys[-1] if same[0].keys else None
+    pad = padding.get(name, padding.get(name_parts(name)[0], unknown))
+    if pad is None:
+        raise BatchError(
+            f"the batches of a window cannot be made one: {path} has the shapes {shapes}, and what pads it is "
+            "not known by its name. Call it input_ids, labels or attention_mask in a dict, or pad all batches of a "
+            "window to one width."
+        )
+    width = max(shape[1] for shape in shapes)
+    return torch.cat([_padded(value, width - value.shape[1], pad, at_left) for value in values])
+
+
+def _padded(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
+    if not more:
+        return value
+    columns = value.new_full((len(value), more, *value.shape[2:]), pad)
+    return torch.cat([columns, value] if at_left else [value, columns], 1)
+
+
+def _is_padded_at_left(leaf: Leaf) -> bool:
+    """Whether it is a mask in which the tokens of some row begin after the first column."""
+    mask = leaf.value
+    is_mask = name_parts(leaf.keys[-1] if leaf.keys else None)[0] == MASK and isinstance(mask, Tensor)
+    return is_mask and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, 0] == 0).any())

@@ -1,0 +1,297 @@
+"""The windows of a fit, on the engine: batch by batch, or the batches of a window together."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch._cut.joining import joined
+from macrobatch._cut.padding import IGNORED
+from macrobatch._cut.policies import Policy
+from macrobatch._cut.token_groups import BESIDE_TOKENS, LABELS, MASK, OTHER_MASKS, TOKENS
+from macrobatch._step.assembly import engine_for
+from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._torch.modules import data_parallel_of
+from macrobatch.errors import UsageError
+from macrobatch.lightning.choosing import package_of
+from macrobatch.lightning.gradients import StaleGradients
+from macrobatch.lightning.logged import Logged
+from macrobatch.lightning.schedule import wants_forwards_alone
+from macrobatch.macrostep import MacroStep
+from macrobatch.types import Items, StepResult
+
+State = Mapping[str, int | float]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `ExactStrategy` was asked for, besides its steps.
+
+    Attributes:
+        micro: how to cut the samples of a window anew; None: its batches stay as they are.
+        cuda_graph: whether micro-steps are recorded.
+        accumulate_dtype: what gradients are summed in.
+    """
+
+    micro: int | Policy | str | None = None
+    cuda_graph: bool = False
+    accumulate_dtype: torch.dtype | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the batches of a window are kept until its last one."""
+        return self.micro is not None or self.cuda_graph
+
+
+class Windows(Protocol):
+    """Takes the batches of windows, one by one."""
+
+    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:
+        """A batch; `run` is the module's own ``training_step`` with these arguments. What Lightning is to see of it."""
+
+    def backward(self) -> StepResult | None:
+        """The backward of that batch; the result where it closed the window."""
+
+    def close(self) -> StepResult | None:
+        """The optimizer steps now: close the window, if its last batch had no loss."""
+
+    def drop(self) -> None:
+        """The open window, if any, is as if it had not been."""
+
+    def is_void(self) -> bool:
+        """Whether the last window had no items."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a batch waits for its backward."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the open window can only be dropped."""
+
+    @property
+    def num_open(self) -> int:
+        """How many batches the open window holds."""
+
+    @property
+    def length(self) -> int:
+        """How many batches the last window held."""
+
+    def state_dict(self) -> dict[str, int | float]:
+        """What to save."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there."""
+
+
+class BatchByBatch:
+    """Every batch is a micro-batch. Lightning runs it, but its backward is ours.
+
+    Args:
+        models: that are trained.
+        options: for the engine.
+    """
+
+    def __init__(self, models: list[nn.Module], options: Mapping[str, Any]) -> None:
+        self._engine = engine_for(models, None, **options)
+        self._stale = StaleGradients([p for model in models for p in model.parameters()])
+        self._loss: tuple[Tensor, Items] | None = None  # of the batch under way, with its items
+        self.length = 0
+
+    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:  # noqa: ARG002
+        engine = self._engine
+        engine.give_up()  # one that has had no backward: a callback may want forwards alone
+        with contextlib.nullcontext() if engine.has_accumulated else self._stale.hidden():
+            engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
+            output = run()
+        loss, items = loss_and_items(output)
+        self._loss = None if loss is None else (loss, items)
+        if loss is None:
+            engine.give_up()  # Lightning leaves out the backward
+        return output
+
+    def backward(self) -> StepResult | None:
+        assert self._loss is not None, "there was a forward"
+        (loss, items), self._loss = self._loss, None
+        self._stale.drop()
+        self._engine.backward(loss, items)
+        return self._noted(self._engine.close())
+
+    def close(self) -> StepResult | None:
+        return self._noted(self._engine.close(now=True) if self._engine.has_accumulated else None)
+
+    def _noted(self, result: StepResult | None) -> StepResult | None:
+        self.length = self.length if result is None else result.micro_batches
+        return result
+
+    def drop(self) -> None:
+        self._engine.give_up()
+        self._engine.discard()
+        self._loss = None
+
+    def is_void(self) -> bool:
+        closing = self._engine.closing
+        assert isinstance(closing, LeaveMean)
+        return closing.is_void()
+
+    @property
+    def has_loss(self) -> bool:
+        return self._loss is not None
+
+    @property
+    def is_broken(self) -> bool:
+        return self._engine.is_broken
+
+    @property
+    def num_open(self) -> int:
+        return self._engine.open_slots if self._engine.has_accumulated else 0
+
+    def state_dict(self) -> dict[str, int | float]:
+        return self._engine.state()
+
+    def load_state_dict(self, state: State) -> None:
+        self._engine.load_state(state)
+
+
+class WholeWindow:
+    """The batches of a window are kept until the last one, then run together: cut anew, or recorded.
+
+    Lightning sees a loss of 0 for all but the last batch, and of the window for that one. Gradients are put into
+    ``.grad`` in its backward, for Lightning may clear them before.
+
+    Args:
+        strategy: whose they are.
+        run: Lightning's ``training_step`` of the strategy, which runs that of the module.
+        models: that are trained.
+        settings: of `ExactStrategy`.
+        options: for the engine.
+    """
+
+    is_broken = False
+
+    def __init__(
+        self,
+        strategy: Any,
+        run: Callable[..., Any],
+        models: list[nn.Module],
+        settings: Settings,
+        options: Mapping[str, Any],
+    ) -> None:
+        module = strategy.lightning_module
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise UsageError(
+                f"{type(module).__name__}.training_step takes a dataloader_iter, so its batches cannot be kept until "
+                "a window is complete. Let it take a batch, or leave micro= and cuda_graph= out."
+            )
+        self._strategy = strategy
+        self._run = run
+        self._cuts = settings.micro is not None
+        self._parameters = [p for model in models for p in model.parameters()]
+        self._padding = padding_for(module)
+        self._logged = Logged(module, self._parameters[0].device)
+        self._waiting: list[Any] = []
+        self._others: Sequence[Any] = ()  # the other arguments of the training_step
+        self._ready: list[tuple[nn.Parameter, Tensor]] | None = None  # gradients that wait for the backward
+        self._result: StepResult | None = None
+        self.has_loss = False
+        self.length = 0
+        how: dict[str, Any] = {"micro": settings.micro} if self._cuts else {"micro": 1, "collate": _the_only_one}
+        self._train = MacroStep(
+            [*models, self._logged], None, self._loss, cuda_graph=settings.cuda_graph, **how, **options
+        )
+        if settings.cuda_graph and data_parallel_of(models[0]) in (None, "DistributedDataParallel"):
+            self._logged.watch(self._train)
+
+    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:
+        trainer = self._strategy.lightning_module.trainer
+        if wants_forwards_alone(trainer, package_of(self._strategy.around)):
+            self._take_gradients()  # Lightning steps all the same
+            return run()
+        self._waiting.append(arguments[0])
+        self.has_loss = True
+        if not last:
+            return torch.zeros((), device=self._parameters[0].device)
+        whole = joined(self._waiting, self._padding, None) if self._cuts else self._waiting
+        self.length, self._waiting, self._others = len(self._waiting), [], arguments[1:]
+        self._take_gradients()  # those of the step before
+        with self._logged.window():
+            self._result = self._train(whole)
+        self._ready = self._take_gradients()
+        # Lightning divides by the length of windows, so that its losses of a window add up to the mean.
+        return self._result.loss * trainer.accumulate_grad_batches
+
+    def _take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for parameter, _ in found:
+            parameter.grad = None
+        return found
+
+    def _loss(self, models: Sequence[nn.Module], micro_batch: Any) -> tuple[Tensor, Items] | Tensor:
+        module: Any = self._strategy.lightning_module
+        is_bare = models[0] is module is not self._strategy.model  # a recording leaves DDP out
+        with self._logged.micro_batch(micro_batch) as logged:
+            if is_bare:
+                with self._strategy.precision_plugin.train_step_context():
+                    output = module.training_step(micro_batch, *self._others)
+            else:
+                output = self._run(micro_batch, *self._others)
+            loss, items = loss_and_items(output)
+            logged.items = items
+        if loss is None:
+            raise UsageError(
+                f"{type(module).__name__}.training_step returned no loss for a micro-batch: a window that is cut "
+                'anew, or recorded, leaves none out. Return {"loss": loss, "items": 0} for one that is not to count.'
+            )
+        return loss if items is None else (loss, items)
+
+    def backward(self) -> StepResult | None:
+        self.has_loss = False
+        if self._ready is None:
+            return None
+        for parameter, gradient in self._ready:
+            parameter.grad = gradient
+        self._ready = None
+        return self._result
+
+    def close(self) -> StepResult | None:
+        return None  # its last batch has closed it
+
+    def drop(self) -> None:
+        self._waiting, self._ready, self.has_loss = [], None, False
+
+    def is_void(self) -> bool:
+        return self._result is not None and (self._result.skipped is True or self._train.is_void())
+
+    @property
+    def num_open(self) -> int:
+        return len(self._waiting)
+
+    def state_dict(self) -> dict[str, int | float]:
+        return self._train.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._train.load_state_dict(state)
+
+
+def loss_and_items(output: Any) -> tuple[Any, Any]:
+    """What a ``training_step`` has returned; the items are None where it has not counted them."""
+    return (output.get("loss"), output.get("items")) if isinstance(output, Mapping) else (output, None)
+
+
+def padding_for(module: nn.Module) -> dict[str, int]:
+    """What the fields of batches are padded with, by the known part of their names."""
+    tokens = (getattr(getattr(part, "config", None), "pad_token_id", None) for part in module.modules())
+    pad = next((token for token in tokens if isinstance(token, int)), 0)
+    return dict.fromkeys((MASK, *BESIDE_TOKENS, *OTHER_MASKS, *TOKENS), 0) | {LABELS: IGNORED, "input_ids": pad}
+
+
+def _the_only_one(batches: list[Any]) -> Any:
+    (batch,) = batches
+    return batch
