@@ -7,7 +7,6 @@ labels hidden, with some of its samples. What it is a mean over follows from the
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
 from macrobatch.transformers.balance import Balance, balance_of
+from macrobatch.transformers.private import items_in, unlogged
 from macrobatch.transformers.samples import Layout
 from macrobatch.types import Items
 
@@ -148,18 +148,16 @@ class Inquiry:
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        trainer, modules = self._trainer, {module: module.training for module in self._model.modules()}
-        logged = copy.deepcopy(getattr(trainer, "_metrics", None))
+        modules = {module: module.training for module in self._model.modules()}
         before = Snapshot([self._model])
         self._model.eval()
         try:
-            yield
+            with unlogged(self._trainer):
+                yield
         finally:
             for module, was_training in modules.items():
                 module.training = was_training
             before.restore()
-            if logged is not None:
-                trainer._metrics = logged
 
 
 def meaning_of(trainer: Any, compute: Compute, model: nn.Module, inputs: Inputs, layout: Layout) -> Meaning:
@@ -202,7 +200,7 @@ def meaning_of(trainer: Any, compute: Compute, model: nn.Module, inputs: Inputs,
 def _number_of(trainer: Any, inputs: Inputs) -> Tensor | None:
     """What the trainer itself would hand over as ``num_items_in_batch`` for this batch, on this rank alone."""
     with own_items(trainer):
-        number = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        number = items_in(trainer, inputs)
     return None if number is None else torch.as_tensor(number)
 
 

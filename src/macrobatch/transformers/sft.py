@@ -7,7 +7,6 @@ tokens of the window, not means of means.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from macrobatch.transformers.meaning import Inputs
+from macrobatch.transformers.private import add_tokens, every_position_scored, unlogged
 from macrobatch.transformers.trl import is_one_of
 
 SUMS = ("label_mask", "entropy", "is_top1")  # of the model's outputs, one number for each token
@@ -37,18 +37,15 @@ class LoggedSums:
     @contextmanager
     def of_window(self, batches: Sequence[Inputs]) -> Iterator[None]:
         """While a window is run: ``compute_loss`` itself logs nothing, and waits for nothing."""
-        trainer, logged = self._trainer, self._trainer._metrics["train"]
-        before, tokens = {name: list(values) for name, values in logged.items()}, trainer._total_train_tokens
+        accelerator = self._trainer.accelerator
         self._sums.zero_()
-        trainer.accelerator.gather_for_metrics = _nothing
+        accelerator.gather_for_metrics = _nothing  # of this object alone, and only meanwhile
         try:
-            with every_position_scored() if self._is_recorded else nullcontext():
+            with unlogged(self._trainer) as logged, every_position_scored() if self._is_recorded else nullcontext():
                 yield
         finally:
-            del trainer.accelerator.gather_for_metrics
-            logged.clear()
-            logged.update(before)
-            trainer._total_train_tokens = tokens
+            del accelerator.gather_for_metrics
+        assert logged is not None, "SFTTrainer logs"
         self._log(logged, batches)
 
     def note(self, outputs: Any) -> None:
@@ -67,8 +64,7 @@ class LoggedSums:
         shown, entropy, correct, aux, times, tokens = totals
         for name, total in (("entropy", entropy), ("mean_token_accuracy", correct)):
             logged[name].append(total / shown if shown else 0.0)
-        self._trainer._total_train_tokens += int(tokens)
-        logged["num_tokens"] = [self._trainer._total_train_tokens]
+        logged["num_tokens"] = [add_tokens(self._trainer, int(tokens))]
         if times:
             logged["aux_loss"].append(aux / times)
 
@@ -76,23 +72,6 @@ class LoggedSums:
 def logged_sums_of(trainer: Any, *, is_recorded: bool) -> LoggedSums | None:
     """For an SFTTrainer."""
     return LoggedSums(trainer, is_recorded=is_recorded) if is_one_of(trainer, {"SFTTrainer"}) else None
-
-
-@contextmanager
-def every_position_scored() -> Iterator[None]:
-    """TRL's head gets all positions, as on devices without Triton, not only those with labels.
-
-    How many have labels the host would have to read, and nothing that waits can be recorded. Its kernels stay the same.
-    """
-    utilities: Any = sys.modules.get("trl.trainer.utils")
-    if not hasattr(utilities, "_use_triton"):
-        yield  # another version: if it cannot be recorded, a warning says so
-        return
-    before, utilities._use_triton = utilities._use_triton, lambda _: False
-    try:
-        yield
-    finally:
-        utilities._use_triton = before
 
 
 def _nothing(value: Tensor) -> Tensor:

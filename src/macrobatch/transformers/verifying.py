@@ -13,6 +13,7 @@ from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
 from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Compute, Inputs, meaning_of
+from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trainer import ExactTrainer
 from macrobatch.transformers.trl import declared, layout_for
@@ -66,7 +67,6 @@ def run_window(trainer: Any, model: nn.Module, batches: list[Inputs]) -> None:
     trainer.current_gradient_accumulation_steps = len(window)
     for index, inputs in enumerate(window):
         is_last = index == len(window) - 1
-        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         with contextlib.nullcontext() if is_last else trainer.accelerator.no_sync(model):
             trainer.training_step(model, dict(inputs), number)
 
@@ -76,7 +76,7 @@ def _first_window(trainer: Any) -> list[Inputs]:
     try:
         loader = iter(trainer.get_train_dataloader())
         wanted = range(trainer.args.gradient_accumulation_steps)
-        batches = [trainer._prepare_inputs(batch) for _, batch in zip(wanted, loader, strict=False)]
+        batches = [prepared(trainer, batch) for _, batch in zip(wanted, loader, strict=False)]
     finally:
         before.restore()
     if not batches:

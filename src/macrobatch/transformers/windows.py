@@ -19,6 +19,7 @@ from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Compute, Inputs, Meaning
+from macrobatch.transformers.private import prepared
 from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult
 
@@ -136,7 +137,6 @@ class WholeWindow(Windows):
         self._padding = padding_of(trainer)
         self._logged = logged_sums_of(trainer, is_recorded=settings.cuda_graph)
         self._waiting: list[Inputs] = []
-        self._result: StepResult | None = None
         options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": _the_only_one}
         if meaning.balance is not None:
             options["joint"] = meaning.balance.joint
@@ -151,15 +151,14 @@ class WholeWindow(Windows):
         )
 
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
-        self._waiting.append(self._trainer._prepare_inputs(inputs))
+        self._waiting.append(prepared(self._trainer, inputs))
         if not last:
             return None
         batches, self._waiting = self._waiting, []
         layout = self._meaning.layout
         rows = [layout.as_rows(batch) for batch in batches]
         with contextlib.nullcontext() if self._logged is None else self._logged.of_window(batches):
-            self._result = self._train(joined(rows, self._padding) if self._cuts else rows)
-        return self._result
+            return self._train(joined(rows, self._padding) if self._cuts else rows)
 
     def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded:
         trainer, balance = self._trainer, self._meaning.balance
@@ -176,7 +175,7 @@ class WholeWindow(Windows):
 
     @property
     def is_void(self) -> bool:
-        return self._result is not None and bool(self._result.skipped)
+        return self._train.is_void()
 
 
 def _the_only_one(batches: list[Inputs]) -> Inputs:
