@@ -27,6 +27,7 @@ from harness.ranks import (
     flags_are_kept,
     fsdp1,
     fsdp2,
+    full_weights,
     hsdp,
     made,
     optimizer_for,
@@ -136,6 +137,31 @@ def test_the_gradients_of_every_window(ran, mode):
     for outcome in all_well(ran[f"verified-{mode}"]):
         assert outcome["ok"], outcome["text"]
         assert outcome["windows"] == 3
+
+
+def looked_at_first(wrap: Wrap, **options: Any) -> Outcome:
+    """A forward before the Accumulator is made, without a backward, changes nothing: it leaves parameters gathered."""
+    micros, weights = [micro for _, micro in share(dist.get_rank(), 3)], []
+    for looks in (False, True):
+        model = wrap(made(Tower))
+        optimizer = optimizer_for(model)
+        if looks:
+            with torch.no_grad():
+                mean_loss(model, micros[0])
+        acc = Accumulator(model, optimizer, steps=3, **options)
+        for micro in acc.batches(micros):
+            acc.backward(mean_loss(model, micro), items=micro.items)
+            acc.step()
+        weights.append(full_weights(model))
+    return {"same": all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])}
+
+
+everywhere("looked_at_first", looked_at_first, FSDP2)
+
+
+@pytest.mark.parametrize("mode", FSDP2)
+def test_a_forward_before_the_first_window(ran, mode):
+    assert all(outcome["same"] for outcome in all_well(ran[f"looked_at_first-{mode}"]))
 
 
 # ------------------------------------------------------------------------------------------------- closed at once

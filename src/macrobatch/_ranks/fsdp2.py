@@ -38,6 +38,8 @@ class FSDP2(Local):
             can_record=False,
         )
         assert self.average, "an error if its parts do not divide alike"
+        for module in fsdp.modules_of(models):
+            module.reshard()  # a forward without a backward leaves roots gathered, which then show other parameters
         self._check_all_sharded()
 
     @property
