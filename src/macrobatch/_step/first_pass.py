@@ -25,6 +25,7 @@ from macrobatch._step.encodings import (
 )
 from macrobatch._step.engine import Engine
 from macrobatch._step.joint_window import FirstPass
+from macrobatch._step.pass_difference import is_all_double
 from macrobatch._step.snapshot import Random, gpus_of
 from macrobatch._step.totals import wide
 from macrobatch.errors import BatchError
@@ -41,7 +42,7 @@ class OwnEncodings:
             batch.
         losses: the ordinary ones, if there are any ...
         items: ... what each is a mean over ...
-        numbers: ... and the same on the device, once they are counted.
+        numbers: ... and both on the device, once they are counted.
     """
 
     layout: Layout | None = None
@@ -79,8 +80,8 @@ class OwnEncodings:
         """Of the ordinary loss of a micro-batch; None if there is none."""
         return self.items[index] if self.items else None
 
-    def number(self, index: int) -> Tensor | None:
-        """The same on the device."""
+    def ordinary_of(self, index: int) -> Tensor | None:
+        """The ordinary loss of a micro-batch and its items, on the device."""
         return None if self.numbers is None else self.numbers[index]
 
     @property
@@ -117,7 +118,7 @@ class OwnEncodings:
             numbers = torch.stack([_number(count, device, dtype) for count in self.items])
         else:
             numbers = torch.tensor(self.items, dtype=dtype, device="cpu").to(device, non_blocking=True)
-        self.numbers = numbers
+        self.numbers = torch.stack([losses, numbers], 1)
         if is_mean:  # one over no items is NaN, and counts for nothing
             losses = losses.masked_fill(numbers == 0, 0) * numbers
         bad = ~(torch.isfinite(numbers) & (numbers >= 0))
@@ -174,7 +175,8 @@ def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
             joined = Exchange(layout, counts, device, group).gather(joined)
     ordinary = joined.pop() if layout.has_loss else None
     tensors = [t.to(one.dtype) if one.is_sum else t for t, one in zip(joined, layout.fields, strict=True)]
-    return WholeBatch(layout, tensors, rows, random, FirstPass(sum(counts), ordinary, is_whole))
+    first = FirstPass(sum(counts), ordinary, is_whole, is_all_double(engine.models))
+    return WholeBatch(layout, tensors, rows, random, first)
 
 
 def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:

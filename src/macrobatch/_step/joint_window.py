@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from macrobatch._step.means import MeanWindow
+from macrobatch._step.pass_difference import differs, ordinary_differs
 from macrobatch._step.totals import UNSCALED, HostItems, Totals, is_zero, wide
-from macrobatch.types import Items
-
-# How far encodings may be apart in the two passes, relative to the largest: kernels may differ without a graph, and
-# float32 encodings may have been computed in bfloat16, whose roundings are 4e-3 apart.
-TOLERANCE = 1e-2
-TOLERANCE_OF_FLOAT64 = 1e-6
+from macrobatch._step.validation import checked_items, checked_value
+from macrobatch.types import Encoded, Items
 
 
 class FirstPass(NamedTuple):
@@ -30,11 +27,13 @@ class FirstPass(NamedTuple):
         samples: how many there are.
         ordinary: of the ordinary losses, the summed loss, the items, and how many counts were bad; or None.
         is_whole: whether all of these items are known to be whole numbers.
+        is_double: whether everything is computed in float64.
     """
 
     samples: int
     ordinary: Tensor | None
     is_whole: bool
+    is_double: bool
 
 
 class Share(NamedTuple):
@@ -42,26 +41,42 @@ class Share(NamedTuple):
 
     Attributes:
         tensors: its encodings.
-        first: the same, as the first pass found them.
+        first: the same, as the first pass found them; without, a micro-batch that counts for nothing.
         gradients: of the whole loss by each of them, times the scale; None where there is none.
         loss: the ordinary one.
         items: of it, as counted in the first pass.
+        items_now: the same, as the second pass has them.
+        ordinary: the loss and its items of the first pass, on the device; None where they are not compared.
     """
 
     tensors: Sequence[Tensor]
-    first: Sequence[Tensor]
+    first: Sequence[Tensor] | None
     gradients: Sequence[Tensor | None]
     loss: Tensor | None
     items: Items
+    items_now: Items
+    ordinary: Tensor | None
 
 
 class Bundle(NamedTuple):
-    """What is known of a micro-batch before its forward in the second pass: the input of a recorded one."""
+    """What is known of a micro-batch before its forward in the second pass: the input of a recorded one.
+
+    Attributes:
+        micro_batch, first, gradients, ordinary: as of `Share`.
+    """
 
     micro_batch: Any
-    first: list[Tensor]
+    first: list[Tensor] | None
     gradients: list[Tensor | None]
-    items: Tensor | None
+    ordinary: Tensor | None
+
+
+def share_of(bundle: Bundle, tensors: Sequence[Tensor], encoded: Encoded, items: Items, samples: int) -> Share:
+    """A micro-batch after its forward in the second pass."""
+    if (loss := encoded.loss) is not None:
+        checked_value(loss)
+    items_now = samples if encoded.items is None else checked_items(encoded.items)
+    return Share(tensors, bundle.first, bundle.gradients, loss, items, items_now, bundle.ordinary)
 
 
 class Pulled(NamedTuple):
@@ -114,8 +129,18 @@ class JointWindow(MeanWindow):
             lacks = is_zero(share.items) and not repeats and self._reduction == "mean"  # 0 / 0 may be in it
             if not lacks:
                 pieces.append(self._weight(loss, share.items))
-        differs = None if repeats else _differ(share.first, share.tensors, self.device)
-        return Pulled(_sum_of(pieces), lacks, not repeats, differs)
+        return Pulled(_sum_of(pieces), lacks, not repeats, None if repeats else self._difference(share))
+
+    def _difference(self, share: Share) -> Tensor | None:
+        """Whether the passes differ: 0 or 1; None where there is nothing to compare."""
+        assert self._first is not None
+        assert share.first is not None
+        is_double = self._first.is_double
+        found = differs(share.first, share.tensors, self.device, is_double=is_double)
+        if share.loss is not None and share.ordinary is not None:
+            other = ordinary_differs(share.ordinary, share.loss, share.items_now, is_double=is_double)
+            found = other if found is None else found | other
+        return None if found is None else found.to(wide(self.device))
 
     def _weight(self, loss: Tensor, items: Items) -> Tensor:
         assert self._first is not None
@@ -211,10 +236,10 @@ class JointWindow(MeanWindow):
 
     def miscount(self) -> str:
         return (
-            f"encodings were not the same in the two passes of window {self.number}; its step was not taken. Each "
-            "micro-batch goes through loss_fn twice, with the same weights, buffers and default random number "
-            "generators. Draw from those alone (no torch.Generator of your own), and let loss_fn keep nothing from one "
-            "call to the next."
+            "encodings, or the ordinary loss or its items, were not the same in the two passes of window "
+            f"{self.number}; its step was not taken. Each micro-batch goes through loss_fn twice, with the same "
+            "weights, buffers and default random number generators. Draw from those alone (no torch.Generator of your "
+            "own), and let loss_fn keep nothing from one call to the next."
         )
 
 
@@ -235,15 +260,3 @@ def _sum_of(pieces: Sequence[Tensor]) -> Tensor | None:
     for piece in pieces[1:]:
         total = total + piece.to(total.device, dtype)
     return total
-
-
-def _differ(first: Sequence[Tensor], second: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Whether encodings are further apart than rounding can bring them: 0 or 1, on the device."""
-    found = []
-    for before, now in zip(first, second, strict=True):
-        if not (now.is_floating_point() or now.is_complex()) or not now.numel():
-            continue
-        tolerance = TOLERANCE_OF_FLOAT64 if now.dtype in (torch.float64, torch.complex128) else TOLERANCE
-        apart, largest = (now.detach() - before).abs().amax(), before.abs().amax()
-        found.append((apart > tolerance * largest).to(device))  # False where one is NaN: gradients tell of that
-    return torch.stack(found).any().to(wide(device)) if found else None

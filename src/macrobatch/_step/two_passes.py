@@ -28,7 +28,7 @@ from macrobatch._step.encodings import Layout, Places, places_of, require_same_l
 from macrobatch._step.engine import Engine
 from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.joint_window import Bundle, Share
+from macrobatch._step.joint_window import Bundle, Share, share_of
 from macrobatch._step.kept_graphs import KeptGraphs
 from macrobatch._step.snapshot import History, Random, gpus_of, modules_of
 from macrobatch._step.totals import Window, is_zero
@@ -258,7 +258,7 @@ class TwoPasses:
             micro_batch, samples = take()
             first = own.of_part(layout, places_of(cut.parts[index].samples, device), index)
             gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
-            return Bundle(micro_batch, first, gradients, own.number(index)), samples
+            return Bundle(micro_batch, first, gradients, own.ordinary_of(index)), samples
 
         upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(coming)]
         gradients = self._engine.open_gradients()
@@ -281,7 +281,7 @@ class TwoPasses:
             index, repeats, is_final = len(cut.parts) - 1 - turn, turn >= len(cut.parts), turn == cut.turns - 1
             with engine.micro_batch(Turn(last=is_final and not cut.is_held, repeat=repeats)):
                 if repeats:
-                    engine.backward(self._share(micro_batch, samples, layout, None, gradients, 0))
+                    engine.backward(self._share(Bundle(micro_batch, None, gradients, None), samples, layout, 0))
                 else:
                     graph = None if self._kept is None else self._kept.take(index)
                     if graph is None:
@@ -290,13 +290,13 @@ class TwoPasses:
                     first = own.of_part(layout, places, index)
                     own_gradients = _of_part(gradients, layout, places)
                     items, recording = own.items_of(index), None
-                    bundle = Bundle(micro_batch, first, own_gradients, own.number(index))
+                    bundle = Bundle(micro_batch, first, own_gradients, own.ordinary_of(index))
                     if recordings is not None and not is_zero(items):
                         recording = recordings.find(bundle, samples, cut.parts[index].key)
                     if recording is not None:
                         engine.replay(recording, bundle)
                     else:
-                        share = self._share(micro_batch, samples, layout, first, own_gradients, items, graph)
+                        share = self._share(bundle, samples, layout, items, graph)
                         graph = None  # it goes with its backward
                         engine.backward(share)
             if not is_final:
@@ -309,24 +309,15 @@ class TwoPasses:
                 "models), and joint uses no parameter that is trained."
             )
 
-    def _share(
-        self,
-        micro_batch: Any,
-        samples: int,
-        layout: Layout,
-        first: list[Tensor] | None,
-        gradients: list[Tensor | None],
-        items: Items,
-        encoded: object = None,
-    ) -> Share:
-        """The forward of a micro-batch again, unless it is there; without the first, one that counts for nothing."""
+    def _share(self, bundle: Bundle, samples: int, layout: Layout, items: Items, encoded: object = None) -> Share:
+        """The forward of a micro-batch again, unless it is there."""
         if encoded is None:
             with self._engine.spans.of("forward"):
-                encoded = self._encode_one(micro_batch)
+                encoded = self._encode_one(bundle.micro_batch)
         found, tensors = take_apart(encoded, samples)
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
-        return Share(tensors, tensors if first is None else first, gradients, encoded.loss, items)
+        return share_of(bundle, tensors, encoded, items, samples)
 
     def _warn_about_batch_norm(self) -> None:
         """Once: in one big batch its statistics would be others."""

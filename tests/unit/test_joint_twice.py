@@ -1,0 +1,155 @@
+"""Losses of the whole batch compute each micro-batch twice: what must be the same both times, and what is put back."""
+
+import pytest
+import torch
+
+from harness.joint import batch_of, towers, weights
+from macrobatch import Encoded, MacroStep, Sum
+from macrobatch.errors import BatchError
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def sgd(model, **options):
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1.0, **options)
+
+
+def squares(model, encoded):
+    return encoded.image.square().sum()
+
+
+# ------------------------------------------------------------------------------------------------------ compared
+
+
+class Changing:
+    """A generator of one's own, from which every forward draws other numbers."""
+
+    def __init__(self):
+        self.own = torch.Generator().manual_seed(0)
+
+    def keep(self, like):
+        """A mask of dropout."""
+        return torch.rand(like.shape, generator=self.own).to(like) > 0.5
+
+
+def outcome(loss_fn, dtype=torch.float64, joint=squares, micro=4):
+    """Whether the step was taken, or refused since the passes differ."""
+    model, batch = towers(dtype), batch_of(6, dtype=dtype)
+    before, said = weights(model), ""
+    train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=micro)
+    try:
+        train(batch)
+    except BatchError as error:
+        said = str(error)
+    if not said:
+        return "taken"
+    assert "not the same in the two passes of window 1; its step was not taken" in said
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+    return "refused"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", [None, -1e9, -torch.inf, torch.inf, torch.nan])
+@pytest.mark.parametrize("differs", [False, True])
+def test_entries_that_mask_hide_no_difference(dtype, entry, differs):
+    """Three of four entries are masked; they are the same in both passes."""
+    changing = Changing()
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        changed = image * changing.keep(image) if differs else image
+        if entry is None:
+            return Encoded(image=changed)
+        return Encoded(image=torch.cat([changed, torch.full_like(image, entry).repeat(1, 3)], 1))
+
+    def joint(model, encoded):
+        return encoded.image[:, :6].square().sum()
+
+    assert outcome(loss_fn, dtype, joint) == ("refused" if differs else "taken")
+
+
+@pytest.mark.parametrize(
+    "values", [(torch.nan, 0.0), (0.0, torch.inf), (torch.inf, -torch.inf), (torch.inf, torch.nan)]
+)
+def test_infinite_entries_that_differ(values):
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        entry = torch.full_like(image[:, :1], values[torch.is_grad_enabled()])
+        return Encoded(image=torch.cat([image, entry], 1))
+
+    assert outcome(loss_fn, joint=lambda m, e: e.image[:, :6].square().sum()) == "refused"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64])
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: Sum(rows.sum(0))])
+def test_whole_numbers_are_compared_exactly(dtype, wrap):
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        other = torch.zeros(image.shape, dtype=dtype)
+        other[0, 0] = torch.is_grad_enabled()
+        return Encoded(image=image, other=wrap(other))
+
+    assert outcome(loss_fn) == "refused"
+
+
+def rounded(size, dtype=torch.float64):
+    """Encodings that differ by this much between the passes; half of them by luck not at all."""
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        apart = size * torch.linspace(-1, 1, image.numel(), dtype=torch.float64).reshape(image.shape)
+        apart[::2] = 0
+        return Encoded(image=image + apart.to(image) * torch.is_grad_enabled())
+
+    return loss_fn
+
+
+def test_rounding_is_no_difference():
+    assert outcome(rounded(1e-12)) == "taken"
+    assert outcome(rounded(3e-3), torch.float32) == "taken"  # as of bfloat16: nothing tells that it was not used
+    assert outcome(rounded(3e-3), torch.bfloat16) == "taken"
+
+
+def test_more_than_rounding():
+    assert outcome(rounded(1e-7)) == "refused"
+    assert outcome(rounded(0.1), torch.float32) == "refused"
+    assert outcome(rounded(0.1), torch.bfloat16) == "refused"
+
+
+def test_wide_encodings_of_a_narrow_model_have_its_rounding():
+    def loss_fn(model, micro):
+        encoded = rounded(3e-3)(model, micro)
+        return Encoded(image=encoded.image.double())
+
+    assert outcome(loss_fn, torch.float32) == "taken"
+
+
+def test_a_lone_remainder_of_rounding_is_measured_by_its_neighbours():
+    """What is left of a sum that cancels may change by more than its own size."""
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        left = image[:, :1] * 0 + (2e-3 if torch.is_grad_enabled() else -1e-3)
+        return Encoded(image=torch.cat([image, left], 1))
+
+    assert outcome(loss_fn, torch.float32) == "taken"
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_items_of_the_ordinary_loss_are_compared(as_tensor):
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        items = 2 + torch.is_grad_enabled()
+        return Encoded(image.square().mean(), torch.tensor(items) if as_tensor else items, image=image)
+
+    assert outcome(loss_fn) == "refused"
+
+
+def test_the_ordinary_loss_is_compared():
+    changing = Changing()
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        return Encoded((image * changing.keep(image)).square().mean(), image=image)
+
+    assert outcome(loss_fn) == "refused"
