@@ -122,6 +122,22 @@ def test_ordinary_losses_of_unequal_items():
     assert found[0].loss.item() == pytest.approx(whole.item(), rel=1e-12)
 
 
+def test_a_loss_without_items_needs_no_graph():
+    model, batch = towers(), batch_of(6)
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        return Encoded(*(image.square().mean(), 4) if len(image) == 4 else (torch.zeros(()), 0), image=image)
+
+    def joint(model, encoded):
+        return encoded.image.std()
+
+    image = model(batch)[0]
+    expected = gradient_of(model, image.std() + image[:4].square().mean())
+    train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=4)
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-12
+
+
 def test_reduction_sum():
     model, batch = towers(), batch_of(7)
 
@@ -633,6 +649,11 @@ def test_ordinary_losses_that_are_none():
     refused("items, but no loss", lambda m, b: Encoded(None, 3, a=m(b)[0]))
     refused(
         "items for every micro-batch", lambda m, b: Encoded(m(b)[0].sum(), 4 if len(b["x"]) == 4 else None, a=m(b)[0])
+    )
+    refused(
+        "ordinary loss.*has no graph",
+        lambda m, b: Encoded(m(b)[0].sum().detach(), 4, a=m(b)[0]),
+        lambda m, e: e.a.sum(),
     )
     refused(
         "negative or not finite",

@@ -22,7 +22,7 @@ from macrobatch._step.encodings import Layout, take_apart
 from macrobatch._step.joint_window import FirstPass, JointWindow, share_of
 from macrobatch._step.pass_difference import is_all_double
 from macrobatch._step.totals import Window, wide
-from macrobatch._step.validation import checked_items, checked_value
+from macrobatch._step.validation import checked_items, checked_ordinary
 from macrobatch._torch.tensors import copy_all
 from macrobatch.types import Encoded, Items, Sum
 
@@ -82,7 +82,7 @@ class StaticEncoding:
         copy_all(self.tensors, [t.to(static.dtype) for t, static in zip(tensors, self.tensors, strict=True)])
         if loss is None:
             return
-        self.loss.copy_(checked_value(loss).reshape(()))
+        self.loss.copy_(checked_ordinary(loss, needs_graph=False).reshape(()))
         self.items = checked_items(items)
         if isinstance(self.items, Tensor):
             self.number.copy_(self.items.reshape(()))

@@ -73,7 +73,7 @@ class OwnEncodings:
         self._are_samples = items is None
         count = validation.checked_items(items)
         # Copies: the caller may fill the same buffers anew for the next micro-batch.
-        self.losses.append(validation.checked_value(loss).detach().reshape(()).clone())
+        self.losses.append(validation.checked_ordinary(loss, needs_graph=False).detach().reshape(()).clone())
         self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
 
     def items_of(self, index: int) -> Items:

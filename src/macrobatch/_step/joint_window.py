@@ -16,7 +16,7 @@ from torch import Tensor
 from macrobatch._step.means import MeanWindow
 from macrobatch._step.pass_difference import differs, ordinary_differs
 from macrobatch._step.totals import UNSCALED, HostItems, Totals, is_zero, wide
-from macrobatch._step.validation import checked_items, checked_value
+from macrobatch._step.validation import checked_items, checked_ordinary
 from macrobatch.types import Encoded, Items
 
 
@@ -74,7 +74,7 @@ class Bundle(NamedTuple):
 def share_of(bundle: Bundle, tensors: Sequence[Tensor], encoded: Encoded, items: Items, samples: int) -> Share:
     """A micro-batch after its forward in the second pass."""
     if (loss := encoded.loss) is not None:
-        checked_value(loss)
+        checked_ordinary(loss, needs_graph=not is_zero(items))
     items_now = samples if encoded.items is None else checked_items(encoded.items)
     return Share(tensors, bundle.first, bundle.gradients, loss, items, items_now, bundle.ordinary)
 

@@ -17,7 +17,7 @@ from macrobatch._cut.trees import leaves
 from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._step.encodings import Exchange, Layout, take_apart, total_of
 from macrobatch._step.totals import wide
-from macrobatch._step.validation import checked_joint_loss, checked_value
+from macrobatch._step.validation import checked_joint_loss, checked_ordinary
 from macrobatch.types import Encoded, Joint, Reduction
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.gradient import Ranks
@@ -84,7 +84,7 @@ class WholeLoss:
         items = samples if encoded.items is None else encoded.items
         numbers = torch.zeros(3, dtype=wide(device), device=device)
         if encoded.loss is not None:
-            checked_value(encoded.loss)
+            checked_ordinary(encoded.loss, needs_graph=False)
             numbers[1] = items
             numbers[0] = numbers[1] if self._reduction == "mean" else 1
         return numbers
