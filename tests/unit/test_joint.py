@@ -666,6 +666,40 @@ def test_encodings_without_a_graph():
     refused("no parameter got a gradient", lambda m, b: Encoded(a=m(b)[0].detach()), lambda m, e: e.a.square().sum())
 
 
+def test_a_backward_inside_is_an_error():
+    """Of the loss itself, or of one that reaches no encoding, in joint or in loss_fn."""
+
+    def twice(model, encoded):
+        loss = CONTRAST.joint(model, encoded)
+        loss.backward(retain_graph=True)
+        return loss
+
+    def beside(model, encoded):
+        model.scale.square().sum().backward()
+        return CONTRAST.joint(model, encoded)
+
+    def loss_fn(model, micro):
+        with torch.enable_grad():
+            model(micro)[0].sum().backward()
+        return CONTRAST.loss_fn(model, micro)
+
+    refused("a backward\\(\\) ran inside joint", joint=twice, kind=UsageError)
+    refused("somebody else's backward\\(\\) has added gradients", joint=beside, kind=UsageError)
+    refused("somebody else's backward\\(\\) has added gradients", loss_fn, kind=UsageError)
+
+
+def test_gradients_may_be_asked_for_inside_joint():
+    model, batch = towers(), batch_of(6)
+
+    def joint(model, encoded):
+        loss = CONTRAST.joint(model, encoded)
+        slope, scale = torch.autograd.grad(encoded.image.square().sum() * model.scale, [encoded.image, model.scale])
+        return loss + 0 * slope.sum() + 0 * scale.sum()
+
+    train = train_on(model, joint=joint)
+    assert step_error(model, CONTRAST, batch, lambda: train(batch)) <= 1e-12
+
+
 def test_arguments():
     refused("joint must be a function", joint=3, kind=UsageError)
     refused("counts= cannot go with joint=", kind=UsageError, counts=lambda batch: {"a": 1})

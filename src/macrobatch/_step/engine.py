@@ -234,6 +234,13 @@ class Engine:
         """
         window, gradients = self.window, self.open_gradients()
         assert isinstance(window, JointWindow)
+        if any(leaf.grad is not None for leaf in leaves):
+            raise UsageError(
+                "a backward() ran inside joint: its gradients would count twice. Return the loss alone, whose backward "
+                "comes then. torch.autograd.grad() may be used inside."
+            )
+        gradients.check_untouched()
+        self.closing.check_untouched()
         self.closing.check_loss(loss)
         window.note_joint(loss)
         ranks = 1 if self.backend.group is None else dist.get_world_size(self.backend.group)
