@@ -343,7 +343,7 @@ def test_memory_that_runs_out_on_one_rank(ran, mode, in_pass):
 
 def mistaken(kind: str, wrap: Any = ddp) -> Outcome:
     model, is_second = wrap(towers()), dist.get_rank() == 1
-    own = torch.Generator().manual_seed(0)
+    own, seeded = torch.Generator().manual_seed(0), torch.Generator().manual_seed(dist.get_rank())
 
     def loss_fn(model: Any, micro: Any) -> Encoded:
         image, text, _ = model(micro)
@@ -358,7 +358,8 @@ def mistaken(kind: str, wrap: Any = ddp) -> Outcome:
     def joint(model: Any, encoded: Encoded) -> Any:
         if kind == "joint" and is_second:
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-        return CONTRAST.joint(model, encoded)
+        loss = CONTRAST.joint(model, encoded)
+        return loss * (1 + 0.1 * torch.rand((), generator=seeded)) if kind == "unlike" else loss
 
     before = full_weights(model)
     step = MacroStep(model, optimizer_for(model), loss_fn, joint=joint, micro=2)
@@ -382,10 +383,12 @@ MISTAKES = {
     "fails": ("BackendError", "ValueError", "rank 1 failed in this window"),
     "differs": ("BatchError", "BatchError", "not the same in the two passes"),
     "joint": ("BackendError", "FitError", "rank 1 failed in this window"),
+    "unlike": ("BatchError", "BatchError", "joint did not return the same loss on all ranks"),
 }
 for _kind in MISTAKES:
     SCENARIOS[f"mistaken-{_kind}"] = partial(mistaken, _kind)
 SCENARIOS["mistaken-differs-fsdp2"] = partial(mistaken, "differs", fsdp2)
+SCENARIOS["mistaken-unlike-fsdp2"] = partial(mistaken, "unlike", fsdp2)
 SCENARIOS["synced"] = partial(train, [(2, 2)], CONTRAST, synchronised)
 SCENARIOS["fsdp1"] = partial(train, [(2, 2)], CONTRAST, fsdp1)
 
@@ -401,6 +404,12 @@ def test_mistakes_on_one_rank_stop_all(ran, kind):
 def test_passes_that_differ_on_one_rank_of_a_sharded_model(ran):
     for outcome in all_well(ran["mistaken-differs-fsdp2"]):
         assert "not the same in the two passes" in outcome["message"]
+        assert not outcome["moved"]
+
+
+def test_losses_that_differ_between_the_ranks_of_a_sharded_model(ran):
+    for outcome in all_well(ran["mistaken-unlike-fsdp2"]):
+        assert "joint did not return the same loss on all ranks" in outcome["message"]
         assert not outcome["moved"]
 
 

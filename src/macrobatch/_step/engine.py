@@ -242,8 +242,9 @@ class Engine:
         gradients.check_untouched()
         self.closing.check_untouched()
         self.closing.check_loss(loss)
-        window.note_joint(loss)
-        ranks = 1 if self.backend.group is None else dist.get_world_size(self.backend.group)
+        group = self.backend.group
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        window.note_joint(loss, rank, ranks)
         seed = torch.ones_like(loss) * window.multiplier / ranks
         with self.spans.of("backward", loss), record_use(gradients, ()) if self._notes_use else nothing_noted() as used:
             self._backward.run_joint(loss, seed.to(loss.dtype), gradients, leaves)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from macrobatch._step.means import MeanWindow
-from macrobatch._step.pass_difference import differs, ordinary_differs
+from macrobatch._step.pass_difference import differs, ordinary_differs, ranks_differ
 from macrobatch._step.totals import UNSCALED, HostItems, Totals, is_zero, wide
 from macrobatch._step.validation import checked_items, checked_ordinary
 from macrobatch.types import Encoded, Items
@@ -98,7 +98,9 @@ class JointWindow(MeanWindow):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._first: FirstPass | None = None
-        self._joint: Tensor | None = None  # the loss of the whole batch
+        self._joint: Tensor | None = None  # the loss of the whole batch ...
+        self._joint_dtype = torch.float32
+        self._joints: Tensor | None = None  # ... and with those of other ranks in their places, which all compute alike
         self._differs: Tensor | None = None  # how many micro-batches had other encodings in the second pass
 
     def expect(self, first: FirstPass, device: torch.device) -> None:
@@ -112,9 +114,12 @@ class JointWindow(MeanWindow):
         """Of the ordinary losses: see `FirstPass`."""
         return None if self._first is None else self._first.ordinary
 
-    def note_joint(self, loss: Tensor) -> None:
-        """The loss of the whole batch."""
+    def note_joint(self, loss: Tensor, rank: int, ranks: int) -> None:
+        """The loss of the whole batch, as this one of so many ranks has found it."""
         self._joint = loss.detach().reshape(()).to(self.device, wide(self.device))
+        self._joint_dtype = loss.dtype
+        self._joints = torch.zeros(ranks, device=self.device, dtype=wide(self.device))
+        self._joints[rank] = self._joint
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -194,8 +199,8 @@ class JointWindow(MeanWindow):
 
     def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
         assert not flags, "no loader is read here"
-        if self._differs is not None:
-            self._travelling = all_reduce(self._differs.clone())
+        if self._differs is not None and self._joints is not None:
+            self._travelling = all_reduce(torch.cat([self._differs.reshape(1), self._joints]))
 
     # ------------------------------------------------------------------------------------------ the totals
 
@@ -230,11 +235,24 @@ class JointWindow(MeanWindow):
         return (bad != 0) | ~torch.isfinite(items)
 
     def miscounted(self) -> Tensor | None:
-        """Whether encodings differ between the passes, on any rank."""
-        differs = self._differs if self._everyone is None else self._everyone
-        return None if differs is None else (differs != 0).reshape(1)
+        """Whether the passes differ on any rank, and whether ranks have found different losses."""
+        if self._everyone is None:
+            return None if self._differs is None else (self._differs != 0).reshape(1)
+        assert self._first is not None
+        unlike = ranks_differ(self._everyone[1:], self._joint_dtype, is_double=self._first.is_double)
+        return torch.stack([self._everyone[0] != 0, unlike])
 
     def miscount(self) -> str:
+        """What differs. The host waits for it."""
+        miscounted = self.miscounted()
+        assert miscounted is not None
+        if not miscounted[0]:
+            return (
+                f"joint did not return the same loss on all ranks in window {self.number}; its step was not taken. "
+                "Every rank computes it from the encodings of all, with the first rank's random numbers. Draw from the "
+                "default generators alone (no torch.Generator of your own), and use nothing in it that ranks have "
+                "each for themselves: a queue of old encodings is the same on all of them if joint fills it."
+            )
         return (
             "encodings, or the ordinary loss or its items, were not the same in the two passes of window "
             f"{self.number}; its step was not taken. Each micro-batch goes through loss_fn twice, with the same "

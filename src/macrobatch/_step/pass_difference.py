@@ -1,4 +1,4 @@
-"""Whether a micro-batch was the same in both passes, but for rounding. Everything stays on the device.
+"""Whether a micro-batch was the same in both passes, and a loss on all ranks, but for rounding. The host reads nothing.
 
 Whole numbers must be equal. Of others, infinities and NaN must be in the same places, and the rest may be apart as far
 as rounding can bring them: relative to themselves, and to the largest of their field, as sums that cancel have the
@@ -54,19 +54,31 @@ def ordinary_differs(first: Tensor, loss: Tensor, items: Items, *, is_double: bo
     return is_apart | (_are_apart(count, number, is_double) if items.is_floating_point() else number != count)
 
 
+def ranks_differ(losses: Tensor, dtype: torch.dtype, *, is_double: bool) -> Tensor:
+    """Whether ranks have found different losses of the same encodings. Where all overflow, gradients tell of that."""
+    is_finite = losses.isfinite()
+    high = losses.masked_fill(~is_finite, -torch.inf).amax()
+    low = losses.masked_fill(~is_finite, torch.inf).amin()
+    rounding = _tolerance(dtype, is_double) * torch.maximum(high.abs(), low.abs()) + 10 * torch.finfo(dtype).eps
+    return is_finite.any() & (~is_finite.all() | (high - low > rounding))
+
+
+def _tolerance(dtype: torch.dtype, is_double: bool) -> float:
+    return TOLERANCE_OF_FLOAT64 if is_double and dtype == torch.float64 else TOLERANCE
+
+
 @torch.no_grad()
 def _are_apart(before: Tensor, now: Tensor, is_double: bool) -> Tensor:
     if not (now.is_floating_point() or now.is_complex()):
         return (before != now).any()
     before, now = _real(before), _real(now)
-    is_precise = is_double and now.dtype == torch.float64
     same = (before == now) | (before.isnan() & now.isnan())
     is_finite = before.isfinite() & now.isfinite()
     size, apart = torch.maximum(before.abs(), now.abs()), (now - before).abs()
     step = now.numel() // SAMPLED | 1  # odd, so as not to see one column of a matrix alone
     typical = size.masked_fill(same | ~is_finite, torch.nan)[::step].nanmedian()
     largest = size.masked_fill(~is_finite | (same & (size > OUTLIER * typical)), 0).amax()
-    is_close = apart <= (TOLERANCE_OF_FLOAT64 if is_precise else TOLERANCE) * (size + largest)
+    is_close = apart <= _tolerance(now.dtype, is_double) * (size + largest)
     return ~(same | (is_finite & is_close)).all()
 
 
