@@ -1,9 +1,11 @@
 """Losses of the whole batch on real ranks: unequal and empty shares, one exchange of encodings, one of gradients."""
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,48 +174,59 @@ def test_sharded_gradients_travel_once(ran):
 # ------------------------------------------------------------------------------------------------- twice the same
 
 
-def noisy(wrap: Any, **options: Any) -> Outcome:
-    """Each rank draws its own random numbers in the towers, and the first rank's in the loss."""
-    model = wrap(towers(dropout=0.3))
+def noisy(wrap: Any, dropout: float = 0.3, **options: Any) -> Outcome:
+    """Each rank draws its own random numbers in the towers, and all draw the same in the loss."""
+    model = wrap(towers(dropout=dropout))
     drawn = []
 
     def joint(model: Any, encoded: Encoded) -> Any:
-        drawn.append(torch.rand((), dtype=torch.float64))
-        return CONTRAST.joint(model, encoded) * drawn[-1]
+        drawn.append([torch.rand((), dtype=torch.float64), random.random(), np.random.rand()])
+        return CONTRAST.joint(model, encoded) * drawn[-1][0]
 
-    torch.manual_seed(10 + dist.get_rank())
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(10 + dist.get_rank())
     step = MacroStep(model, optimizer_for(model), CONTRAST.loss_fn, joint=joint, micro=2, **options)
     before = full_weights(model)
     step(own_batch(0, (5, 3)[dist.get_rank()], dist.get_rank()))
-    return {"before": before, "after": full_weights(model), "drawn": drawn[0], "next": torch.rand(())}
+    after, states = full_weights(model), (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    next_ones = [torch.rand(()), random.random(), np.random.rand()]
+    for restore, state in zip((torch.set_rng_state, random.setstate, np.random.set_state), states, strict=True):
+        restore(state)
+    step(own_batch(0, (5, 3)[dist.get_rank()], dist.get_rank()))
+    return {"before": before, "after": after, "drawn": drawn, "next": next_ones}
 
 
 SCENARIOS["noisy-ddp"] = partial(noisy, ddp)
 SCENARIOS["noisy-fsdp2"] = partial(noisy, fsdp2)
+SCENARIOS["noisy-joint-ddp"] = partial(noisy, ddp, 0.0)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_random_numbers(ran, mode):
     outcomes = all_well(ran[f"noisy-{mode}"])
     model = towers(dropout=0.3)
-    images, texts, states = [], [], []
+    images, texts = [], []
     for rank, samples in enumerate((5, 3)):
-        torch.manual_seed(10 + rank)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(10 + rank)
         for start in range(0, samples, 2):
             part = {key: rows[start : start + 2] for key, rows in own_batch(0, samples, rank).items()}
             image, text, _ = model(part)
             images.append(image)
             texts.append(text)
-        states.append(torch.get_rng_state())
-    for rank, state in enumerate(states):
-        torch.set_rng_state(state)
-        assert outcomes[rank]["next"] == torch.rand(())
-    torch.set_rng_state(states[0])
-    drawn = torch.rand((), dtype=torch.float64)
-    assert [outcome["drawn"] for outcome in outcomes] == [drawn, drawn]
+        assert outcomes[rank]["next"] == [torch.rand(()), random.random(), np.random.rand()]
+    drawn = outcomes[0]["drawn"][0][0]
     loss = contrastive_loss(torch.cat(images), torch.cat(texts), scale=model.scale.exp()) * drawn
     taken = difference(outcomes[0]["before"], outcomes[0]["after"])
     assert relative_error(taken, gradient_of(model, loss)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["noisy-ddp", "noisy-fsdp2", "noisy-joint-ddp"])
+def test_random_numbers_of_joint_are_the_same_on_all_ranks_and_others_in_every_step(ran, name):
+    outcomes = all_well(ran[name])
+    same_on_all(outcomes, "drawn")
+    first, second = outcomes[0]["drawn"]
+    assert all(one != other for one, other in zip(first, second, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- parts of the model

@@ -4,6 +4,7 @@ import copy
 import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -304,20 +305,40 @@ def test_random_numbers_and_buffers_are_replayed_and_move_once():
         assert torch.equal(found, buffer), name
 
 
-def test_random_numbers_of_joint_are_put_back():
-    model, batch = towers(), batch_of(5)
-    drawn = []
+def test_random_numbers_of_joint_follow_those_of_the_micro_batches():
+    """As in one big batch: each step draws on from where the last has ended, and has other numbers."""
+    model, batch, drawn = towers(), batch_of(5), []
+
+    def draws():
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    def seed():
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        return Encoded(image=image * torch.rand((), dtype=image.dtype) if noisy else image)
 
     def joint(model, encoded):
-        drawn.append(torch.rand(()).item())
+        drawn.append(draws())
         return encoded.image.square().sum()
 
-    train = train_on(model, joint=joint)
-    torch.manual_seed(1)
-    train(batch)
-    after = torch.rand(()).item()
-    torch.manual_seed(1)
-    assert torch.rand(()).item() == drawn[0] == after
+    for noisy in (False, True):
+        drawn.clear()
+        train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=3)
+        seed()
+        for _ in range(2):
+            train(batch)
+        after = draws()
+        seed()
+        expected = []
+        for _ in range(2):
+            for _ in range(2 * noisy):
+                torch.rand((), dtype=torch.float64)
+            expected.append(draws())
+        assert [*drawn, after] == [*expected, draws()]
 
 
 def test_a_buffer_that_joint_changes_stays_changed():

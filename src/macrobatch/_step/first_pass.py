@@ -139,31 +139,32 @@ class WholeBatch:
         layout: what they look like.
         tensors: the rows of the whole batch, and totals.
         own: which rows are this rank's; None: all.
-        random: the first rank's random numbers, for the loss.
+        seed: of the random numbers for the loss, where ranks must draw the same.
         counted: what else the first pass has counted.
     """
 
     layout: Layout
     tensors: list[Tensor]
     own: slice | None
-    random: Random
+    seed: int | None
     counted: FirstPass
 
 
 def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
     """Put the encodings of all ranks together. All of them call this."""
     device, group, samples = engine.device, engine.backend.group, cut.samples.count
-    gpus = gpus_of(engine.models)
-    random, layout, is_whole, counts, rows = Random(gpus), own.layout, own.has_whole_items, [samples], None
+    seed, layout, is_whole, counts, rows = None, own.layout, own.has_whole_items, [samples], None
     if group is not None:
         rank = dist.get_rank(group)
         # The tree may hold classes of the user's, which cannot travel everywhere.
-        said = layout and layout._replace(tree={}), samples, is_whole, random if rank == 0 else None
+        if rank == 0:  # other numbers in every window, even if nobody else draws any
+            seed = Random(gpus_of(engine.models)).seed(engine.window.number)
+        said = layout and layout._replace(tree={}), samples, is_whole, seed
         with engine.spans.of("communication"):
             everyone = all_gather_objects(said, engine.backend.host_group())
-        layouts, counts, wholes, randoms = (list(column) for column in zip(*everyone, strict=True))
+        layouts, counts, wholes, seeds = (list(column) for column in zip(*everyone, strict=True))
         layout = _common_layout(engine, layout, layouts)
-        random, is_whole = randoms[0].on(gpus), all(wholes)
+        seed, is_whole = seeds[0], all(wholes)
         start = sum(counts[:rank])
         rows = slice(start, start + samples)
     assert layout is not None, "some rank has samples"
@@ -176,7 +177,7 @@ def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
     ordinary = joined.pop() if layout.has_loss else None
     tensors = [t.to(one.dtype) if one.is_sum else t for t, one in zip(joined, layout.fields, strict=True)]
     first = FirstPass(sum(counts), ordinary, is_whole, is_all_double(engine.models))
-    return WholeBatch(layout, tensors, rows, random, first)
+    return WholeBatch(layout, tensors, rows, seed, first)
 
 
 def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch._torch.modules import buffers_of, children_of, parameters_of
-from macrobatch._torch.tensors import version_of
+from macrobatch._torch.tensors import unobserved, version_of
 
 
 class HostRandom:
@@ -39,6 +40,10 @@ class HostRandom:
             or (self._numpy is not None and _comparable(self._numpy) != _comparable(_numpy_state()))
         )
 
+    def fingerprint(self) -> list[object]:
+        """What can be compared with other ones, or hashed."""
+        return [_bytes_of(self._torch), self._python, None if self._numpy is None else _comparable(self._numpy)]
+
     def restore(self) -> None:
         """Put them back."""
         torch.set_rng_state(self._torch)
@@ -61,11 +66,23 @@ class Random:
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
 
-    def on(self, gpus: Sequence[torch.device]) -> Random:
-        """The same numbers, where another process with other GPUs draws them."""
-        if len(gpus) == len(self._cuda):
-            self._cuda = [(device, state) for device, (_, state) in zip(gpus, self._cuda, strict=True)]
-        return self
+    def seed(self, number: int) -> int:
+        """A seed that follows from these numbers and another one, the same wherever both are."""
+        digest = hashlib.blake2b(repr((number, self.host.fingerprint())).encode(), digest_size=4)
+        for _, state in self._cuda:
+            digest.update(_bytes_of(state))
+        return int.from_bytes(digest.digest(), "little")
+
+
+def reseed(seed: int, gpus: Sequence[torch.device]) -> None:
+    """Seed all random number generators: those of the host, and of some GPUs."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    for device in gpus:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 class Snapshot:
@@ -201,6 +218,11 @@ def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:
 def _numpy_state() -> Any:
     """None where nobody has imported numpy."""
     return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    with unobserved():  # no number that a device has computed
+        return bytes(state.tolist())
 
 
 def _comparable(state: Any) -> list[object]:

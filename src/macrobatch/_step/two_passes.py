@@ -30,7 +30,7 @@ from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.joint_window import Bundle, Share, share_of
 from macrobatch._step.kept_graphs import KeptGraphs
-from macrobatch._step.snapshot import History, Random, gpus_of, modules_of
+from macrobatch._step.snapshot import History, Random, gpus_of, modules_of, reseed
 from macrobatch._step.totals import Window, is_zero
 from macrobatch._step.turns import Turn
 from macrobatch._torch.modules import BatchNorm
@@ -152,7 +152,7 @@ class TwoPasses:
         self._open_second(cut, coming, own, whole.layout)
         gradients = self._differentiate(whole)
         self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
-        history.note()  # what the loss did to buffers stays
+        history.note()  # what the loss did to buffers stays, and in one process what it drew
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
             self._pull(cut, micro_batches(turns), history, own, whole.layout, gradients)
@@ -209,12 +209,14 @@ class TwoPasses:
             for tensor, one in zip(whole.tensors, whole.layout.fields, strict=True)
         ]
         whole.tensors.clear()
-        before = Random(gpus_of(engine.models))
+        gpus = gpus_of(engine.models)
+        before = None if whole.seed is None else Random(gpus)
         asked = None
         try:
             with engine.apart():
                 engine.backend.gather_roots()
-                whole.random.restore()
+                if whole.seed is not None:
+                    reseed(whole.seed, gpus)
                 with engine.spans.of("forward"):
                     loss = validation.checked_joint_loss(self._joint(whole.layout.encoded(leaves)))
                 engine.backward_joint(loss, [leaf for leaf in leaves if leaf.requires_grad])
@@ -223,7 +225,8 @@ class TwoPasses:
                 raise
             asked = requested_memory(error)
         finally:
-            before.restore()
+            if before is not None:
+                before.restore()
         if asked is not None:
             samples = counted(whole.counted.samples, "sample")
             raise FitError(
