@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from harness.joint import batch_of, towers, weights
 from macrobatch import Encoded, MacroStep, Sum
@@ -153,3 +154,60 @@ def test_the_ordinary_loss_is_compared():
         return Encoded((image * changing.keep(image)).square().mean(), image=image)
 
     assert outcome(loss_fn) == "refused"
+
+
+# ------------------------------------------------------------------------------------------------------ frozen towers
+
+
+class Momentum(nn.Module):
+    """A tower, and one that follows it without being trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower, self.slow = nn.Linear(3, 4), nn.Linear(3, 4).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, how):
+        for slow, p in zip(self.slow.parameters(), self.tower.parameters(), strict=True):
+            if how == "in place":
+                slow.lerp_(p, 1e-3)
+            elif how == "data in place":
+                slow.data.mul_(0.999).add_(p.data, alpha=0.001)
+            elif how == "data":
+                slow.data = slow.data * 0.999 + p.data * 0.001
+
+
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+@pytest.mark.parametrize("where", ["loss_fn", "joint"])
+def test_a_frozen_parameter_that_changes_inside_the_window(how, where):
+    model, batch = Momentum(), batch_of(6, dtype=torch.float32)
+    before = model.tower.weight.detach().clone()
+
+    def loss_fn(model, micro):
+        if where == "loss_fn":
+            model.follow(how)
+        return Encoded(image=model.tower(micro["image"]), other=model.slow(micro["image"]))
+
+    def joint(model, encoded):
+        if where == "joint":
+            model.follow(how)
+        return (encoded.image * encoded.other).sum()
+
+    train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=4)
+    with pytest.raises(BatchError, match=r"slow.weight.*is not trained.*after the step"):
+        train(batch)
+    assert torch.equal(before, model.tower.weight)
+
+
+def test_frozen_parameters_may_change_between_windows():
+    model, batch = Momentum(), batch_of(6, dtype=torch.float32)
+
+    def loss_fn(model, micro):
+        return Encoded(image=model.tower(micro["image"]), other=model.slow(micro["image"]))
+
+    train = MacroStep(model, sgd(model), loss_fn, joint=lambda m, e: (e.image * e.other).sum(), micro=4)
+    for how in ("in place", "data in place", "data"):
+        train(batch)
+        model.follow(how)
+    assert not train(batch).skipped

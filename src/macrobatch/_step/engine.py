@@ -25,6 +25,7 @@ from macrobatch._step import validation
 from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, nothing_noted, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.denominators import Denominators
+from macrobatch._step.frozen import Frozen
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
 from macrobatch._step.joint_window import FirstPass, JointWindow, Pulled, Share
@@ -336,6 +337,12 @@ class Engine:
         window = self.window
         assert isinstance(window, JointWindow), "two passes are for windows with a loss of the whole batch"
         window.expect(first, self.device)
+
+    def note_frozen(self, frozen: Frozen) -> None:
+        """What was not to change in the first pass over the batch, and in its loss."""
+        window = self.window
+        assert isinstance(window, JointWindow)
+        window.note_frozen(frozen)
 
     @property
     def awaits_denominators(self) -> bool:

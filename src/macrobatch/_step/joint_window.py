@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from macrobatch._step.frozen import Frozen
 from macrobatch._step.means import MeanWindow
 from macrobatch._step.pass_difference import differs, ordinary_differs, ranks_differ
 from macrobatch._step.totals import UNSCALED, HostItems, Totals, is_zero, wide
@@ -102,12 +103,15 @@ class JointWindow(MeanWindow):
         self._joint_dtype = torch.float32
         self._joints: Tensor | None = None  # ... and with those of other ranks in their places, which all compute alike
         self._differs: Tensor | None = None  # how many micro-batches had other encodings in the second pass
+        self._frozen: Frozen | None = None  # parameters that are not trained ...
+        self._changed: Tensor | None = None  # ... and how many of them have changed
 
     def expect(self, first: FirstPass, device: torch.device) -> None:
         """What the first pass has counted, before the second."""
         self._begin_on(device)
         self._first = first
         self._differs = torch.zeros((), device=device, dtype=wide(device))
+        self._changed = torch.zeros((), device=device, dtype=wide(device))
 
     @property
     def ordinary(self) -> Tensor | None:
@@ -120,6 +124,12 @@ class JointWindow(MeanWindow):
         self._joint_dtype = loss.dtype
         self._joints = torch.zeros(ranks, device=self.device, dtype=wide(self.device))
         self._joints[rank] = self._joint
+
+    def note_frozen(self, frozen: Frozen) -> None:
+        """What was not to change until here: in the first pass, and in the loss."""
+        frozen.compare(self.device)
+        if frozen.changed is not None:
+            self._frozen, self._changed = frozen, frozen.changed.to(wide(self.device)).sum()
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -199,8 +209,8 @@ class JointWindow(MeanWindow):
 
     def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
         assert not flags, "no loader is read here"
-        if self._differs is not None and self._joints is not None:
-            self._travelling = all_reduce(torch.cat([self._differs.reshape(1), self._joints]))
+        if self._differs is not None and self._changed is not None and self._joints is not None:
+            self._travelling = all_reduce(torch.cat([torch.stack([self._differs, self._changed]), self._joints]))
 
     # ------------------------------------------------------------------------------------------ the totals
 
@@ -235,23 +245,32 @@ class JointWindow(MeanWindow):
         return (bad != 0) | ~torch.isfinite(items)
 
     def miscounted(self) -> Tensor | None:
-        """Whether the passes differ on any rank, and whether ranks have found different losses."""
+        """Whether the passes differ on any rank, a frozen parameter has changed, or ranks have different losses."""
+        if self._differs is None or self._changed is None:
+            return None
         if self._everyone is None:
-            return None if self._differs is None else (self._differs != 0).reshape(1)
+            return torch.stack([self._differs, self._changed]) != 0
         assert self._first is not None
-        unlike = ranks_differ(self._everyone[1:], self._joint_dtype, is_double=self._first.is_double)
-        return torch.stack([self._everyone[0] != 0, unlike])
+        unlike = ranks_differ(self._everyone[2:], self._joint_dtype, is_double=self._first.is_double)
+        return torch.stack([*(self._everyone[:2] != 0).unbind(), unlike])
 
     def miscount(self) -> str:
         """What differs. The host waits for it."""
         miscounted = self.miscounted()
         assert miscounted is not None
+        if miscounted[1]:
+            name = "on another rank one" if self._frozen is None else self._frozen.first_changed()
+            return (
+                f"{name}, a parameter that is not trained, changed inside window {self.number}; its step was not "
+                "taken. loss_fn runs twice for every micro-batch, and a window may be done again, so a momentum encoder "
+                "would move several times. Update it after the step, outside of loss_fn and joint."
+            )
         if not miscounted[0]:
             return (
                 f"joint did not return the same loss on all ranks in window {self.number}; its step was not taken. "
-                "Every rank computes it from the encodings of all, with the first rank's random numbers. Draw from the "
-                "default generators alone (no torch.Generator of your own), and use nothing in it that ranks have "
-                "each for themselves: a queue of old encodings is the same on all of them if joint fills it."
+                "Every rank computes it from the encodings of all, with the same random numbers. Draw from the default "
+                "generators alone (no torch.Generator of your own), and use nothing in it that ranks have each for "
+                "themselves: a queue of old encodings is the same on all of them if joint fills it."
             )
         return (
             "encodings, or the ordinary loss or its items, were not the same in the two passes of window "

@@ -27,6 +27,7 @@ from macrobatch._step import validation
 from macrobatch._step.encodings import Layout, Places, places_of, require_same_layout, rows_at, take_apart
 from macrobatch._step.engine import Engine
 from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
+from macrobatch._step.frozen import Frozen
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.joint_window import Bundle, Share, share_of
 from macrobatch._step.kept_graphs import KeptGraphs
@@ -144,13 +145,14 @@ class TwoPasses:
         """
         self._warn_about_batch_norm()
         turns = cut.part_per_turn()
-        history = History(self._engine.models, self._changing)
+        history, frozen = History(self._engine.models, self._changing), Frozen(self._engine.models)
         own = self._encode(cut, micro_batches(turns), coming, history)
         if cut.is_held:
             self._agree()
         whole = gather(self._engine, cut, own)
         self._open_second(cut, coming, own, whole.layout)
         gradients = self._differentiate(whole)
+        self._engine.note_frozen(frozen)
         self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
         history.note()  # what the loss did to buffers stays, and in one process what it drew
         turns[: len(cut.parts)] = reversed(cut.parts)
