@@ -235,6 +235,19 @@ def test_autocast_around_the_step(micro):
     assert relative_error(outside.seen, inside.seen) <= 1e-6
 
 
+def test_autocast_around_several_steps():
+    """What a step before has cast are the weights of then."""
+    batch, losses = batch_of(8, dtype=torch.float32), []
+    for around_all in (True, False):
+        model = towers(torch.float32)
+        train = train_on(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around_all):
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses.append(train(batch).loss.item())
+    assert losses[:3] == losses[3:]
+
+
 def test_gradients_of_bfloat16_are_added_in_float32():
     model, batch = towers(torch.bfloat16), batch_of(64, dtype=torch.bfloat16)
     once, wide, narrow = (Untouched(model) for _ in range(3))

@@ -262,7 +262,7 @@ class JointWindow(MeanWindow):
             name = "on another rank one" if self._frozen is None else self._frozen.first_changed()
             return (
                 f"{name}, a parameter that is not trained, changed inside window {self.number}; its step was not "
-                "taken. loss_fn runs twice for every micro-batch, and a window may be done again, so a momentum encoder "
+                "taken. loss_fn runs twice for every micro-batch, and a window may be done again: a momentum encoder "
                 "would move several times. Update it after the step, outside of loss_fn and joint."
             )
         if not miscounted[0]:

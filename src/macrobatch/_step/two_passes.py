@@ -167,6 +167,7 @@ class TwoPasses:
         self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming, history: History
     ) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
+        torch.clear_autocast_cache()  # it may hold casts of weights as they were before the last step
         engine, own = self._engine, OwnEncodings()
         recordings = None if self._recordings is None or self._layout is None else self._recordings.first
         if recordings is not None and self._layout is not None:
