@@ -507,14 +507,22 @@ def test_verify_says_to_use_joint():
 
 
 class Memory:
-    """Runs out with more than so many samples in a micro-batch, in one of the passes, or in both (None)."""
+    """Runs out with more than so many samples in a micro-batch, in one of the passes, or in both (None).
+
+    It notes how many samples each forward has, and whether it has a graph: the first of the first pass does.
+    """
 
     def __init__(self, fits, in_pass):
-        self.fits, self.in_pass, self.sizes = fits, in_pass, []
+        self.fits, self.in_pass, self.sizes, self.engine = fits, in_pass, [], None
+
+    def train(self, model, optimizer, joint=CONTRAST.joint):
+        step = MacroStep(model, optimizer, self, joint=joint, micro="auto")
+        self.engine = step._engine
+        return step
 
     def __call__(self, model, micro):
-        is_second = torch.is_grad_enabled()
-        self.sizes.append((len(micro["x"]), is_second))
+        is_second = self.engine.is_open and not self.engine.window.is_empty
+        self.sizes.append((len(micro["x"]), torch.is_grad_enabled()))
         if len(micro["x"]) > self.fits and self.in_pass in (None, 1 + is_second):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.loss_fn(model, micro)
@@ -526,14 +534,14 @@ def test_a_smaller_micro_batch_where_memory_runs_out(in_pass):
     torch.manual_seed(5)
     expected = checkpointed_gradient(model, CONTRAST, batch, 2)
     optimizer = Untouched(model)
-    train = MacroStep(model, optimizer, memory, joint=CONTRAST.joint, micro="auto")
+    train = memory.train(model, optimizer)
     torch.manual_seed(5)
     result = train(batch)
     assert result.micro_batches == 4
     for name, gradient in optimizer.seen.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-13)
-    assert (8, False) in memory.sizes
-    assert memory.sizes[-8:] == [(2, False)] * 4 + [(2, True)] * 4
+    assert memory.sizes.count((8, True)) == in_pass
+    assert memory.sizes[-8:] == [(2, True)] + [(2, False)] * 3 + [(2, True)] * 4
 
 
 class Roomy:
@@ -558,7 +566,7 @@ def test_graphs_that_fit_are_kept(monkeypatch, fits):
     torch.manual_seed(5)
     expected = checkpointed_gradient(model, CONTRAST, batch, fits)
     optimizer = Untouched(model)
-    train = MacroStep(model, optimizer, memory, joint=CONTRAST.joint, micro="auto")
+    train = memory.train(model, optimizer)
     for window in range(2):
         memory.sizes.clear()
         torch.manual_seed(5)
@@ -567,7 +575,7 @@ def test_graphs_that_fit_are_kept(monkeypatch, fits):
         for name, gradient in optimizer.seen.items():
             assert torch.equal(gradient, expected[name]), (name, window)
     # How large graphs are is known by the second window: three are kept.
-    assert memory.sizes == ([(8, True)] if fits == 8 else [(2, False)] + [(2, True)] * 3 + [(2, True)])
+    assert memory.sizes == ([(8, True)] if fits == 8 else [(2, True)] * 5)
     torch.manual_seed(5)
     checkpointed_gradient(model, CONTRAST, batch, fits)
     assert torch.equal(torch.get_rng_state(), after)
@@ -584,10 +592,10 @@ def test_no_graph_is_kept_where_memory_runs_out_beside_it(monkeypatch):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.joint(model, encoded)
 
-    train = MacroStep(model, sgd(model), memory, joint=joint, micro="auto")
+    train = memory.train(model, sgd(model), joint)
     assert step_error(model, CONTRAST, batch, lambda: train(batch)) <= 1e-12
     train(batch)
-    assert memory.sizes == [(8, True)] + [(8, False), (8, True)] * 2
+    assert memory.sizes == [(8, True)] * 5
     assert len(tried) == 3
 
 

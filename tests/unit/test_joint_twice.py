@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.joint import batch_of, towers, weights
+from harness.joint import batch_of, gradient_of, step_of, towers, weights
+from harness.reference import relative_error
 from macrobatch import Encoded, MacroStep, Sum
 from macrobatch.errors import BatchError
 
@@ -211,3 +212,93 @@ def test_frozen_parameters_may_change_between_windows():
         train(batch)
         model.follow(how)
     assert not train(batch).skipped
+
+
+# ----------------------------------------------------------------------------------------------------- kept from before
+
+
+class Prompted(nn.Module):
+    """Computes something from its weights once a batch, and keeps it."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower, self.prompt, self.how = nn.Linear(3, 4), nn.Linear(4, 4), how
+        self.kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            weight = self.prompt.weight
+            self.kept = weight.sum(0) if self.how == "linear" else weight.square().sum(0)
+        return torch.tanh(self.tower(x) * self.kept)
+
+
+def test_what_the_first_forward_keeps_has_its_graph():
+    model, batch = Prompted("linear").double(), batch_of(6)
+
+    def joint(model, encoded):
+        return encoded.rows.T.cov().square().sum()
+
+    expected = gradient_of(model, joint(model, Encoded(rows=model(batch["image"]))))
+    model.kept = None
+    train = MacroStep(model, sgd(model), lambda m, b: Encoded(rows=m(b["image"])), joint=joint, micro=2)
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-12
+
+
+def test_what_the_first_forward_keeps_and_one_backward_uses_up():
+    """As without joint=: torch refuses the second backward. Without a graph, the weights would silently get none."""
+    model, batch = Prompted("square").double(), batch_of(6)
+    train = MacroStep(
+        model, sgd(model), lambda m, b: Encoded(rows=m(b["image"])), joint=lambda m, e: e.rows.std(), micro=2
+    )
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        train(batch)
+
+
+def test_gradients_inside_loss_fn_need_a_graph():
+    model, batch = towers(), batch_of(6)
+
+    def loss_fn(model, micro):
+        x = micro["image"].clone().requires_grad_()
+        energy = model.image(x).sum(1)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return Encoded(energy=energy, force=force)
+
+    def with_graph(model, micro):
+        with torch.enable_grad():
+            return loss_fn(model, micro)
+
+    def joint(model, encoded):
+        return encoded.energy.std() + encoded.force.var()
+
+    with pytest.raises(BatchError, match=r"torch.enable_grad\(\)"):
+        MacroStep(model, sgd(model), loss_fn, joint=joint, micro=2)(batch)
+    expected = gradient_of(model, joint(model, loss_fn(model, batch)))
+    train = MacroStep(model, sgd(model), with_graph, joint=joint, micro=2)
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_layers_that_compute_otherwise_without_a_graph():
+    """The fast path of encoders in eval mode leaves zeros where there is padding."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.arange(5) >= torch.tensor([5, 3, 4, 2, 5, 1])[:, None]
+    batch = {"x": torch.randn(6, 5, 8), "padding": padding}
+
+    def loss_fn(model, micro):
+        return Encoded(rows=model(micro["x"], src_key_padding_mask=micro["padding"]))
+
+    def with_graph(model, micro):
+        with torch.enable_grad():
+            return loss_fn(model, micro)
+
+    def joint(model, encoded):
+        return encoded.rows.std()
+
+    with pytest.raises(BatchError, match=r"without a graph.*TransformerEncoder.*torch.enable_grad\(\)"):
+        MacroStep(model, sgd(model), loss_fn, joint=joint, micro=3)(batch)
+    expected = gradient_of(model, joint(model, loss_fn(model, batch)))
+    train = MacroStep(model, sgd(model), with_graph, joint=joint, micro=3)
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-4

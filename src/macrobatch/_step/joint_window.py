@@ -276,7 +276,9 @@ class JointWindow(MeanWindow):
             "encodings, or the ordinary loss or its items, were not the same in the two passes of window "
             f"{self.number}; its step was not taken. Each micro-batch goes through loss_fn twice, with the same "
             "weights, buffers and default random number generators. Draw from those alone (no torch.Generator of your "
-            "own), and let loss_fn keep nothing from one call to the next."
+            "own), and let loss_fn keep nothing from one call to the next. Where layers compute otherwise without a "
+            "graph, as the first pass does (nn.TransformerEncoder in eval mode with padding), write `with "
+            "torch.enable_grad():` in loss_fn."
         )
 
 

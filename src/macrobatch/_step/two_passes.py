@@ -10,6 +10,7 @@ them would come to them, so that gradients add up to the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
@@ -37,6 +38,8 @@ from macrobatch._step.turns import Turn
 from macrobatch._torch.modules import BatchNorm
 from macrobatch.errors import BackendError, BatchError, FitError, counted
 from macrobatch.types import Encoded, Items
+
+NO_GRAPH = "does not require grad"  # what torch says of gradients under no_grad
 
 Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
 # Those of these parts of the batch, each with its number of samples. Without a part, one that counts for nothing.
@@ -181,25 +184,44 @@ class TwoPasses:
                 if not repeats:
                     history.note()
                 recording: Recorded | None = None
+                encoded: object
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
-                if kept is not None:
-                    torch.clear_autocast_cache()
-                    with engine.spans.of("forward"), kept.measuring(samples):
-                        encoded = self._encode_one(micro_batch)
-                elif recording is not None:
+                if recording is not None and kept is None:
                     with engine.spans.of("replay"):
                         encoded = recording.encode(micro_batch)
                 else:
-                    with engine.spans.of("forward"), torch.no_grad():
-                        encoded = self._encode_one(micro_batch)
+                    # What the model keeps from its first call of a window on, such as a cache of parametrisations,
+                    # has a graph in the second pass as well.
+                    has_graph = kept is not None or (index == 0 and engine.backend.abilities.confines)
+                    with kept.measuring(samples) if kept is not None else contextlib.nullcontext():
+                        encoded = self._forward(micro_batch, has_graph=has_graph)
                 if not repeats:
                     own.add(encoded, samples)
                 if kept is not None and isinstance(encoded, Encoded):
                     kept.keep(index, encoded)
+                del encoded  # its graph, if it has one
         torch.clear_autocast_cache()  # weights that were cast without a graph would get no gradient
         return own
+
+    def _forward(self, micro_batch: Any, *, has_graph: bool) -> object:
+        """The encodings of a micro-batch. Weights that were cast with a graph are not used without, or vice versa."""
+        if has_graph:
+            torch.clear_autocast_cache()
+        try:
+            with self._engine.spans.of("forward"), torch.set_grad_enabled(has_graph):
+                return self._encode_one(micro_batch)
+        except RuntimeError as error:
+            if has_graph or NO_GRAPH not in str(error):
+                raise
+            raise BatchError(
+                "loss_fn asks for a gradient, but the first pass has no graph. Compute it inside of `with "
+                f"torch.enable_grad():`, in loss_fn. What torch said: {error}"
+            ) from error
+        finally:
+            if has_graph:
+                torch.clear_autocast_cache()
 
     # ------------------------------------------------------------------------------------------ the whole batch
 
