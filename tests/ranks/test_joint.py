@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -403,6 +404,29 @@ for _kind in MISTAKES:
     SCENARIOS[f"mistaken-{_kind}"] = partial(mistaken, _kind)
 SCENARIOS["mistaken-differs-fsdp2"] = partial(mistaken, "differs", fsdp2)
 SCENARIOS["mistaken-unlike-fsdp2"] = partial(mistaken, "unlike", fsdp2)
+
+
+def unknown(shares: Sequence[int]) -> Outcome:
+    """A field in a class that other processes cannot import."""
+
+    @dataclass
+    class Local:
+        image: torch.Tensor
+
+    model = ddp(towers())
+    step = MacroStep(
+        model,
+        optimizer_for(model),
+        lambda model, micro: Encoded(local=Local(model(micro)[0])),
+        joint=lambda model, encoded: encoded.local.image.std(),
+        micro=2,
+    )
+    step(own_batch(0, shares[dist.get_rank()], dist.get_rank()))
+    return {}
+
+
+SCENARIOS["unknown"] = partial(unknown, (4, 3))
+SCENARIOS["unknown-empty"] = partial(unknown, (4, 0))
 SCENARIOS["synced"] = partial(train, [(2, 2)], CONTRAST, synchronised)
 SCENARIOS["fsdp1"] = partial(train, [(2, 2)], CONTRAST, fsdp1)
 
@@ -429,6 +453,11 @@ def test_losses_that_differ_between_the_ranks_of_a_sharded_model(ran):
 
 def test_layers_that_communicate_are_refused(ran):
     all_refused(ran["synced"], "SyncBatchNorm with joint=")
+
+
+def test_classes_that_cannot_travel_to_a_rank_without_samples(ran):
+    all_well(ran["unknown"])
+    all_refused(ran["unknown-empty"], "Local", "outside of functions")
 
 
 def test_the_first_fsdp_is_refused(ran):

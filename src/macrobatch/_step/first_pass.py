@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from macrobatch._cut.policies import Cut
-from macrobatch._ranks.collectives import all_gather_objects, broadcast_object
+from macrobatch._ranks.collectives import Group, all_gather_objects, broadcast_object
 from macrobatch._step import validation
 from macrobatch._step.encodings import (
     Exchange,
@@ -187,8 +188,32 @@ def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout 
     for rank, layout in known[1:]:
         require_same_layout(expected, layout, f"on rank {source}", f"on rank {rank}")
     if None in layouts:
-        hosts = engine.backend.host_group()
-        received: Layout = broadcast_object(own if dist.get_rank(hosts) == source else None, source, hosts)
-        own = own or received
+        own = _received(own, source, engine.backend.host_group())
     assert own is not None
     return own
+
+
+def _received(own: Layout | None, source: int, hosts: Group) -> Layout:
+    """The layout of that rank, for those that have none. Where it cannot travel, all ranks raise."""
+    packed, why = b"", None
+    if dist.get_rank(hosts) == source:
+        packed, why = _tried(lambda: pickle.dumps(own), b"")
+    packed = broadcast_object(packed, source, hosts)
+    if own is None and packed:
+        own, why = _tried(lambda: pickle.loads(packed), None)
+    failures = [failure for failure in all_gather_objects(why, hosts) if failure is not None]
+    if failures:
+        raise BatchError(
+            f"a rank without samples cannot know what encodings look like: {failures[0]}. Define the classes of fields "
+            "in a module, outside of functions, or return plain dicts of tensors."
+        )
+    assert own is not None
+    return own
+
+
+def _tried(call: Callable[[], Any], otherwise: Any) -> tuple[Any, str | None]:
+    """What it returns, or what it raised in words."""
+    try:
+        return call(), None
+    except Exception as error:
+        return otherwise, f"{type(error).__name__}: {error}"
