@@ -2,7 +2,6 @@
 
 import copy
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -678,6 +677,45 @@ def test_encodings_that_do_not_look_alike():
     )
 
 
+def test_fields_in_another_order():
+    def loss_fn(model, micro):
+        image, text, _ = model(micro)
+        return Encoded(image=image, text=text) if len(image) == 4 else Encoded(text=text, image=image)
+
+    refused(
+        r"in the same order.*encoded.image, encoded.text in the first.*encoded.text, encoded.image in micro", loss_fn
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("sparse", lambda rows: rows.to_sparse()),
+        ("nested", lambda rows: torch.nested.nested_tensor(list(rows), layout=torch.jagged)),
+        ("meta", lambda rows: rows.to("meta")),
+    ],
+)
+def test_fields_that_hold_no_plain_rows(kind, change):
+    refused(f"encoded.image must be a dense tensor.*{kind}", lambda m, b: Encoded(image=change(m(b)[0])))
+    refused(f"encoded.image must be a dense tensor.*{kind}", lambda m, b: Encoded(image=Sum(change(m(b)[0]))))
+
+
+def test_encodings_that_joint_changes_in_place():
+    def quietly(model, encoded):
+        with torch.no_grad():
+            encoded.text.mul_(2)
+        return CONTRAST.joint(model, encoded)
+
+    refused("joint changes encoded.text in place.*clone", joint=quietly)
+    refused("joint changes an encoding in place.*clone", joint=lambda m, e: e.image.mul_(2).sum())
+
+
+def test_lazy_modules():
+    model = nn.LazyLinear(4)
+    with pytest.raises(UsageError, match=r"lazy modules.*Call the model once"):
+        MacroStep(model, sgd(model), lambda m, b: Encoded(a=m(b)), joint=lambda m, e: e.a.std(), micro=2)
+
+
 def test_losses_of_joint_that_are_none():
     refused(r"joint must return a scalar: got shape \(6,\)", joint=lambda m, e: e.image.sum(1))
     refused("joint must return the loss.*got float", joint=lambda m, e: 1.0)
@@ -778,7 +816,45 @@ def test_an_empty_batch_is_skipped():
     assert result.items.item() == 0
 
 
+@pytest.mark.filterwarnings("error")
 def test_no_warning_without_batch_norm():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_on(towers())(batch_of(5))
+    train_on(towers())(batch_of(5))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_about_a_batch_norm_of_the_whole_batch():
+    model, batch = towers(), batch_of(6)
+    model.norm = nn.BatchNorm1d(6).double()
+
+    def joint(model, encoded):
+        return model.norm(encoded.image).pow(3).mean()
+
+    expected = gradient_of(model, joint(model, CONTRAST.loss_fn(model, batch)))
+    assert relative_error(step_of(model, lambda: train_on(model, joint=joint)(batch)), expected) <= 1e-12
+
+
+def test_a_buffer_that_changes_its_size():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+            self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x):
+            count = len(self.seen)
+            self.seen.resize_(count + 1).fill_(count)
+            return self.linear(x) * self.seen.sum()
+
+    model, batch = Growing().double(), batch_of(6)
+    twin = copy.deepcopy(model)
+    rows = torch.cat([twin(part) for part in batch["image"].split(2)])
+    expected = gradient_of(twin, rows.T.cov().square().sum())
+    train = MacroStep(
+        model,
+        sgd(model),
+        lambda m, b: Encoded(rows=m(b["image"])),
+        joint=lambda m, e: e.rows.T.cov().square().sum(),
+        micro=2,
+    )
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-12
+    assert torch.equal(model.seen, twin.seen)

@@ -113,7 +113,7 @@ class Snapshot:
             for name, (buffer, before) in buffers.items():
                 buffers_of(module)[name] = buffer  # it may have been replaced, not written to
                 if buffer is not None and before is not None:
-                    buffer.copy_(before)
+                    _put_back(buffer, before)
 
 
 class History:
@@ -168,7 +168,7 @@ class History:
                 continue
             buffers[name] = kept.buffer  # it may have been replaced, not written to
             if kept.buffer is not None and kept.value is not None:
-                kept.buffer.copy_(kept.value)
+                _put_back(kept.buffer, kept.value)
             self._now[index] = kept.as_of_now()
 
     def _may_have_changed(self, index: int) -> bool:
@@ -227,6 +227,12 @@ def _bytes_of(state: Tensor) -> bytes:
 
 def _comparable(state: Any) -> list[object]:
     return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+
+
+def _put_back(buffer: Tensor, value: Tensor) -> None:
+    if buffer.shape != value.shape:  # it was resized in place
+        buffer.resize_(value.shape)
+    buffer.copy_(value)
 
 
 def _copied(buffer: Tensor | None) -> Tensor | None:

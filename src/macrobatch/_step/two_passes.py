@@ -11,13 +11,13 @@ them would come to them, so that gradients add up to the same bits.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.plans import Part
@@ -25,6 +25,7 @@ from macrobatch._cut.policies import Cut
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step import validation
+from macrobatch._step.batch_norm import BatchNormWarning
 from macrobatch._step.encodings import Layout, Places, places_of, require_same_layout, rows_at, take_apart
 from macrobatch._step.engine import Engine
 from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
@@ -32,14 +33,16 @@ from macrobatch._step.frozen import Frozen
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.joint_window import Bundle, Share, share_of
 from macrobatch._step.kept_graphs import KeptGraphs
-from macrobatch._step.snapshot import History, Random, gpus_of, modules_of, reseed
+from macrobatch._step.snapshot import History, Random, gpus_of, reseed
 from macrobatch._step.totals import Window, is_zero
 from macrobatch._step.turns import Turn
-from macrobatch._torch.modules import BatchNorm
-from macrobatch.errors import BackendError, BatchError, FitError, counted
+from macrobatch._torch.tensors import version_of
+from macrobatch.errors import BackendError, BatchError, FitError, UsageError, counted
 from macrobatch.types import Encoded, Items
 
-NO_GRAPH = "does not require grad"  # what torch says of gradients under no_grad
+# What torch says of gradients under no_grad, and of changes to what has them.
+NO_GRAPH, IN_PLACE = "does not require grad", "leaf Variable that requires grad"
+CHANGED = "joint changes {} in place: the second pass would not find it again. Make a copy first, with clone()."
 
 Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
 # Those of these parts of the batch, each with its number of samples. Without a part, one that counts for nothing.
@@ -120,6 +123,10 @@ class TwoPasses:
                 "joint= needs DistributedDataParallel or fully_shard: under FullyShardedDataParallel nobody can use "
                 "parameters outside of a forward."
             )
+        if any(is_lazy(parameter) for model in engine.models for parameter in model.parameters()):
+            raise UsageError(
+                "some parameters of the model have no shape yet (lazy modules). Call the model once with a batch first."
+            )
         if engine.backend.group is not None:
             require_own_statistics(
                 engine.models,
@@ -133,7 +140,7 @@ class TwoPasses:
         self._recordings = recordings
         self._few_shapes = few_shapes
         self._kept = kept
-        self._has_looked = False  # whether there is a BatchNorm
+        self._batch_norm = BatchNormWarning(engine.models)
         self._changing: set[tuple[int, str]] = set()  # buffers that forwards write to
         self._layout: Layout | None = None  # of the last window's encodings
         self._used: list[bool] = []  # whether each field got a gradient in the last window
@@ -146,10 +153,11 @@ class TwoPasses:
             micro_batches: its parts.
             coming: of each micro-batch its key, and how to get it before its turn.
         """
-        self._warn_about_batch_norm()
         turns = cut.part_per_turn()
         history, frozen = History(self._engine.models, self._changing), Frozen(self._engine.models)
+        self._batch_norm.begin()
         own = self._encode(cut, micro_batches(turns), coming, history)
+        self._batch_norm.end()
         if cut.is_held:
             self._agree()
         whole = gather(self._engine, cut, own)
@@ -243,7 +251,7 @@ class TwoPasses:
                 if whole.seed is not None:
                     reseed(whole.seed, gpus)
                 with engine.spans.of("forward"):
-                    loss = validation.checked_joint_loss(self._joint(whole.layout.encoded(leaves)))
+                    loss = self._joint_loss(whole.layout, leaves)
                 engine.backward_joint(loss, [leaf for leaf in leaves if leaf.requires_grad])
         except Exception as error:
             if not is_out_of_memory(error) or (self._kept is not None and self._kept.has_kept):
@@ -273,6 +281,20 @@ class TwoPasses:
             else leaf.grad[whole.own].clone()
             for leaf, one in zip(leaves, whole.layout.fields, strict=True)
         ]
+
+    def _joint_loss(self, layout: Layout, leaves: list[Tensor]) -> Tensor:
+        """What `joint` makes of all encodings, which it must leave as they are."""
+        versions = list(map(version_of, leaves))
+        try:
+            found = self._joint(layout.encoded(leaves))
+        except RuntimeError as error:
+            if IN_PLACE not in str(error):
+                raise
+            raise BatchError(f"{CHANGED.format('an encoding')} What torch said: {error}") from error
+        for leaf, version, field in zip(leaves, versions, layout.fields, strict=True):
+            if version_of(leaf) != version:
+                raise BatchError(CHANGED.format(field.path))
+        return validation.checked_joint_loss(found)
 
     # ------------------------------------------------------------------------------------------ the second pass
 
@@ -346,19 +368,6 @@ class TwoPasses:
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
         return share_of(bundle, tensors, encoded, items, samples)
-
-    def _warn_about_batch_norm(self) -> None:
-        """Once: in one big batch its statistics would be others."""
-        if self._has_looked:
-            return
-        self._has_looked = True
-        if any(isinstance(module, BatchNorm) and module.training for module in modules_of(self._engine.models)):
-            warnings.warn(
-                "a BatchNorm in training mode takes its statistics from each micro-batch, not from the whole batch: "
-                "with joint= the encodings depend on how the batch is cut. Use LayerNorm or GroupNorm, or put it into "
-                "eval mode.",
-                stacklevel=6,
-            )
 
 
 def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:
