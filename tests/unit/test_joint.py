@@ -487,6 +487,82 @@ def test_verify_names_what_is_wrong():
     assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=first_only).causes[0].name == "unexplained"
 
 
+def one_cause(model, joint=CONTRAST.joint, loss_fn=CONTRAST.loss_fn, step=None, **options):
+    report = verify(model, loss_fn, batch_of(12), joint=joint, step=step, **options)
+    assert len(report.causes) == 1, report
+    return report.causes[0]
+
+
+def loop(parts, seed_of):
+    """A step over these parts of the batch: each encodes again, and begins its backward with what `seed_of` says."""
+
+    def step(model, batch):
+        optimizer = sgd(model)
+        for part in parts:
+            micro = {key: rows[part] for key, rows in batch.items()}
+            torch.autograd.backward(*seed_of(model, micro, batch, part))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+THIRDS = [slice(0, 4), slice(4, 8), slice(8, 12)]
+
+
+@pytest.mark.filterwarnings("ignore:a BatchNorm in training mode")
+def test_verify_names_statistics_over_the_batch():
+    cause = one_cause(towers(norm=nn.BatchNorm1d), micro=5)
+    assert cause.name == "statistics over the batch"
+    assert "image.1 (BatchNorm1d)" in cause.evidence
+
+
+def test_verify_names_randomness():
+    own = torch.Generator()
+
+    def joint(model, encoded):
+        return CONTRAST.joint(model, encoded) * (1 + torch.rand(len(encoded.image), generator=own)).std()
+
+    assert one_cause(towers(), joint).name == "dropout that differs"
+
+
+def test_verify_takes_no_joint_for_wrong_that_draws():
+    def joint(model, encoded):
+        return CONTRAST.joint(model, encoded) * torch.rand(())
+
+    assert verify(towers(), CONTRAST.loss_fn, batch_of(12), joint=joint, micro=5).ok
+
+
+def test_verify_names_losses_of_each_micro_batch():
+    def seed_of(model, micro, batch, part):
+        return (CONTRAST.joint(model, CONTRAST.loss_fn(model, micro)) / 3,)
+
+    cause = one_cause(towers(), step=loop(THIRDS, seed_of))
+    assert cause.name == "loss of each micro-batch"
+    assert "joint=" in cause.cure
+
+
+def test_verify_names_samples_left_out():
+    def seed_of(model, micro, batch, part):
+        rows = [row.detach().requires_grad_() for row in model(batch)[:2]]
+        found = torch.autograd.grad(contrastive_loss(*rows, scale=3.0), rows)
+        return model(micro)[:2], [gradient[part] for gradient in found]
+
+    cause = one_cause(
+        towers(), lambda m, e: contrastive_loss(e.image, e.text, scale=3.0), step=loop(THIRDS[:2], seed_of)
+    )
+    assert cause.name == "samples left out"
+    assert "4 of 12 samples" in cause.evidence
+
+
+def test_verify_names_items_that_do_not_fit():
+    def loss_fn(model, micro):
+        image, text, _ = model(micro)
+        return Encoded(image.square().mean(), (micro["label"] == 1).sum(), image=image, text=text)
+
+    assert one_cause(towers(), loss_fn=loss_fn, micro=5).name == "items that do not fit the loss"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", CASES)
 def test_verify_our_own_step(name, dtype):
