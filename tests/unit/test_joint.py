@@ -538,7 +538,7 @@ def test_verify_names_losses_of_each_micro_batch():
         return (CONTRAST.joint(model, CONTRAST.loss_fn(model, micro)) / 3,)
 
     cause = one_cause(towers(), step=loop(THIRDS, seed_of))
-    assert cause.name == "loss of each micro-batch"
+    assert cause.name == "loss that couples samples"
     assert "joint=" in cause.cure
 
 

@@ -123,7 +123,7 @@ def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cau
         pairs = zip(parts, weights, strict=True)
         if _fits(window, case.big.gradient([Weighted(part, weight) for part, weight in pairs])):
             return Cause(
-                name="loss of each micro-batch",
+                name="loss that couples samples",
                 evidence=f"the gradient is that of the losses of the {len(parts)} micro-batches, each of its own "
                 "samples alone.",
                 cure="Encode all micro-batches first, and compute the loss of all. MacroStep(..., joint=) does that.",
