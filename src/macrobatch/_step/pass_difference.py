@@ -75,11 +75,18 @@ def _are_apart(before: Tensor, now: Tensor, is_double: bool) -> Tensor:
     same = (before == now) | (before.isnan() & now.isnan())
     is_finite = before.isfinite() & now.isfinite()
     size, apart = torch.maximum(before.abs(), now.abs()), (now - before).abs()
-    step = now.numel() // SAMPLED | 1  # odd, so as not to see one column of a matrix alone
-    typical = size.masked_fill(same | ~is_finite, torch.nan)[::step].nanmedian()
+    typical = _median(size, ~same & is_finite)
     largest = size.masked_fill(~is_finite | (same & (size > OUTLIER * typical)), 0).amax()
     is_close = apart <= _tolerance(now.dtype, is_double) * (size + largest)
     return ~(same | (is_finite & is_close)).all()
+
+
+def _median(sizes: Tensor, counts: Tensor) -> Tensor:
+    """Of those that count, as far as they are looked at; infinite if none does. (`nanmedian` reads on the host.)"""
+    step = sizes.numel() // SAMPLED | 1  # odd, so as not to see one column of a matrix alone
+    sizes, counts = sizes[::step], counts[::step]
+    middle = (counts.sum() - 1).clamp(min=0) // 2
+    return sizes.masked_fill(~counts, torch.inf).sort().values.gather(0, middle.reshape(1))
 
 
 def _real(tensor: Tensor) -> Tensor:
