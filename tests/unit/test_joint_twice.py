@@ -4,16 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from harness.joint import batch_of, gradient_of, step_of, towers, weights
+from harness.joint import batch_of, gradient_of, sgd, step_of, towers, weights
 from harness.reference import relative_error
 from macrobatch import Encoded, MacroStep, Sum
 from macrobatch.errors import BatchError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-
-
-def sgd(model, **options):
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1.0, **options)
 
 
 def squares(model, encoded):
