@@ -166,7 +166,8 @@ class MacroStep:
 
         Raises:
             BatchError: if the batch cannot be cut, or the loss is no scalar, or the items of a term do not add up to
-                what ``counts`` says (on a GPU that may come with the next batch); nothing has changed then.
+                what ``counts`` says, or the two passes of ``joint`` differ (on a GPU that may come with the next
+                batch). No step is taken then; random numbers and buffers may have moved.
             FitError: if not even one sample fits into memory.
             NonFiniteError: if a gradient of this batch, or of the one before, is infinite or NaN.
         """

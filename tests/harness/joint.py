@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.reference import relative_error
-from macrobatch import Encoded, Sum, contrastive_loss
+from macrobatch import Encoded, MacroStep, Sum, contrastive_loss
 
 TOKENS, FEATURES, WIDTH, EXPERTS = 4, 3, 6, 5
 Batch = dict[str, Tensor]
@@ -195,3 +195,15 @@ class Untouched(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         self.seen = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.named.items()}
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    """With a learning rate of 1: a step subtracts the gradient."""
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1.0, **options)
+
+
+def train_on(
+    model: nn.Module, case: Case = CONTRAST, micro: Any = 3, optimizer: Any = None, **options: Any
+) -> MacroStep:
+    options = {"joint": case.joint} | options
+    return MacroStep(model, optimizer or sgd(model), case.loss_fn, micro=micro, **options)

@@ -1,9 +1,12 @@
 """Losses of the whole batch on real ranks: unequal and empty shares, one exchange of encodings, one of gradients."""
 
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,48 +175,59 @@ def test_sharded_gradients_travel_once(ran):
 # ------------------------------------------------------------------------------------------------- twice the same
 
 
-def noisy(wrap: Any, **options: Any) -> Outcome:
-    """Each rank draws its own random numbers in the towers, and the first rank's in the loss."""
-    model = wrap(towers(dropout=0.3))
+def noisy(wrap: Any, dropout: float = 0.3, **options: Any) -> Outcome:
+    """Each rank draws its own random numbers in the towers, and all draw the same in the loss."""
+    model = wrap(towers(dropout=dropout))
     drawn = []
 
     def joint(model: Any, encoded: Encoded) -> Any:
-        drawn.append(torch.rand((), dtype=torch.float64))
-        return CONTRAST.joint(model, encoded) * drawn[-1]
+        drawn.append([torch.rand((), dtype=torch.float64), random.random(), np.random.rand()])
+        return CONTRAST.joint(model, encoded) * drawn[-1][0]
 
-    torch.manual_seed(10 + dist.get_rank())
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(10 + dist.get_rank())
     step = MacroStep(model, optimizer_for(model), CONTRAST.loss_fn, joint=joint, micro=2, **options)
     before = full_weights(model)
     step(own_batch(0, (5, 3)[dist.get_rank()], dist.get_rank()))
-    return {"before": before, "after": full_weights(model), "drawn": drawn[0], "next": torch.rand(())}
+    after, states = full_weights(model), (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    next_ones = [torch.rand(()), random.random(), np.random.rand()]
+    for restore, state in zip((torch.set_rng_state, random.setstate, np.random.set_state), states, strict=True):
+        restore(state)
+    step(own_batch(0, (5, 3)[dist.get_rank()], dist.get_rank()))
+    return {"before": before, "after": after, "drawn": drawn, "next": next_ones}
 
 
 SCENARIOS["noisy-ddp"] = partial(noisy, ddp)
 SCENARIOS["noisy-fsdp2"] = partial(noisy, fsdp2)
+SCENARIOS["noisy-joint-ddp"] = partial(noisy, ddp, 0.0)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_random_numbers(ran, mode):
     outcomes = all_well(ran[f"noisy-{mode}"])
     model = towers(dropout=0.3)
-    images, texts, states = [], [], []
+    images, texts = [], []
     for rank, samples in enumerate((5, 3)):
-        torch.manual_seed(10 + rank)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(10 + rank)
         for start in range(0, samples, 2):
             part = {key: rows[start : start + 2] for key, rows in own_batch(0, samples, rank).items()}
             image, text, _ = model(part)
             images.append(image)
             texts.append(text)
-        states.append(torch.get_rng_state())
-    for rank, state in enumerate(states):
-        torch.set_rng_state(state)
-        assert outcomes[rank]["next"] == torch.rand(())
-    torch.set_rng_state(states[0])
-    drawn = torch.rand((), dtype=torch.float64)
-    assert [outcome["drawn"] for outcome in outcomes] == [drawn, drawn]
+        assert outcomes[rank]["next"] == [torch.rand(()), random.random(), np.random.rand()]
+    drawn = outcomes[0]["drawn"][0][0]
     loss = contrastive_loss(torch.cat(images), torch.cat(texts), scale=model.scale.exp()) * drawn
     taken = difference(outcomes[0]["before"], outcomes[0]["after"])
     assert relative_error(taken, gradient_of(model, loss)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["noisy-ddp", "noisy-fsdp2", "noisy-joint-ddp"])
+def test_random_numbers_of_joint_are_the_same_on_all_ranks_and_others_in_every_step(ran, name):
+    outcomes = all_well(ran[name])
+    same_on_all(outcomes, "drawn")
+    first, second = outcomes[0]["drawn"]
+    assert all(one != other for one, other in zip(first, second, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- parts of the model
@@ -314,7 +328,8 @@ def out_of_memory(wrap: Any, in_pass: int, **options: Any) -> Outcome:
 
     def loss_fn(model: Any, micro: Any) -> Encoded:
         sizes.append(len(micro["x"]))
-        if dist.get_rank() == 1 and sizes[-1] > 2 and torch.is_grad_enabled() == (in_pass == 2):
+        is_second = step._engine.is_open and not step._engine.window.is_empty
+        if dist.get_rank() == 1 and sizes[-1] > 2 and is_second == (in_pass == 2):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.loss_fn(model, micro)
 
@@ -343,7 +358,7 @@ def test_memory_that_runs_out_on_one_rank(ran, mode, in_pass):
 
 def mistaken(kind: str, wrap: Any = ddp) -> Outcome:
     model, is_second = wrap(towers()), dist.get_rank() == 1
-    own = torch.Generator().manual_seed(0)
+    own, seeded = torch.Generator().manual_seed(0), torch.Generator().manual_seed(dist.get_rank())
 
     def loss_fn(model: Any, micro: Any) -> Encoded:
         image, text, _ = model(micro)
@@ -358,7 +373,8 @@ def mistaken(kind: str, wrap: Any = ddp) -> Outcome:
     def joint(model: Any, encoded: Encoded) -> Any:
         if kind == "joint" and is_second:
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-        return CONTRAST.joint(model, encoded)
+        loss = CONTRAST.joint(model, encoded)
+        return loss * (1 + 0.1 * torch.rand((), generator=seeded)) if kind == "unlike" else loss
 
     before = full_weights(model)
     step = MacroStep(model, optimizer_for(model), loss_fn, joint=joint, micro=2)
@@ -382,10 +398,35 @@ MISTAKES = {
     "fails": ("BackendError", "ValueError", "rank 1 failed in this window"),
     "differs": ("BatchError", "BatchError", "not the same in the two passes"),
     "joint": ("BackendError", "FitError", "rank 1 failed in this window"),
+    "unlike": ("BatchError", "BatchError", "joint did not return the same loss on all ranks"),
 }
 for _kind in MISTAKES:
     SCENARIOS[f"mistaken-{_kind}"] = partial(mistaken, _kind)
 SCENARIOS["mistaken-differs-fsdp2"] = partial(mistaken, "differs", fsdp2)
+SCENARIOS["mistaken-unlike-fsdp2"] = partial(mistaken, "unlike", fsdp2)
+
+
+def unknown(shares: Sequence[int]) -> Outcome:
+    """A field in a class that other processes cannot import."""
+
+    @dataclass
+    class Local:
+        image: torch.Tensor
+
+    model = ddp(towers())
+    step = MacroStep(
+        model,
+        optimizer_for(model),
+        lambda model, micro: Encoded(local=Local(model(micro)[0])),
+        joint=lambda model, encoded: encoded.local.image.std(),
+        micro=2,
+    )
+    step(own_batch(0, shares[dist.get_rank()], dist.get_rank()))
+    return {}
+
+
+SCENARIOS["unknown"] = partial(unknown, (4, 3))
+SCENARIOS["unknown-empty"] = partial(unknown, (4, 0))
 SCENARIOS["synced"] = partial(train, [(2, 2)], CONTRAST, synchronised)
 SCENARIOS["fsdp1"] = partial(train, [(2, 2)], CONTRAST, fsdp1)
 
@@ -404,8 +445,19 @@ def test_passes_that_differ_on_one_rank_of_a_sharded_model(ran):
         assert not outcome["moved"]
 
 
+def test_losses_that_differ_between_the_ranks_of_a_sharded_model(ran):
+    for outcome in all_well(ran["mistaken-unlike-fsdp2"]):
+        assert "joint did not return the same loss on all ranks" in outcome["message"]
+        assert not outcome["moved"]
+
+
 def test_layers_that_communicate_are_refused(ran):
     all_refused(ran["synced"], "SyncBatchNorm with joint=")
+
+
+def test_classes_that_cannot_travel_to_a_rank_without_samples(ran):
+    all_well(ran["unknown"])
+    all_refused(ran["unknown-empty"], "Local", "outside of functions")
 
 
 def test_the_first_fsdp_is_refused(ran):

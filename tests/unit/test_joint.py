@@ -2,8 +2,8 @@
 
 import copy
 import random
-import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,26 +20,17 @@ from harness.joint import (
     checkpointed_gradient,
     gradient_of,
     plain_contrast,
+    sgd,
     step_error,
     step_of,
     towers,
+    train_on,
     weights,
 )
-from harness.joint_loops import gradcache, openclip, sentence_transformers
 from harness.reference import relative_error
-from macrobatch import Accumulator, Encoded, MacroStep, Sum, by_tokens, contrastive_loss, verify
+from macrobatch import Encoded, MacroStep, by_tokens, contrastive_loss
 from macrobatch._step.kept_graphs import ROOMS, SHARE, SPARE
-from macrobatch.errors import BatchError, FitError, UsageError
-
-
-def sgd(model, **options):
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1.0, **options)
-
-
-def train_on(model, case=CONTRAST, micro=3, optimizer=None, **options):
-    options = {"joint": case.joint} | options
-    return MacroStep(model, optimizer or sgd(model), case.loss_fn, micro=micro, **options)
-
+from macrobatch.errors import BatchError, FitError
 
 # ------------------------------------------------------------------------------------------------------ exact
 
@@ -120,6 +111,22 @@ def test_ordinary_losses_of_unequal_items():
         torch.testing.assert_close(taken[name], gradient, rtol=0, atol=1e-13)
     assert found[0].items.item() == 3
     assert found[0].loss.item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_a_loss_without_items_needs_no_graph():
+    model, batch = towers(), batch_of(6)
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        return Encoded(*(image.square().mean(), 4) if len(image) == 4 else (torch.zeros(()), 0), image=image)
+
+    def joint(model, encoded):
+        return encoded.image.std()
+
+    image = model(batch)[0]
+    expected = gradient_of(model, image.std() + image[:4].square().mean())
+    train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=4)
+    assert relative_error(step_of(model, lambda: train(batch)), expected) <= 1e-12
 
 
 def test_reduction_sum():
@@ -218,6 +225,19 @@ def test_autocast_around_the_step(micro):
     assert relative_error(outside.seen, inside.seen) <= 1e-6
 
 
+def test_autocast_around_several_steps():
+    """What a step before has cast are the weights of then."""
+    batch, losses = batch_of(8, dtype=torch.float32), []
+    for around_all in (True, False):
+        model = towers(torch.float32)
+        train = train_on(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around_all):
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses.append(train(batch).loss.item())
+    assert losses[:3] == losses[3:]
+
+
 def test_gradients_of_bfloat16_are_added_in_float32():
     model, batch = towers(torch.bfloat16), batch_of(64, dtype=torch.bfloat16)
     once, wide, narrow = (Untouched(model) for _ in range(3))
@@ -288,20 +308,40 @@ def test_random_numbers_and_buffers_are_replayed_and_move_once():
         assert torch.equal(found, buffer), name
 
 
-def test_random_numbers_of_joint_are_put_back():
-    model, batch = towers(), batch_of(5)
-    drawn = []
+def test_random_numbers_of_joint_follow_those_of_the_micro_batches():
+    """As in one big batch: each step draws on from where the last has ended, and has other numbers."""
+    model, batch, drawn = towers(), batch_of(5), []
+
+    def draws():
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    def seed():
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+
+    def loss_fn(model, micro):
+        image = model(micro)[0]
+        return Encoded(image=image * torch.rand((), dtype=image.dtype) if noisy else image)
 
     def joint(model, encoded):
-        drawn.append(torch.rand(()).item())
+        drawn.append(draws())
         return encoded.image.square().sum()
 
-    train = train_on(model, joint=joint)
-    torch.manual_seed(1)
-    train(batch)
-    after = torch.rand(()).item()
-    torch.manual_seed(1)
-    assert torch.rand(()).item() == drawn[0] == after
+    for noisy in (False, True):
+        drawn.clear()
+        train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=3)
+        seed()
+        for _ in range(2):
+            train(batch)
+        after = draws()
+        seed()
+        expected = []
+        for _ in range(2):
+            for _ in range(2 * noisy):
+                torch.rand((), dtype=torch.float64)
+            expected.append(draws())
+        assert [*drawn, after] == [*expected, draws()]
 
 
 def test_a_buffer_that_joint_changes_stays_changed():
@@ -378,93 +418,26 @@ def test_nothing_is_read_inside_the_window(name):
     assert reads in ([], ["cpu"])  # the verdict on a CPU, after the step was queued
 
 
-# ------------------------------------------------------------------------------------------------------ beside others
-
-
-def ours(model, batch, *, micro, joint):
-    train_on(model, micro=micro, joint=joint)(batch)
-
-
-def errors_of(loop, dropout):
-    """Of the towers, and the factor of the scale, against checkpointing with the same random numbers."""
-    model, batch = towers(dropout=dropout), batch_of(16)
-    torch.manual_seed(5)
-    expected = checkpointed_gradient(model, CONTRAST, batch, 2)
-    torch.manual_seed(5)
-    found = step_of(model, lambda: loop(model, batch, micro=2, joint=CONTRAST.joint))
-    factor = (found.pop("scale") / expected.pop("scale")).item()
-    return relative_error(found, expected), factor
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("loop", [ours, gradcache, sentence_transformers])
-def test_loops_that_are_right_in_one_process(loop, dropout):
-    error, factor = errors_of(loop, dropout)
-    assert error <= 1e-12
-    assert factor == pytest.approx(1.000, abs=1e-12)
-
-
-def test_openclip_counts_its_scale_in_every_micro_batch():
-    error, factor = errors_of(openclip, 0.0)
-    assert error <= 1e-12
-    assert factor == pytest.approx(8.000, abs=1e-9)
-
-
-def test_openclip_does_not_replay_masks():
-    error, _ = errors_of(openclip, 0.1)
-    assert error > 0.1
-
-
-def test_verify_names_what_is_wrong():
-    model, batch = towers(), batch_of(16)
-
-    def step(loop):
-        return lambda model, batch: loop(model, batch, micro=2, joint=CONTRAST.joint)
-
-    report = verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=step(openclip))
-    assert [cause.name for cause in report.causes] == ["parameters counted several times"]
-    assert "scale 8;" in report.causes[0].evidence.replace(")", "")
-    for loop in (gradcache, sentence_transformers, ours):
-        assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=step(loop)).ok
-
-    def halved(model, batch):
-        gradcache(model, batch, micro=2, joint=lambda m, e: CONTRAST.joint(m, e) / 3)
-
-    assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=halved).causes[0].name == "constant factor"
-
-    def first_only(model, batch):
-        gradcache(model, {key: rows[:8] for key, rows in batch.items()}, micro=2, joint=CONTRAST.joint)
-
-    assert verify(model, CONTRAST.loss_fn, batch, joint=CONTRAST.joint, step=first_only).causes[0].name == "unexplained"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", CASES)
-def test_verify_our_own_step(name, dtype):
-    case = CASES[name]
-    report = verify(towers(dtype, dropout=0.1), case.loss_fn, batch_of(9, dtype=dtype), joint=case.joint)
-    assert report.ok, report
-
-
-def test_verify_says_to_use_joint():
-    model, batch = towers(), batch_of(9)
-    report = verify(model, CONTRAST.whole, batch, micro=3)
-    assert report.causes[0].name == "loss that couples samples"
-    assert "joint=" in report.causes[0].cure
-
-
 # ------------------------------------------------------------------------------------------------------ memory
 
 
 class Memory:
-    """Runs out with more than so many samples in a micro-batch, in one of the passes, or in both (None)."""
+    """Runs out with more than so many samples in a micro-batch, in one of the passes, or in both (None).
+
+    It notes how many samples each forward has, and whether it has a graph: the first of the first pass does.
+    """
 
     def __init__(self, fits, in_pass):
-        self.fits, self.in_pass, self.sizes = fits, in_pass, []
+        self.fits, self.in_pass, self.sizes, self.engine = fits, in_pass, [], None
+
+    def train(self, model, optimizer, joint=CONTRAST.joint):
+        step = MacroStep(model, optimizer, self, joint=joint, micro="auto")
+        self.engine = step._engine
+        return step
 
     def __call__(self, model, micro):
-        is_second = torch.is_grad_enabled()
-        self.sizes.append((len(micro["x"]), is_second))
+        is_second = self.engine.is_open and not self.engine.window.is_empty
+        self.sizes.append((len(micro["x"]), torch.is_grad_enabled()))
         if len(micro["x"]) > self.fits and self.in_pass in (None, 1 + is_second):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.loss_fn(model, micro)
@@ -476,14 +449,14 @@ def test_a_smaller_micro_batch_where_memory_runs_out(in_pass):
     torch.manual_seed(5)
     expected = checkpointed_gradient(model, CONTRAST, batch, 2)
     optimizer = Untouched(model)
-    train = MacroStep(model, optimizer, memory, joint=CONTRAST.joint, micro="auto")
+    train = memory.train(model, optimizer)
     torch.manual_seed(5)
     result = train(batch)
     assert result.micro_batches == 4
     for name, gradient in optimizer.seen.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-13)
-    assert (8, False) in memory.sizes
-    assert memory.sizes[-8:] == [(2, False)] * 4 + [(2, True)] * 4
+    assert memory.sizes.count((8, True)) == in_pass
+    assert memory.sizes[-8:] == [(2, True)] + [(2, False)] * 3 + [(2, True)] * 4
 
 
 class Roomy:
@@ -508,7 +481,7 @@ def test_graphs_that_fit_are_kept(monkeypatch, fits):
     torch.manual_seed(5)
     expected = checkpointed_gradient(model, CONTRAST, batch, fits)
     optimizer = Untouched(model)
-    train = MacroStep(model, optimizer, memory, joint=CONTRAST.joint, micro="auto")
+    train = memory.train(model, optimizer)
     for window in range(2):
         memory.sizes.clear()
         torch.manual_seed(5)
@@ -517,7 +490,7 @@ def test_graphs_that_fit_are_kept(monkeypatch, fits):
         for name, gradient in optimizer.seen.items():
             assert torch.equal(gradient, expected[name]), (name, window)
     # How large graphs are is known by the second window: three are kept.
-    assert memory.sizes == ([(8, True)] if fits == 8 else [(2, False)] + [(2, True)] * 3 + [(2, True)])
+    assert memory.sizes == ([(8, True)] if fits == 8 else [(2, True)] * 5)
     torch.manual_seed(5)
     checkpointed_gradient(model, CONTRAST, batch, fits)
     assert torch.equal(torch.get_rng_state(), after)
@@ -534,10 +507,10 @@ def test_no_graph_is_kept_where_memory_runs_out_beside_it(monkeypatch):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.joint(model, encoded)
 
-    train = MacroStep(model, sgd(model), memory, joint=joint, micro="auto")
+    train = memory.train(model, sgd(model), joint)
     assert step_error(model, CONTRAST, batch, lambda: train(batch)) <= 1e-12
     train(batch)
-    assert memory.sizes == [(8, True)] + [(8, False), (8, True)] * 2
+    assert memory.sizes == [(8, True)] * 5
     assert len(tried) == 3
 
 
@@ -566,122 +539,3 @@ def test_a_row_does_not_keep_what_it_is_a_part_of():
 
     MacroStep(model, sgd(model), loss_fn, joint=joint, micro=2)(batch)
     assert kept == [6 * 6 * 8]
-
-
-# ------------------------------------------------------------------------------------------------------ mistakes
-
-
-def refused(match, loss_fn=CONTRAST.loss_fn, joint=CONTRAST.joint, kind=BatchError, micro=4, **options):
-    model, batch = towers(), batch_of(6)
-    before = weights(model)
-    with pytest.raises(kind, match=match):
-        MacroStep(model, sgd(model), loss_fn, joint=joint, micro=micro, **options)(batch)
-    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_joint_without_encoded():
-    refused("must return an Encoded.*got Tensor", lambda model, micro: model(micro)[0].sum())
-    refused("must return an Encoded.*got tuple", lambda model, micro: (model(micro)[0].sum(), 3))
-
-
-def test_encoded_without_joint():
-    refused("got an Encoded.*joint=", joint=None)
-    model = towers()
-    acc = Accumulator(model, sgd(model))
-    with pytest.raises(BatchError, match=r"got an Encoded.*joint="), acc.micro_batch():
-        acc.backward(CONTRAST.loss_fn(model, batch_of(3)))
-    with pytest.raises(UsageError, match="MacroStep"):
-        Accumulator(model, sgd(model), joint=CONTRAST.joint)
-
-
-def test_fields_without_a_row_for_each_sample():
-    refused(
-        r"encoded.image must have one row for each of the 4 samples.*\(6, 4\)", lambda m, b: Encoded(image=m(b)[0].T)
-    )
-    refused(r"encoded.a\[0\] must have one row.*\(\)", lambda m, b: Encoded(a=[m(b)[0].sum()]))
-    refused("encoded.name must be a tensor with one row a sample: got str", lambda m, b: Encoded(name="x"))
-    refused("Encoded has no field", lambda m, b: Encoded())
-    refused("encoded.x must be the Sum of a tensor or a number: got str", lambda m, b: Encoded(x=Sum("x")))
-
-
-def test_encodings_that_do_not_look_alike():
-    refused(
-        r"encoded.image has rows of shape \(4,\).* in the first, and rows of shape \(2,\).* in micro-batch 2",
-        lambda m, b: Encoded(image=m(b)[0][:, : len(b["x"])]),
-    )
-    refused(
-        "encoded.b came in micro-batch 2 only",
-        lambda m, b: Encoded(a=m(b)[0], **({"b": m(b)[0]} if len(b["x"]) == 2 else {})),
-    )
-    refused(
-        "ordinary loss for every micro-batch, or for none.*one in the first, and none in micro-batch 2",
-        lambda m, b: Encoded(m(b)[0].sum() if len(b["x"]) == 4 else None, a=m(b)[0]),
-    )
-
-
-def test_losses_of_joint_that_are_none():
-    refused(r"joint must return a scalar: got shape \(6,\)", joint=lambda m, e: e.image.sum(1))
-    refused("joint must return the loss.*got float", joint=lambda m, e: 1.0)
-    refused("has no graph", joint=lambda m, e: e.image.detach().sum())
-    refused("reaches no encoding, of encoded.image, encoded.text", joint=lambda m, e: m.scale.sum())
-
-
-def test_ordinary_losses_that_are_none():
-    refused("ordinary loss.*scalar: got shape", lambda m, b: Encoded(m(b)[0], a=m(b)[0]))
-    refused("dict of terms", lambda m, b: Encoded({"a": m(b)[0].sum()}, a=m(b)[0]))
-    refused("items, but no loss", lambda m, b: Encoded(None, 3, a=m(b)[0]))
-    refused(
-        "items for every micro-batch", lambda m, b: Encoded(m(b)[0].sum(), 4 if len(b["x"]) == 4 else None, a=m(b)[0])
-    )
-    refused(
-        "negative or not finite",
-        lambda m, b: Encoded(m(b)[0].sum(), torch.tensor(-1), a=m(b)[0]),
-        lambda m, e: e.a.sum(),
-    )
-
-
-def test_encodings_without_a_graph():
-    refused("no parameter got a gradient", lambda m, b: Encoded(a=m(b)[0].detach()), lambda m, e: e.a.square().sum())
-
-
-def test_arguments():
-    refused("joint must be a function", joint=3, kind=UsageError)
-    refused("counts= cannot go with joint=", kind=UsageError, counts=lambda batch: {"a": 1})
-
-
-def test_an_exception_leaves_nothing_behind():
-    """In joint, and in the second pass; the step after it is as if nothing had been."""
-    model, batch, fails = towers(), batch_of(6), []
-
-    def loss_fn(model, micro):
-        if torch.is_grad_enabled() and fails == ["second"]:
-            raise ValueError("planted")
-        return CONTRAST.loss_fn(model, micro)
-
-    def joint(model, encoded):
-        if fails == ["joint"]:
-            raise ValueError("planted")
-        return CONTRAST.joint(model, encoded)
-
-    train = MacroStep(model, sgd(model), loss_fn, joint=joint, micro=4)
-    for where in ("joint", "second"):
-        fails[:] = [where]
-        with pytest.raises(ValueError, match="planted"):
-            train(batch)
-        assert all(p.grad is None for p in model.parameters())
-    fails.clear()
-    assert step_error(model, CONTRAST, batch, lambda: train(batch)) <= 1e-12
-
-
-def test_an_empty_batch_is_skipped():
-    model = towers()
-    result = train_on(model)({key: rows[:0] for key, rows in batch_of(3).items()})
-    assert result.skipped
-    assert result.items.item() == 0
-
-
-def test_no_warning_without_batch_norm():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_on(towers())(batch_of(5))

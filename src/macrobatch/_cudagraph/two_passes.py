@@ -19,9 +19,10 @@ from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import NotRecordableError
 from macrobatch._cudagraph.recorded_step import Recording, StaticTotals
 from macrobatch._step.encodings import Layout, take_apart
-from macrobatch._step.joint_window import FirstPass, JointWindow, Share
+from macrobatch._step.joint_window import FirstPass, JointWindow, share_of
+from macrobatch._step.pass_difference import is_all_double
 from macrobatch._step.totals import Window, wide
-from macrobatch._step.validation import checked_items, checked_value
+from macrobatch._step.validation import checked_items, checked_ordinary
 from macrobatch._torch.tensors import copy_all
 from macrobatch.types import Encoded, Items, Sum
 
@@ -53,9 +54,9 @@ class SecondPassCache(RecordingCache):
         encoded, _ = self._loss_of(micro_batch.micro_batch, samples)
         _, tensors = take_apart(encoded, samples)
         window = JointWindow(number=0, length=1, reduction=self._reduction, multiplier=self._multiplier(totals))
-        window.expect(FirstPass(0, totals.ordinary, True), self._capturer.device)
-        share = Share(tensors, micro_batch.first, micro_batch.gradients, encoded.loss, micro_batch.items)
-        weighed = window.weigh(share)
+        window.expect(FirstPass(0, totals.ordinary, True, is_all_double(self._models)), self._capturer.device)
+        items = None if micro_batch.ordinary is None else micro_batch.ordinary[1]
+        weighed = window.weigh(share_of(micro_batch, tensors, encoded, items, samples))
         if weighed.loss is None:
             raise NotRecordableError("no encoding has a graph")
         return window, weighed.loss, weighed
@@ -81,7 +82,7 @@ class StaticEncoding:
         copy_all(self.tensors, [t.to(static.dtype) for t, static in zip(tensors, self.tensors, strict=True)])
         if loss is None:
             return
-        self.loss.copy_(checked_value(loss).reshape(()))
+        self.loss.copy_(checked_ordinary(loss, needs_graph=False).reshape(()))
         self.items = checked_items(items)
         if isinstance(self.items, Tensor):
             self.number.copy_(self.items.reshape(()))

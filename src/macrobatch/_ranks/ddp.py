@@ -72,8 +72,8 @@ class DDP(Local):
             if model.static_graph and not torch_ddp.knows_static_graph(model):
                 raise BackendError(
                     "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
-                    "synchronised. Let the first window have one micro-batch "
-                    "(steps=lambda step: 1 if step == 0 else 8), or leave static_graph out."
+                    "synchronised. Leave static_graph out, or let the first window have one micro-batch (with "
+                    "Accumulator: steps=lambda step: 1 if step == 0 else 8; not with joint=, which has two passes)."
                 )
             self._flags.enter_context(model.no_sync())
 

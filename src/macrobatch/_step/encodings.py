@@ -95,18 +95,29 @@ def _tensor_of(leaf: Any, path: str, samples: int) -> Tensor:
         value = torch.as_tensor(leaf.value) if isinstance(leaf.value, Number) else leaf.value
         if not isinstance(value, Tensor):
             raise BatchError(f"{path} must be the Sum of a tensor or a number: got {type(value).__name__}.")
-        return full_tensor(value)
+        return full_tensor(_dense(value, path))
     if not isinstance(leaf, Tensor):
         raise BatchError(
             f"{path} must be a tensor with one row a sample: got {type(leaf).__name__}. Statistics of the micro-batch "
             "go into Sum(...)."
         )
+    _dense(leaf, path)
     if leaf.dim() == 0 or len(leaf) != samples:
         raise BatchError(
             f"{path} must have one row for each of the {samples} samples of its micro-batch: found the shape "
             f"{tuple(leaf.shape)}. Put the samples first; what adds up over the batch instead goes into Sum(...)."
         )
     return full_tensor(leaf)
+
+
+def _dense(tensor: Tensor, path: str) -> Tensor:
+    kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else "sparse"
+    if kind == "sparse" and tensor.layout == torch.strided:
+        return tensor
+    raise BatchError(
+        f"{path} must be a dense tensor, whose numbers can be put together with those of other micro-batches: got a "
+        f"{kind} one. Use to_dense(), or pad it."
+    )
 
 
 def _total_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,7 +142,12 @@ def require_same_layout(expected: Layout, found: Layout, there: str, here: str) 
                 f"Encoded must have the same fields for every micro-batch: {path} came {there if path in one else here}"
                 f" only."
             )
-    path = next((p for p in one if one[p] != other[p]), next(iter(one)))
+    if one == other:
+        raise BatchError(
+            f"Encoded must have its fields in the same order for every micro-batch: it has {', '.join(one)} {there}, "
+            f"and {', '.join(other)} {here}."
+        )
+    path = next(p for p in one if one[p] != other[p])
     raise BatchError(
         f"Encoded must look the same for every micro-batch but for the number of samples: {path} has "
         f"{_words(one[path])} {there}, and {_words(other[path])} {here}. Bring it to one shape and dtype, e.g. by "

@@ -25,6 +25,7 @@ from macrobatch._step import validation
 from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, nothing_noted, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.denominators import Denominators
+from macrobatch._step.frozen import Frozen
 from macrobatch._step.gradients import Gradients
 from macrobatch._step.graph import Confinement
 from macrobatch._step.joint_window import FirstPass, JointWindow, Pulled, Share
@@ -234,9 +235,17 @@ class Engine:
         """
         window, gradients = self.window, self.open_gradients()
         assert isinstance(window, JointWindow)
+        if any(leaf.grad is not None for leaf in leaves):
+            raise UsageError(
+                "a backward() ran inside joint: its gradients would count twice. Return the loss alone, whose backward "
+                "comes then. torch.autograd.grad() may be used inside."
+            )
+        gradients.check_untouched()
+        self.closing.check_untouched()
         self.closing.check_loss(loss)
-        window.note_joint(loss)
-        ranks = 1 if self.backend.group is None else dist.get_world_size(self.backend.group)
+        group = self.backend.group
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        window.note_joint(loss, rank, ranks)
         seed = torch.ones_like(loss) * window.multiplier / ranks
         with self.spans.of("backward", loss), record_use(gradients, ()) if self._notes_use else nothing_noted() as used:
             self._backward.run_joint(loss, seed.to(loss.dtype), gradients, leaves)
@@ -328,6 +337,12 @@ class Engine:
         window = self.window
         assert isinstance(window, JointWindow), "two passes are for windows with a loss of the whole batch"
         window.expect(first, self.device)
+
+    def note_frozen(self, frozen: Frozen) -> None:
+        """What was not to change in the first pass over the batch, and in its loss."""
+        window = self.window
+        assert isinstance(window, JointWindow)
+        window.note_frozen(frozen)
 
     @property
     def awaits_denominators(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from macrobatch._cut.policies import Cut
-from macrobatch._ranks.collectives import all_gather_objects, broadcast_object
+from macrobatch._ranks.collectives import Group, all_gather_objects, broadcast_object
 from macrobatch._step import validation
 from macrobatch._step.encodings import (
     Exchange,
@@ -25,6 +26,7 @@ from macrobatch._step.encodings import (
 )
 from macrobatch._step.engine import Engine
 from macrobatch._step.joint_window import FirstPass
+from macrobatch._step.pass_difference import is_all_double
 from macrobatch._step.snapshot import Random, gpus_of
 from macrobatch._step.totals import wide
 from macrobatch.errors import BatchError
@@ -41,7 +43,7 @@ class OwnEncodings:
             batch.
         losses: the ordinary ones, if there are any ...
         items: ... what each is a mean over ...
-        numbers: ... and the same on the device, once they are counted.
+        numbers: ... and both on the device, once they are counted.
     """
 
     layout: Layout | None = None
@@ -72,15 +74,15 @@ class OwnEncodings:
         self._are_samples = items is None
         count = validation.checked_items(items)
         # Copies: the caller may fill the same buffers anew for the next micro-batch.
-        self.losses.append(validation.checked_value(loss).detach().reshape(()).clone())
+        self.losses.append(validation.checked_ordinary(loss, needs_graph=False).detach().reshape(()).clone())
         self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
 
     def items_of(self, index: int) -> Items:
         """Of the ordinary loss of a micro-batch; None if there is none."""
         return self.items[index] if self.items else None
 
-    def number(self, index: int) -> Tensor | None:
-        """The same on the device."""
+    def ordinary_of(self, index: int) -> Tensor | None:
+        """The ordinary loss of a micro-batch and its items, on the device."""
         return None if self.numbers is None else self.numbers[index]
 
     @property
@@ -117,7 +119,7 @@ class OwnEncodings:
             numbers = torch.stack([_number(count, device, dtype) for count in self.items])
         else:
             numbers = torch.tensor(self.items, dtype=dtype, device="cpu").to(device, non_blocking=True)
-        self.numbers = numbers
+        self.numbers = torch.stack([losses, numbers], 1)
         if is_mean:  # one over no items is NaN, and counts for nothing
             losses = losses.masked_fill(numbers == 0, 0) * numbers
         bad = ~(torch.isfinite(numbers) & (numbers >= 0))
@@ -138,31 +140,32 @@ class WholeBatch:
         layout: what they look like.
         tensors: the rows of the whole batch, and totals.
         own: which rows are this rank's; None: all.
-        random: the first rank's random numbers, for the loss.
+        seed: of the random numbers for the loss, where ranks must draw the same.
         counted: what else the first pass has counted.
     """
 
     layout: Layout
     tensors: list[Tensor]
     own: slice | None
-    random: Random
+    seed: int | None
     counted: FirstPass
 
 
 def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
     """Put the encodings of all ranks together. All of them call this."""
     device, group, samples = engine.device, engine.backend.group, cut.samples.count
-    gpus = gpus_of(engine.models)
-    random, layout, is_whole, counts, rows = Random(gpus), own.layout, own.has_whole_items, [samples], None
+    seed, layout, is_whole, counts, rows = None, own.layout, own.has_whole_items, [samples], None
     if group is not None:
         rank = dist.get_rank(group)
         # The tree may hold classes of the user's, which cannot travel everywhere.
-        said = layout and layout._replace(tree={}), samples, is_whole, random if rank == 0 else None
+        if rank == 0:  # other numbers in every window, even if nobody else draws any
+            seed = Random(gpus_of(engine.models)).seed(engine.window.number)
+        said = layout and layout._replace(tree={}), samples, is_whole, seed
         with engine.spans.of("communication"):
             everyone = all_gather_objects(said, engine.backend.host_group())
-        layouts, counts, wholes, randoms = (list(column) for column in zip(*everyone, strict=True))
+        layouts, counts, wholes, seeds = (list(column) for column in zip(*everyone, strict=True))
         layout = _common_layout(engine, layout, layouts)
-        random, is_whole = randoms[0].on(gpus), all(wholes)
+        seed, is_whole = seeds[0], all(wholes)
         start = sum(counts[:rank])
         rows = slice(start, start + samples)
     assert layout is not None, "some rank has samples"
@@ -174,7 +177,8 @@ def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
             joined = Exchange(layout, counts, device, group).gather(joined)
     ordinary = joined.pop() if layout.has_loss else None
     tensors = [t.to(one.dtype) if one.is_sum else t for t, one in zip(joined, layout.fields, strict=True)]
-    return WholeBatch(layout, tensors, rows, random, FirstPass(sum(counts), ordinary, is_whole))
+    first = FirstPass(sum(counts), ordinary, is_whole, is_all_double(engine.models))
+    return WholeBatch(layout, tensors, rows, seed, first)
 
 
 def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:
@@ -184,8 +188,32 @@ def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout 
     for rank, layout in known[1:]:
         require_same_layout(expected, layout, f"on rank {source}", f"on rank {rank}")
     if None in layouts:
-        hosts = engine.backend.host_group()
-        received: Layout = broadcast_object(own if dist.get_rank(hosts) == source else None, source, hosts)
-        own = own or received
+        own = _received(own, source, engine.backend.host_group())
     assert own is not None
     return own
+
+
+def _received(own: Layout | None, source: int, hosts: Group) -> Layout:
+    """The layout of that rank, for those that have none. Where it cannot travel, all ranks raise."""
+    packed, why = b"", None
+    if dist.get_rank(hosts) == source:
+        packed, why = _tried(lambda: pickle.dumps(own), b"")
+    packed = broadcast_object(packed, source, hosts)
+    if own is None and packed:
+        own, why = _tried(lambda: pickle.loads(packed), None)
+    failures = [failure for failure in all_gather_objects(why, hosts) if failure is not None]
+    if failures:
+        raise BatchError(
+            f"a rank without samples cannot know what encodings look like: {failures[0]}. Define the classes of fields "
+            "in a module, outside of functions, or return plain dicts of tensors."
+        )
+    assert own is not None
+    return own
+
+
+def _tried(call: Callable[[], Any], otherwise: Any) -> tuple[Any, str | None]:
+    """What it returns, or what it raised in words."""
+    try:
+        return call(), None
+    except Exception as error:
+        return otherwise, f"{type(error).__name__}: {error}"

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from macrobatch._step.frozen import Frozen
 from macrobatch._step.means import MeanWindow
+from macrobatch._step.pass_difference import differs, ordinary_differs, ranks_differ
 from macrobatch._step.totals import UNSCALED, HostItems, Totals, is_zero, wide
-from macrobatch.types import Items
-
-# How far encodings may be apart in the two passes, relative to the largest: kernels may differ without a graph, and
-# float32 encodings may have been computed in bfloat16, whose roundings are 4e-3 apart.
-TOLERANCE = 1e-2
-TOLERANCE_OF_FLOAT64 = 1e-6
+from macrobatch._step.validation import checked_items, checked_ordinary
+from macrobatch.types import Encoded, Items
 
 
 class FirstPass(NamedTuple):
@@ -30,11 +28,13 @@ class FirstPass(NamedTuple):
         samples: how many there are.
         ordinary: of the ordinary losses, the summed loss, the items, and how many counts were bad; or None.
         is_whole: whether all of these items are known to be whole numbers.
+        is_double: whether everything is computed in float64.
     """
 
     samples: int
     ordinary: Tensor | None
     is_whole: bool
+    is_double: bool
 
 
 class Share(NamedTuple):
@@ -42,26 +42,42 @@ class Share(NamedTuple):
 
     Attributes:
         tensors: its encodings.
-        first: the same, as the first pass found them.
+        first: the same, as the first pass found them; without, a micro-batch that counts for nothing.
         gradients: of the whole loss by each of them, times the scale; None where there is none.
         loss: the ordinary one.
         items: of it, as counted in the first pass.
+        items_now: the same, as the second pass has them.
+        ordinary: the loss and its items of the first pass, on the device; None where they are not compared.
     """
 
     tensors: Sequence[Tensor]
-    first: Sequence[Tensor]
+    first: Sequence[Tensor] | None
     gradients: Sequence[Tensor | None]
     loss: Tensor | None
     items: Items
+    items_now: Items
+    ordinary: Tensor | None
 
 
 class Bundle(NamedTuple):
-    """What is known of a micro-batch before its forward in the second pass: the input of a recorded one."""
+    """What is known of a micro-batch before its forward in the second pass: the input of a recorded one.
+
+    Attributes:
+        micro_batch, first, gradients, ordinary: as of `Share`.
+    """
 
     micro_batch: Any
-    first: list[Tensor]
+    first: list[Tensor] | None
     gradients: list[Tensor | None]
-    items: Tensor | None
+    ordinary: Tensor | None
+
+
+def share_of(bundle: Bundle, tensors: Sequence[Tensor], encoded: Encoded, items: Items, samples: int) -> Share:
+    """A micro-batch after its forward in the second pass."""
+    if (loss := encoded.loss) is not None:
+        checked_ordinary(loss, needs_graph=not is_zero(items))
+    items_now = samples if encoded.items is None else checked_items(encoded.items)
+    return Share(tensors, bundle.first, bundle.gradients, loss, items, items_now, bundle.ordinary)
 
 
 class Pulled(NamedTuple):
@@ -83,23 +99,37 @@ class JointWindow(MeanWindow):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._first: FirstPass | None = None
-        self._joint: Tensor | None = None  # the loss of the whole batch
+        self._joint: Tensor | None = None  # the loss of the whole batch ...
+        self._joint_dtype = torch.float32
+        self._joints: Tensor | None = None  # ... and with those of other ranks in their places, which all compute alike
         self._differs: Tensor | None = None  # how many micro-batches had other encodings in the second pass
+        self._frozen: Frozen | None = None  # parameters that are not trained ...
+        self._changed: Tensor | None = None  # ... and how many of them have changed
 
     def expect(self, first: FirstPass, device: torch.device) -> None:
         """What the first pass has counted, before the second."""
         self._begin_on(device)
         self._first = first
         self._differs = torch.zeros((), device=device, dtype=wide(device))
+        self._changed = torch.zeros((), device=device, dtype=wide(device))
 
     @property
     def ordinary(self) -> Tensor | None:
         """Of the ordinary losses: see `FirstPass`."""
         return None if self._first is None else self._first.ordinary
 
-    def note_joint(self, loss: Tensor) -> None:
-        """The loss of the whole batch."""
+    def note_joint(self, loss: Tensor, rank: int, ranks: int) -> None:
+        """The loss of the whole batch, as this one of so many ranks has found it."""
         self._joint = loss.detach().reshape(()).to(self.device, wide(self.device))
+        self._joint_dtype = loss.dtype
+        self._joints = torch.zeros(ranks, device=self.device, dtype=wide(self.device))
+        self._joints[rank] = self._joint
+
+    def note_frozen(self, frozen: Frozen) -> None:
+        """What was not to change until here: in the first pass, and in the loss."""
+        frozen.compare(self.device)
+        if frozen.changed is not None:
+            self._frozen, self._changed = frozen, frozen.changed.to(wide(self.device)).sum()
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -114,8 +144,18 @@ class JointWindow(MeanWindow):
             lacks = is_zero(share.items) and not repeats and self._reduction == "mean"  # 0 / 0 may be in it
             if not lacks:
                 pieces.append(self._weight(loss, share.items))
-        differs = None if repeats else _differ(share.first, share.tensors, self.device)
-        return Pulled(_sum_of(pieces), lacks, not repeats, differs)
+        return Pulled(_sum_of(pieces), lacks, not repeats, None if repeats else self._difference(share))
+
+    def _difference(self, share: Share) -> Tensor | None:
+        """Whether the passes differ: 0 or 1; None where there is nothing to compare."""
+        assert self._first is not None
+        assert share.first is not None
+        is_double = self._first.is_double
+        found = differs(share.first, share.tensors, self.device, is_double=is_double)
+        if share.loss is not None and share.ordinary is not None:
+            other = ordinary_differs(share.ordinary, share.loss, share.items_now, is_double=is_double)
+            found = other if found is None else found | other
+        return None if found is None else found.to(wide(self.device))
 
     def _weight(self, loss: Tensor, items: Items) -> Tensor:
         assert self._first is not None
@@ -169,8 +209,8 @@ class JointWindow(MeanWindow):
 
     def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
         assert not flags, "no loader is read here"
-        if self._differs is not None:
-            self._travelling = all_reduce(self._differs.clone())
+        if self._differs is not None and self._changed is not None and self._joints is not None:
+            self._travelling = all_reduce(torch.cat([torch.stack([self._differs, self._changed]), self._joints]))
 
     # ------------------------------------------------------------------------------------------ the totals
 
@@ -205,16 +245,40 @@ class JointWindow(MeanWindow):
         return (bad != 0) | ~torch.isfinite(items)
 
     def miscounted(self) -> Tensor | None:
-        """Whether encodings differ between the passes, on any rank."""
-        differs = self._differs if self._everyone is None else self._everyone
-        return None if differs is None else (differs != 0).reshape(1)
+        """Whether the passes differ on any rank, a frozen parameter has changed, or ranks have different losses."""
+        if self._differs is None or self._changed is None:
+            return None
+        if self._everyone is None:
+            return torch.stack([self._differs, self._changed]) != 0
+        assert self._first is not None
+        unlike = ranks_differ(self._everyone[2:], self._joint_dtype, is_double=self._first.is_double)
+        return torch.stack([*(self._everyone[:2] != 0).unbind(), unlike])
 
     def miscount(self) -> str:
+        """What differs. The host waits for it."""
+        miscounted = self.miscounted()
+        assert miscounted is not None
+        if miscounted[1]:
+            name = "on another rank one" if self._frozen is None else self._frozen.first_changed()
+            return (
+                f"{name}, a parameter that is not trained, changed inside window {self.number}; its step was not "
+                "taken. loss_fn runs twice for every micro-batch, and a window may be done again: a momentum encoder "
+                "would move several times. Update it after the step, outside of loss_fn and joint."
+            )
+        if not miscounted[0]:
+            return (
+                f"joint did not return the same loss on all ranks in window {self.number}; its step was not taken. "
+                "Every rank computes it from the encodings of all, with the same random numbers. Draw from the default "
+                "generators alone (no torch.Generator of your own), and use nothing in it that ranks have each for "
+                "themselves: a queue of old encodings is the same on all of them if joint fills it."
+            )
         return (
-            f"encodings were not the same in the two passes of window {self.number}; its step was not taken. Each "
-            "micro-batch goes through loss_fn twice, with the same weights, buffers and default random number "
-            "generators. Draw from those alone (no torch.Generator of your own), and let loss_fn keep nothing from one "
-            "call to the next."
+            "encodings, or the ordinary loss or its items, were not the same in the two passes of window "
+            f"{self.number}; its step was not taken. Each micro-batch goes through loss_fn twice, with the same "
+            "weights, buffers and default random number generators. Draw from those alone (no torch.Generator of your "
+            "own), and let loss_fn keep nothing from one call to the next. Where layers compute otherwise without a "
+            "graph, as the first pass does (nn.TransformerEncoder in eval mode with padding), write `with "
+            "torch.enable_grad():` in loss_fn."
         )
 
 
@@ -235,15 +299,3 @@ def _sum_of(pieces: Sequence[Tensor]) -> Tensor | None:
     for piece in pieces[1:]:
         total = total + piece.to(total.device, dtype)
     return total
-
-
-def _differ(first: Sequence[Tensor], second: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Whether encodings are further apart than rounding can bring them: 0 or 1, on the device."""
-    found = []
-    for before, now in zip(first, second, strict=True):
-        if not (now.is_floating_point() or now.is_complex()) or not now.numel():
-            continue
-        tolerance = TOLERANCE_OF_FLOAT64 if now.dtype in (torch.float64, torch.complex128) else TOLERANCE
-        apart, largest = (now.detach() - before).abs().amax(), before.abs().amax()
-        found.append((apart > tolerance * largest).to(device))  # False where one is NaN: gradients tell of that
-    return torch.stack(found).any().to(wide(device)) if found else None

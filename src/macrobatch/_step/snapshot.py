@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch._torch.modules import buffers_of, children_of, parameters_of
-from macrobatch._torch.tensors import version_of
+from macrobatch._torch.tensors import unobserved, version_of
 
 
 class HostRandom:
@@ -39,6 +40,10 @@ class HostRandom:
             or (self._numpy is not None and _comparable(self._numpy) != _comparable(_numpy_state()))
         )
 
+    def fingerprint(self) -> list[object]:
+        """What can be compared with other ones, or hashed."""
+        return [_bytes_of(self._torch), self._python, None if self._numpy is None else _comparable(self._numpy)]
+
     def restore(self) -> None:
         """Put them back."""
         torch.set_rng_state(self._torch)
@@ -61,11 +66,23 @@ class Random:
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
 
-    def on(self, gpus: Sequence[torch.device]) -> Random:
-        """The same numbers, where another process with other GPUs draws them."""
-        if len(gpus) == len(self._cuda):
-            self._cuda = [(device, state) for device, (_, state) in zip(gpus, self._cuda, strict=True)]
-        return self
+    def seed(self, number: int) -> int:
+        """A seed that follows from these numbers and another one, the same wherever both are."""
+        digest = hashlib.blake2b(repr((number, self.host.fingerprint())).encode(), digest_size=4)
+        for _, state in self._cuda:
+            digest.update(_bytes_of(state))
+        return int.from_bytes(digest.digest(), "little")
+
+
+def reseed(seed: int, gpus: Sequence[torch.device]) -> None:
+    """Seed all random number generators: those of the host, and of some GPUs."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    for device in gpus:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 class Snapshot:
@@ -96,7 +113,7 @@ class Snapshot:
             for name, (buffer, before) in buffers.items():
                 buffers_of(module)[name] = buffer  # it may have been replaced, not written to
                 if buffer is not None and before is not None:
-                    buffer.copy_(before)
+                    _put_back(buffer, before)
 
 
 class History:
@@ -151,7 +168,7 @@ class History:
                 continue
             buffers[name] = kept.buffer  # it may have been replaced, not written to
             if kept.buffer is not None and kept.value is not None:
-                kept.buffer.copy_(kept.value)
+                _put_back(kept.buffer, kept.value)
             self._now[index] = kept.as_of_now()
 
     def _may_have_changed(self, index: int) -> bool:
@@ -203,8 +220,19 @@ def _numpy_state() -> Any:
     return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
 
+def _bytes_of(state: Tensor) -> bytes:
+    with unobserved():  # no number that a device has computed
+        return bytes(state.tolist())
+
+
 def _comparable(state: Any) -> list[object]:
     return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+
+
+def _put_back(buffer: Tensor, value: Tensor) -> None:
+    if buffer.shape != value.shape:  # it was resized in place
+        buffer.resize_(value.shape)
+    buffer.copy_(value)
 
 
 def _copied(buffer: Tensor | None) -> Tensor | None:

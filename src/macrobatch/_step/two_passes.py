@@ -10,13 +10,14 @@ them would come to them, so that gradients add up to the same bits.
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.plans import Part
@@ -24,18 +25,24 @@ from macrobatch._cut.policies import Cut
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step import validation
+from macrobatch._step.batch_norm import BatchNormWarning
 from macrobatch._step.encodings import Layout, Places, places_of, require_same_layout, rows_at, take_apart
 from macrobatch._step.engine import Engine
 from macrobatch._step.first_pass import OwnEncodings, WholeBatch, gather
+from macrobatch._step.frozen import Frozen
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.joint_window import Bundle, Share
+from macrobatch._step.joint_window import Bundle, Share, share_of
 from macrobatch._step.kept_graphs import KeptGraphs
-from macrobatch._step.snapshot import History, Random, gpus_of, modules_of
+from macrobatch._step.snapshot import History, Random, gpus_of, reseed
 from macrobatch._step.totals import Window, is_zero
 from macrobatch._step.turns import Turn
-from macrobatch._torch.modules import BatchNorm
-from macrobatch.errors import BackendError, BatchError, FitError, counted
+from macrobatch._torch.tensors import version_of
+from macrobatch.errors import BackendError, BatchError, FitError, UsageError, counted
 from macrobatch.types import Encoded, Items
+
+# What torch says of gradients under no_grad, and of changes to what has them.
+NO_GRAPH, IN_PLACE = "does not require grad", "leaf Variable that requires grad"
+CHANGED = "joint changes {} in place: the second pass would not find it again. Make a copy first, with clone()."
 
 Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
 # Those of these parts of the batch, each with its number of samples. Without a part, one that counts for nothing.
@@ -116,6 +123,10 @@ class TwoPasses:
                 "joint= needs DistributedDataParallel or fully_shard: under FullyShardedDataParallel nobody can use "
                 "parameters outside of a forward."
             )
+        if any(is_lazy(parameter) for model in engine.models for parameter in model.parameters()):
+            raise UsageError(
+                "some parameters of the model have no shape yet (lazy modules). Call the model once with a batch first."
+            )
         if engine.backend.group is not None:
             require_own_statistics(
                 engine.models,
@@ -129,7 +140,7 @@ class TwoPasses:
         self._recordings = recordings
         self._few_shapes = few_shapes
         self._kept = kept
-        self._has_looked = False  # whether there is a BatchNorm
+        self._batch_norm = BatchNormWarning(engine.models)
         self._changing: set[tuple[int, str]] = set()  # buffers that forwards write to
         self._layout: Layout | None = None  # of the last window's encodings
         self._used: list[bool] = []  # whether each field got a gradient in the last window
@@ -142,17 +153,19 @@ class TwoPasses:
             micro_batches: its parts.
             coming: of each micro-batch its key, and how to get it before its turn.
         """
-        self._warn_about_batch_norm()
         turns = cut.part_per_turn()
-        history = History(self._engine.models, self._changing)
+        history, frozen = History(self._engine.models, self._changing), Frozen(self._engine.models)
+        self._batch_norm.begin()
         own = self._encode(cut, micro_batches(turns), coming, history)
+        self._batch_norm.end()
         if cut.is_held:
             self._agree()
         whole = gather(self._engine, cut, own)
         self._open_second(cut, coming, own, whole.layout)
         gradients = self._differentiate(whole)
+        self._engine.note_frozen(frozen)
         self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
-        history.note()  # what the loss did to buffers stays
+        history.note()  # what the loss did to buffers stays, and in one process what it drew
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
             self._pull(cut, micro_batches(turns), history, own, whole.layout, gradients)
@@ -165,6 +178,7 @@ class TwoPasses:
         self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming, history: History
     ) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
+        torch.clear_autocast_cache()  # it may hold casts of weights as they were before the last step
         engine, own = self._engine, OwnEncodings()
         recordings = None if self._recordings is None or self._layout is None else self._recordings.first
         if recordings is not None and self._layout is not None:
@@ -178,25 +192,44 @@ class TwoPasses:
                 if not repeats:
                     history.note()
                 recording: Recorded | None = None
+                encoded: object
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
-                if kept is not None:
-                    torch.clear_autocast_cache()
-                    with engine.spans.of("forward"), kept.measuring(samples):
-                        encoded = self._encode_one(micro_batch)
-                elif recording is not None:
+                if recording is not None and kept is None:
                     with engine.spans.of("replay"):
                         encoded = recording.encode(micro_batch)
                 else:
-                    with engine.spans.of("forward"), torch.no_grad():
-                        encoded = self._encode_one(micro_batch)
+                    # What the model keeps from its first call of a window on, such as a cache of parametrisations,
+                    # has a graph in the second pass as well.
+                    has_graph = kept is not None or (index == 0 and engine.backend.abilities.confines)
+                    with kept.measuring(samples) if kept is not None else contextlib.nullcontext():
+                        encoded = self._forward(micro_batch, has_graph=has_graph)
                 if not repeats:
                     own.add(encoded, samples)
                 if kept is not None and isinstance(encoded, Encoded):
                     kept.keep(index, encoded)
+                del encoded  # its graph, if it has one
         torch.clear_autocast_cache()  # weights that were cast without a graph would get no gradient
         return own
+
+    def _forward(self, micro_batch: Any, *, has_graph: bool) -> object:
+        """The encodings of a micro-batch. Weights that were cast with a graph are not used without, or vice versa."""
+        if has_graph:
+            torch.clear_autocast_cache()
+        try:
+            with self._engine.spans.of("forward"), torch.set_grad_enabled(has_graph):
+                return self._encode_one(micro_batch)
+        except RuntimeError as error:
+            if has_graph or NO_GRAPH not in str(error):
+                raise
+            raise BatchError(
+                "loss_fn asks for a gradient, but the first pass has no graph. Compute it inside of `with "
+                f"torch.enable_grad():`, in loss_fn. What torch said: {error}"
+            ) from error
+        finally:
+            if has_graph:
+                torch.clear_autocast_cache()
 
     # ------------------------------------------------------------------------------------------ the whole batch
 
@@ -209,21 +242,24 @@ class TwoPasses:
             for tensor, one in zip(whole.tensors, whole.layout.fields, strict=True)
         ]
         whole.tensors.clear()
-        before = Random(gpus_of(engine.models))
+        gpus = gpus_of(engine.models)
+        before = None if whole.seed is None else Random(gpus)
         asked = None
         try:
             with engine.apart():
                 engine.backend.gather_roots()
-                whole.random.restore()
+                if whole.seed is not None:
+                    reseed(whole.seed, gpus)
                 with engine.spans.of("forward"):
-                    loss = validation.checked_joint_loss(self._joint(whole.layout.encoded(leaves)))
+                    loss = self._joint_loss(whole.layout, leaves)
                 engine.backward_joint(loss, [leaf for leaf in leaves if leaf.requires_grad])
         except Exception as error:
             if not is_out_of_memory(error) or (self._kept is not None and self._kept.has_kept):
                 raise
             asked = requested_memory(error)
         finally:
-            before.restore()
+            if before is not None:
+                before.restore()
         if asked is not None:
             samples = counted(whole.counted.samples, "sample")
             raise FitError(
@@ -246,6 +282,20 @@ class TwoPasses:
             for leaf, one in zip(leaves, whole.layout.fields, strict=True)
         ]
 
+    def _joint_loss(self, layout: Layout, leaves: list[Tensor]) -> Tensor:
+        """What `joint` makes of all encodings, which it must leave as they are."""
+        versions = list(map(version_of, leaves))
+        try:
+            found = self._joint(layout.encoded(leaves))
+        except RuntimeError as error:
+            if IN_PLACE not in str(error):
+                raise
+            raise BatchError(f"{CHANGED.format('an encoding')} What torch said: {error}") from error
+        for leaf, version, field in zip(leaves, versions, layout.fields, strict=True):
+            if version_of(leaf) != version:
+                raise BatchError(CHANGED.format(field.path))
+        return validation.checked_joint_loss(found)
+
     # ------------------------------------------------------------------------------------------ the second pass
 
     def _open_second(self, cut: Cut, coming: Coming, own: OwnEncodings, layout: Layout) -> None:
@@ -258,7 +308,7 @@ class TwoPasses:
             micro_batch, samples = take()
             first = own.of_part(layout, places_of(cut.parts[index].samples, device), index)
             gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
-            return Bundle(micro_batch, first, gradients, own.number(index)), samples
+            return Bundle(micro_batch, first, gradients, own.ordinary_of(index)), samples
 
         upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(coming)]
         gradients = self._engine.open_gradients()
@@ -281,7 +331,7 @@ class TwoPasses:
             index, repeats, is_final = len(cut.parts) - 1 - turn, turn >= len(cut.parts), turn == cut.turns - 1
             with engine.micro_batch(Turn(last=is_final and not cut.is_held, repeat=repeats)):
                 if repeats:
-                    engine.backward(self._share(micro_batch, samples, layout, None, gradients, 0))
+                    engine.backward(self._share(Bundle(micro_batch, None, gradients, None), samples, layout, 0))
                 else:
                     graph = None if self._kept is None else self._kept.take(index)
                     if graph is None:
@@ -290,13 +340,13 @@ class TwoPasses:
                     first = own.of_part(layout, places, index)
                     own_gradients = _of_part(gradients, layout, places)
                     items, recording = own.items_of(index), None
-                    bundle = Bundle(micro_batch, first, own_gradients, own.number(index))
+                    bundle = Bundle(micro_batch, first, own_gradients, own.ordinary_of(index))
                     if recordings is not None and not is_zero(items):
                         recording = recordings.find(bundle, samples, cut.parts[index].key)
                     if recording is not None:
                         engine.replay(recording, bundle)
                     else:
-                        share = self._share(micro_batch, samples, layout, first, own_gradients, items, graph)
+                        share = self._share(bundle, samples, layout, items, graph)
                         graph = None  # it goes with its backward
                         engine.backward(share)
             if not is_final:
@@ -309,37 +359,15 @@ class TwoPasses:
                 "models), and joint uses no parameter that is trained."
             )
 
-    def _share(
-        self,
-        micro_batch: Any,
-        samples: int,
-        layout: Layout,
-        first: list[Tensor] | None,
-        gradients: list[Tensor | None],
-        items: Items,
-        encoded: object = None,
-    ) -> Share:
-        """The forward of a micro-batch again, unless it is there; without the first, one that counts for nothing."""
+    def _share(self, bundle: Bundle, samples: int, layout: Layout, items: Items, encoded: object = None) -> Share:
+        """The forward of a micro-batch again, unless it is there."""
         if encoded is None:
             with self._engine.spans.of("forward"):
-                encoded = self._encode_one(micro_batch)
+                encoded = self._encode_one(bundle.micro_batch)
         found, tensors = take_apart(encoded, samples)
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
-        return Share(tensors, tensors if first is None else first, gradients, encoded.loss, items)
-
-    def _warn_about_batch_norm(self) -> None:
-        """Once: in one big batch its statistics would be others."""
-        if self._has_looked:
-            return
-        self._has_looked = True
-        if any(isinstance(module, BatchNorm) and module.training for module in modules_of(self._engine.models)):
-            warnings.warn(
-                "a BatchNorm in training mode takes its statistics from each micro-batch, not from the whole batch: "
-                "with joint= the encodings depend on how the batch is cut. Use LayerNorm or GroupNorm, or put it into "
-                "eval mode.",
-                stacklevel=6,
-            )
+        return share_of(bundle, tensors, encoded, items, samples)
 
 
 def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:

@@ -57,9 +57,9 @@ def checked_loss(loss: object) -> Tensor:
     )
 
 
-def checked_value(loss: object) -> Tensor:
-    """An ordinary loss beside encodings, of which only the value is wanted; or an error."""
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
+def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
+    """An ordinary loss beside encodings, or an error."""
+    if not needs_graph and isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
         return full_tensor(loss)
     try:
         return checked_loss(loss)

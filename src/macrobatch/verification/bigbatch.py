@@ -176,10 +176,10 @@ class BigBatch:
         """
         return [next(iter(items.values()), 0.0) for items in self.items_of_terms(parts)]
 
-    def items_of_terms(self, parts: Sequence[Sequence[int] | None]) -> list[dict[str, float]]:
-        """The same for each term, by name."""
+    def items_of_terms(self, parts: Sequence[Sequence[int] | None], *, anew: bool = False) -> list[dict[str, float]]:
+        """The same for each term, by name. `anew`: the loss has become another one since they were counted."""
         keys = [None if part is None else tuple(part) for part in parts]
-        if self.ranks.largest(float(any(key not in self._items for key in keys))):
+        if self.ranks.largest(float(anew or any(key not in self._items for key in keys))):
             self.gradient([Weighted(part, 0.0) for part in parts])
         return [{name: self._items[key].get(name, 0.0) for name in self.terms or (WHOLE,)} for key in keys]
 

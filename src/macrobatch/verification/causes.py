@@ -16,11 +16,11 @@ from macrobatch.verification.clipping import allow_clipping, hook_clipping_cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import coupling_cause, rank_items_cause
 from macrobatch.verification.gradient import Gradient
+from macrobatch.verification.joint_causes import cut_causes, factor_causes, unexplained
 from macrobatch.verification.label_causes import label_causes, loss_padding_cause
 from macrobatch.verification.report import Cause
 from macrobatch.verification.sample_matching import num_indistinguishable
 from macrobatch.verification.weighting import causes_of_window, leftover_cause
-from macrobatch.verification.whole_loss import whole_loss_causes
 
 MAX_DIAGNOSED = 4  # windows
 NOISE = 1e-5  # the difference that two float32 sums of the same numbers may have on a GPU
@@ -35,7 +35,7 @@ def explain(case: Case) -> tuple[list[Cause], list[str]]:
     allow_clipping(case, notes)
     _add_notes(case, notes)
     wrong = [window for window in case.windows if window.is_wrong]
-    if case.is_joint:
+    if case.whole_loss is not None:
         return list(_joint_causes(case, wrong)), notes
     structural = list(_window_causes(case))
     causes = list(_step_causes(case, wrong))
@@ -160,7 +160,7 @@ def _cause_of_wrong_windows(case: Case, wrong: list[Comparison]) -> Cause | None
 
 
 def _joint_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
-    """The causes for a loss of the whole batch: of those that cut the batch, none applies."""
+    """The causes for a loss of the whole batch."""
     if case.has_wrong_count:
         yield _window_count_cause(case)
     early = _foreign_optimizer_cause(case) or _replaced_parameter_cause(case) or _idle_step_cause(case)
@@ -168,8 +168,9 @@ def _joint_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
         early = _synchronisation_cause(case, wrong) or _missing_gradient_cause(case, wrong)
     if early is not None:
         yield early
-    else:
-        yield from whole_loss_causes(case, wrong)
+    elif wrong:
+        early = _randomness_cause(case, wrong) if case.repeat_error else next(factor_causes(case, wrong), None)
+        yield early or _randomness_cause(case, wrong) or next(cut_causes(case, wrong[0]), unexplained(wrong[0]))
 
 
 def _window_count_cause(case: Case) -> Cause:

@@ -15,6 +15,7 @@ from macrobatch.verification.bigbatch import BigBatch, Weighted
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.observation import Call, Observation, ObservedWindow
 from macrobatch.verification.sample_matching import MatchedSamples
+from macrobatch.verification.whole_loss import WholeLoss
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BIG_BATCH_FACTOR = 3.0  # allowed: this times the error of one big batch in the step's precision
@@ -156,7 +157,7 @@ class Case:
         big_batch_calls: the calls of the model for one big batch.
         run_doubled: runs the step again with doubled gradients; returns None if that is impossible.
         repeat_error: the difference between two runs of one big batch; 0 if it is rounding.
-        is_joint: whether the loss is one of the whole batch, so that parts of the batch tell nothing.
+        whole_loss: the loss, if it is one of the whole batch, so that parts of the batch tell little.
         scaling_error: the error of the gradient of twice the loss against twice the gradient; 0 if it is rounding.
     """
 
@@ -172,7 +173,7 @@ class Case:
     run_doubled: Callable[[], Observation | None] = lambda: None
     repeat_error: float = 0.0
     scaling_error: float = 0.0
-    is_joint: bool = False
+    whole_loss: WholeLoss | None = None
 
     @cached_property
     def doubled_observation(self) -> Observation | None:

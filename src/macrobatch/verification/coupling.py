@@ -20,14 +20,14 @@ from macrobatch.verification.step_watcher import temporary_hooks
 
 def coupling_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
     """The cause, if samples influence each other: then one big batch is no weighted mean of its halves."""
-    ranks, halves = case.big.ranks, _halves(case)
+    ranks, halves = case.big.ranks, halves_of(case)
     if halves is None or ranks.largest(float(all(window.micro_batches < 2 for window in wrong))):
         return None
     apart = _unexplained_share(case, halves)
     if apart <= wrong[0].tolerance:
         return None
     share = f"one big batch is {apart:.2g} away from any weighted mean of its halves"
-    if (layer := ranks.broadcast(_first_coupling_layer(case, halves[0]))) is not None:
+    if (layer := ranks.broadcast(first_coupling_layer(case, halves[0]))) is not None:
         return Cause(
             name="statistics over the batch",
             evidence=f"the output of {layer} for a sample depends on the other samples; {share}.",
@@ -47,7 +47,7 @@ def rank_items_cause(case: Case) -> Cause | None:
 
     If it were one, the loss of a rank's share would be the mean of its halves' losses, weighted by items.
     """
-    halves = _halves(case)
+    halves = halves_of(case)
     if case.reduction != "mean" or case.big.ranks.world_size == 1 or halves is None:
         return None
     items = case.big.items_of_terms(halves)
@@ -67,7 +67,7 @@ def rank_items_cause(case: Case) -> Cause | None:
     )
 
 
-def _halves(case: Case) -> list[list[int]] | None:
+def halves_of(case: Case) -> list[list[int]] | None:
     """The two halves of this rank's share; None on all ranks if any rank has fewer than two samples."""
     samples = case.big.samples
     if case.big.ranks.largest(float(samples is None or samples.count < 2)):
@@ -98,10 +98,12 @@ def _residual(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
     return whole
 
 
-def _first_coupling_layer(case: Case, half: list[int]) -> str | None:
-    """The first module whose output for a sample depends on the other samples."""
+def first_coupling_layer(
+    case: Case, half: list[int], run: Callable[[list[int] | None], object] | None = None
+) -> str | None:
+    """The first module whose output for a sample depends on the other samples. `run`: how some samples are computed."""
     assert case.big.samples is not None
-    everything, some = _outputs(case, None, case.big.samples.count), _outputs(case, half, len(half))
+    everything, some = _outputs(case, None, case.big.samples.count, run), _outputs(case, half, len(half), run)
     for (name, kind, whole), (other, _, part) in zip(everything, some, strict=False):
         if name != other or whole.shape[1:] != part.shape[1:]:
             continue
@@ -111,7 +113,9 @@ def _first_coupling_layer(case: Case, half: list[int]) -> str | None:
     return None
 
 
-def _outputs(case: Case, samples: list[int] | None, count: int) -> list[tuple[str, str, Tensor]]:
+def _outputs(
+    case: Case, samples: list[int] | None, count: int, run: Callable[[list[int] | None], object] | None
+) -> list[tuple[str, str, Tensor]]:
     """The outputs of all modules with a row for each sample, in the order of their calls."""
     found: list[tuple[str, str, Tensor]] = []
 
@@ -125,5 +129,5 @@ def _outputs(case: Case, samples: list[int] | None, count: int) -> list[tuple[st
         return hook
 
     with temporary_hooks([module.register_forward_hook(note(name)) for name, module in case.big.model.named_modules()]):
-        case.big.gradient([Weighted(samples, 0.0)])
+        case.big.gradient([Weighted(samples, 0.0)]) if run is None else run(samples)
     return found

@@ -118,8 +118,9 @@ def verify(
         afterwards.callback(saved_state.restore)
         afterwards.callback(_drop_held_gradients, model)
         reference, weighed = loss_fn, reduction
-        if joint is not None:
-            reference, weighed = WholeLoss(loss_fn, joint, reduction, ranks), "mean"
+        whole_loss = None if joint is None else WholeLoss(loss_fn, joint, reduction, ranks)
+        if whole_loss is not None:
+            reference, weighed = whole_loss, "mean"
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
         entries = big.entries()
         saved_state.include_leaves(big.foreign_leaves)
@@ -130,7 +131,7 @@ def verify(
         saved_state.restore_gradients()
         _enter_modes(big.names, observation)
         case = compare(observation, reruns, big, weighed, divides_by_samples=step is None, expected_windows=windows)
-        case.is_joint = joint is not None
+        case.whole_loss = whole_loss
         case.run_doubled = functools.partial(_run_doubled, run, saved_state, big.names, observation)
         report: Report = ranks.broadcast(build_report(case, dropout.names))
     return report

@@ -1,4 +1,4 @@
-"""A loss of the whole batch (``joint=``) as one function of the model and a batch, and what is wrong with a step.
+"""A loss of the whole batch (``joint=``) as one function of the model and a batch.
 
 One process computes it as it stands. On several ranks each holds its own share, so the encodings of the others come to
 it without a graph, and what `joint` itself uses counts for a part on each.
@@ -6,7 +6,8 @@ it without a graph, and what `joint` itself uses counts for a part on each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,11 @@ from torch import Tensor
 
 from macrobatch._cut.trees import leaves
 from macrobatch._ranks.collectives import all_gather_numbers
-from macrobatch._step.encodings import Exchange, Layout, take_apart, total_of
+from macrobatch._step.encodings import Exchange, Field, Layout, take_apart, total_of
 from macrobatch._step.totals import wide
-from macrobatch._step.validation import checked_joint_loss, checked_value
+from macrobatch._step.validation import checked_joint_loss, checked_ordinary
 from macrobatch.types import Encoded, Joint, Reduction
-from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.gradient import Ranks
-from macrobatch.verification.report import Cause
 
 
 class WholeLoss:
@@ -39,19 +38,54 @@ class WholeLoss:
         self._joint = joint
         self._reduction = reduction
         self._ranks = ranks
+        self._is_ordinary = False  # whether the ordinary loss is wanted alone
+        self._reached: Sequence[int] | None = None  # samples whose encodings have a graph; None: all
 
-    def __call__(self, model: Any, batch: Any) -> Tensor | tuple[Tensor, int]:
+    def __call__(self, model: Any, batch: Any) -> Any:
         encoded = self._loss_fn(model, batch)
         samples = _samples_of(encoded)
+        if self._is_ordinary:
+            return encoded.loss, samples if encoded.items is None else encoded.items
         layout, tensors = take_apart(encoded, samples)
         device = next(model.parameters()).device
         ordinary = self._ordinary(encoded, samples, device)
         if self._ranks.group is None:
+            tensors = [self._confined(t, f) for t, f in zip(tensors, layout.fields, strict=True)]
             whole = [t.to(f.dtype) if f.is_sum else t for t, f in zip(tensors, layout.fields, strict=True)]
             loss = checked_joint_loss(self._joint(model, layout.encoded(whole)))
             return loss if encoded.loss is None else loss + encoded.loss.reshape(()) * ordinary[0] / ordinary[1]
         loss, total = self._on_ranks(model, layout, tensors, samples, ordinary, encoded.loss)
         return loss * (total / samples), samples  # ranks are weighed by their samples: that is undone here
+
+    def encode(self, model: Any, batch: Any) -> Any:
+        """What `loss_fn` returns."""
+        return self._loss_fn(model, batch)
+
+    @contextlib.contextmanager
+    def ordinary_alone(self) -> Iterator[None]:
+        """Inside, the loss is the ordinary one, with its items."""
+        self._is_ordinary = True
+        try:
+            yield
+        finally:
+            self._is_ordinary = False
+
+    @contextlib.contextmanager
+    def reaching(self, samples: Sequence[int]) -> Iterator[None]:
+        """Inside, the gradient reaches the encodings of these samples of the batch alone."""
+        self._reached = samples
+        try:
+            yield
+        finally:
+            self._reached = None
+
+    def _confined(self, tensor: Tensor, field: Field) -> Tensor:
+        if self._reached is None or field.is_sum:
+            return tensor
+        rows = list(tensor.detach())
+        for sample in self._reached:
+            rows[sample] = tensor[sample]
+        return torch.stack(rows)
 
     def _on_ranks(
         self, model: Any, layout: Layout, tensors: list[Tensor], samples: int, ordinary: Tensor, loss: Tensor | None
@@ -84,7 +118,7 @@ class WholeLoss:
         items = samples if encoded.items is None else encoded.items
         numbers = torch.zeros(3, dtype=wide(device), device=device)
         if encoded.loss is not None:
-            checked_value(encoded.loss)
+            checked_ordinary(encoded.loss, needs_graph=False)
             numbers[1] = items
             numbers[0] = numbers[1] if self._reduction == "mean" else 1
         return numbers
@@ -98,68 +132,3 @@ def _samples_of(encoded: object) -> int:
                 if isinstance(leaf, Tensor) and leaf.dim():
                     return len(leaf)
     return 1
-
-
-# ---------------------------------------------------------------------------------------------- what is wrong
-
-
-def whole_loss_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
-    """Why a step has another gradient than the loss of the whole batch. No weights of micro-batches could tell."""
-    for window in wrong[:1]:
-        if not window.actual.largest < float("inf"):
-            yield Cause(
-                name="not finite",
-                evidence="the gradient of the step is infinite or NaN, and that of one big batch is not.",
-                cure="Look for encodings of length zero, or a scale that overflows.",
-            )
-            return
-        whole = window.actual.distance(window.expected, window.factor) / (window.actual.largest or 1.0)
-        if whole <= window.tolerance:
-            yield _factor_cause(case, window)
-            return
-        factors = dict(_own_factors(window))
-        if factors and None not in factors.values():
-            found = ", ".join(f"{name} {factor:.4g}" for name, factor in list(factors.items())[:3])
-            yield Cause(
-                name="parameters counted several times",
-                evidence=f"all gradients are right but for a factor of some parameters ({found}); there are "
-                f"{window.micro_batches} micro-batches on {case.big.ranks.world_size} ranks.",
-                cure="What the loss of the whole batch uses itself, such as a logit scale, gets its gradient once, not "
-                "in the backward of every micro-batch. MacroStep(..., joint=) does that.",
-            )
-            return
-        yield Cause(
-            name="unexplained",
-            evidence=f"the error is {window.error:.2g} of the largest gradient (factor {window.factor:.4g}), and no "
-            "known mistake gives this gradient.",
-            cure="Check that the step and joint compute the same loss of the same samples, that micro-batches are "
-            "encoded twice with the same random numbers, and that encodings of other ranks have their gradients.",
-        )
-
-
-def _own_factors(window: Comparison) -> Iterator[tuple[str, float | None]]:
-    """The parameters that are wrong, each with the factor that explains it; None where none does."""
-    for name, error in window.errors.items():
-        if error > window.tolerance:
-            actual, expected = window.actual.only({name}), window.expected.only({name})
-            factor = actual.fit(expected)
-            apart = actual.distance(expected, factor) / (actual.largest or 1.0)
-            yield name, factor if apart <= max(window.tolerance, 1e-6) else None
-
-
-def _factor_cause(case: Case, window: Comparison) -> Cause:
-    ranks, factor = case.big.ranks.world_size, window.factor
-    said = f"the gradient is {factor:.4g} times the right one"
-    close = max(window.tolerance, 1e-6)
-    if ranks > 1 and min(abs(factor * ranks - 1), abs(factor / ranks - 1)) <= close:
-        return Cause(
-            name="world size",
-            evidence=f"{said}: there are {ranks} ranks.",
-            cure="DDP and FSDP divide by the number of ranks. Where every rank computes the loss of all samples, and "
-            "has gradients for its own rows alone, multiply by it.",
-        )
-    return Cause(
-        name="constant factor",
-        evidence=f"{said}, on all parameters alike.",
-        cure="Check the divisions of the loss: that of the whole batch is divided by nothing else.",
-    )

@@ -1,0 +1,44 @@
+"""A warning where a BatchNorm takes its statistics from micro-batches: one big batch would have others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from macrobatch._step.snapshot import modules_of
+from macrobatch._torch.modules import BatchNorm
+from macrobatch._torch.tensors import version_of
+
+
+class BatchNormWarning:
+    """Warns once, in the first window: call `begin` before its forwards, and `end` after them."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._has_looked = False
+        self._calls: dict[BatchNorm, int] = {}  # of those in training mode
+
+    def begin(self) -> None:
+        """Look for them."""
+        if not self._has_looked:
+            found = (module for module in modules_of(self._models) if isinstance(module, BatchNorm))
+            self._calls = {module: _calls_of(module) for module in found if module.training}
+            self._has_looked = True
+
+    def end(self) -> None:
+        """Warn if one was called since; one that does not count its calls may have been."""
+        calls, self._calls = self._calls, {}
+        if any(module.num_batches_tracked is None or _calls_of(module) != before for module, before in calls.items()):
+            warnings.warn(
+                "a BatchNorm in training mode takes its statistics from each micro-batch, not from the whole batch: "
+                "with joint= the encodings depend on how the batch is cut. Use LayerNorm or GroupNorm, or put it into "
+                "eval mode.",
+                stacklevel=6,
+            )
+
+
+def _calls_of(module: BatchNorm) -> int:
+    """A number that grows with every call in training mode."""
+    return 0 if module.num_batches_tracked is None else version_of(module.num_batches_tracked)

@@ -1,0 +1,97 @@
+"""Whether a micro-batch was the same in both passes, and a loss on all ranks, but for rounding. The host reads nothing.
+
+Whole numbers must be equal. Of others, infinities and NaN must be in the same places, and the rest may be apart as far
+as rounding can bring them: relative to themselves, and to the largest of their field, as sums that cancel have the
+rounding of their parts. A mask of -1e9 is no such part: what is the same in both passes, and a thousand times as large
+as what is not, tells nothing about rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch._step.snapshot import modules_of
+from macrobatch._step.totals import wide
+from macrobatch._torch.modules import parameters_of
+from macrobatch.types import Items
+
+# Kernels may differ without a graph, and float32 encodings may have been computed in bfloat16, whose roundings are
+# 4e-3 apart. Only a model that has nothing but float64 is known to compute in it: autocast leaves that alone.
+TOLERANCE = 1e-2
+TOLERANCE_OF_FLOAT64 = 1e-10
+OUTLIER = 1e3
+SAMPLED = 4096  # elements of which a median is taken
+
+
+def is_all_double(models: Sequence[nn.Module]) -> bool:
+    """Whether all parameters are float64."""
+    parameters = (p for module in modules_of(models) for p in parameters_of(module).values() if p is not None)
+    return all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+
+
+def differs(
+    first: Sequence[Tensor], second: Sequence[Tensor], device: torch.device, *, is_double: bool
+) -> Tensor | None:
+    """Whether these tensors are further apart than rounding can bring them: a bool on the device; None without any."""
+    found = [
+        _are_apart(before, now, is_double).to(device) for before, now in zip(first, second, strict=True) if now.numel()
+    ]
+    return torch.stack(found).any() if found else None
+
+
+def ordinary_differs(first: Tensor, loss: Tensor, items: Items, *, is_double: bool) -> Tensor:
+    """The same of an ordinary loss and its items; `first` has both as the first pass found them."""
+    device = first.device
+    value, count = first.unbind()
+    is_apart = _are_apart(value, loss.detach().reshape(()).to(device, wide(device)), is_double)
+    if not isinstance(items, Tensor):
+        dtype = torch.int64 if isinstance(items, int) else wide(device)
+        items = torch.full((), items or 0, dtype=dtype, device=device)
+    number = items.detach().reshape(()).to(device, wide(device))
+    return is_apart | (_are_apart(count, number, is_double) if items.is_floating_point() else number != count)
+
+
+def ranks_differ(losses: Tensor, dtype: torch.dtype, *, is_double: bool) -> Tensor:
+    """Whether ranks have found different losses of the same encodings. Where all overflow, gradients tell of that."""
+    is_finite = losses.isfinite()
+    high = losses.masked_fill(~is_finite, -torch.inf).amax()
+    low = losses.masked_fill(~is_finite, torch.inf).amin()
+    rounding = _tolerance(dtype, is_double) * torch.maximum(high.abs(), low.abs()) + 10 * torch.finfo(dtype).eps
+    return is_finite.any() & (~is_finite.all() | (high - low > rounding))
+
+
+def _tolerance(dtype: torch.dtype, is_double: bool) -> float:
+    return TOLERANCE_OF_FLOAT64 if is_double and dtype == torch.float64 else TOLERANCE
+
+
+@torch.no_grad()
+def _are_apart(before: Tensor, now: Tensor, is_double: bool) -> Tensor:
+    if not (now.is_floating_point() or now.is_complex()):
+        return (before != now).any()
+    before, now = _real(before), _real(now)
+    same = (before == now) | (before.isnan() & now.isnan())
+    is_finite = before.isfinite() & now.isfinite()
+    size, apart = torch.maximum(before.abs(), now.abs()), (now - before).abs()
+    typical = _median(size, ~same & is_finite)
+    largest = size.masked_fill(~is_finite | (same & (size > OUTLIER * typical)), 0).amax()
+    is_close = apart <= _tolerance(now.dtype, is_double) * (size + largest)
+    return ~(same | (is_finite & is_close)).all()
+
+
+def _median(sizes: Tensor, counts: Tensor) -> Tensor:
+    """Of those that count, as far as they are looked at; infinite if none does. (`nanmedian` reads on the host.)"""
+    step = sizes.numel() // SAMPLED | 1  # odd, so as not to see one column of a matrix alone
+    sizes, counts = sizes[::step], counts[::step]
+    middle = (counts.sum() - 1).clamp(min=0) // 2
+    return sizes.masked_fill(~counts, torch.inf).sort().values.gather(0, middle.reshape(1))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Flat, and of a dtype that can be compared."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return (tensor.float() if tensor.dtype.itemsize == 1 else tensor).reshape(-1)

@@ -1,0 +1,174 @@
+"""What is wrong with a step, where the loss is one of the whole batch (``joint=``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from macrobatch._step.snapshot import Snapshot
+from macrobatch.verification.bigbatch import Weighted
+from macrobatch.verification.comparison import Case, Comparison
+from macrobatch.verification.coupling import first_coupling_layer, halves_of
+from macrobatch.verification.gradient import Gradient
+from macrobatch.verification.report import RETURN_ITEMS, Cause
+from macrobatch.verification.whole_loss import WholeLoss
+
+
+def factor_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
+    """The causes that a factor of the whole gradient, or of some parameters, tells."""
+    for window in wrong[:1]:
+        if not window.actual.largest < float("inf"):
+            yield Cause(
+                name="not finite",
+                evidence="the gradient of the step is infinite or NaN, and that of one big batch is not.",
+                cure="Look for encodings of length zero, or a scale that overflows.",
+            )
+            return
+        whole = window.actual.distance(window.expected, window.factor) / (window.actual.largest or 1.0)
+        if whole <= window.tolerance:
+            yield _factor_cause(case, window)
+            return
+        factors = dict(_own_factors(window))
+        if factors and None not in factors.values():
+            found = ", ".join(f"{name} {factor:.4g}" for name, factor in list(factors.items())[:3])
+            yield Cause(
+                name="parameters counted several times",
+                evidence=f"all gradients are right but for a factor of some parameters ({found}); there are "
+                f"{window.micro_batches} micro-batches on {case.big.ranks.world_size} ranks.",
+                cure="What the loss of the whole batch uses itself, such as a logit scale, gets its gradient once, not "
+                "in the backward of every micro-batch. MacroStep(..., joint=) does that.",
+            )
+            return
+
+
+def unexplained(window: Comparison) -> Cause:
+    """Where nothing else is known."""
+    return Cause(
+        name="unexplained",
+        evidence=f"the error is {window.error:.2g} of the largest gradient (factor {window.factor:.4g}), and no "
+        "known mistake gives this gradient.",
+        cure="Check that the step and joint compute the same loss of the same samples, that micro-batches are "
+        "encoded twice with the same random numbers, and that encodings of other ranks have their gradients.",
+    )
+
+
+def _own_factors(window: Comparison) -> Iterator[tuple[str, float | None]]:
+    """The parameters that are wrong, each with the factor that explains it; None where none does."""
+    for name, error in window.errors.items():
+        if error > window.tolerance:
+            actual, expected = window.actual.only({name}), window.expected.only({name})
+            factor = actual.fit(expected)
+            apart = actual.distance(expected, factor) / (actual.largest or 1.0)
+            yield name, factor if apart <= max(window.tolerance, 1e-6) else None
+
+
+def _factor_cause(case: Case, window: Comparison) -> Cause:
+    ranks, factor = case.big.ranks.world_size, window.factor
+    said = f"the gradient is {factor:.4g} times the right one"
+    close = max(window.tolerance, 1e-6)
+    if ranks > 1 and min(abs(factor * ranks - 1), abs(factor / ranks - 1)) <= close:
+        return Cause(
+            name="world size",
+            evidence=f"{said}: there are {ranks} ranks.",
+            cure="DDP and FSDP divide by the number of ranks. Where every rank computes the loss of all samples, and "
+            "has gradients for its own rows alone, multiply by it.",
+        )
+    return Cause(
+        name="constant factor",
+        evidence=f"{said}, on all parameters alike.",
+        cure="Check the divisions of the loss: that of the whole batch is divided by nothing else.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- how the batch is cut
+
+
+def cut_causes(case: Case, window: Comparison) -> Iterator[Cause]:
+    """The first mistake, if any, in how the step cuts the batch. On ranks, only layers are looked at."""
+    whole = case.whole_loss
+    assert whole is not None
+    causes = [_layer_cause]
+    if case.big.ranks.world_size == 1 and window.parts is not None:
+        causes += [_micro_losses_cause, _left_out_cause, _items_cause]
+    for cause in causes:
+        if (found := cause(case, window, whole)) is not None:
+            yield found
+            return
+
+
+def _layer_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:
+    halves = halves_of(case)
+    if halves is None or case.big.ranks.largest(float(window.micro_batches < 2)):
+        return None
+
+    def encode(samples: list[int] | None) -> None:
+        before = Snapshot([case.big.model])
+        whole.encode(case.big.model, case.big.part(samples))
+        before.restore()
+
+    layer = case.big.ranks.broadcast(first_coupling_layer(case, halves[0], encode))
+    if layer is None:
+        return None
+    return Cause(
+        name="statistics over the batch",
+        evidence=f"the output of {layer} for a sample depends on the other samples of its micro-batch.",
+        cure="No cut can agree in training mode. Freeze the statistics (module.eval()), or use GroupNorm or LayerNorm, "
+        "which use one sample only.",
+    )
+
+
+def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:  # noqa: ARG001
+    parts = window.parts or []
+    by_samples = [len(part) / sum(map(len, parts)) for part in parts]
+    for weights in (by_samples, [1 / len(parts)] * len(parts)) if len(parts) > 1 else ():
+        pairs = zip(parts, weights, strict=True)
+        if _fits(window, case.big.gradient([Weighted(part, weight) for part, weight in pairs])):
+            return Cause(
+                name="loss that couples samples",
+                evidence=f"the gradient is that of the losses of the {len(parts)} micro-batches, each of its own "
+                "samples alone.",
+                cure="Encode all micro-batches first, and compute the loss of all. MacroStep(..., joint=) does that.",
+            )
+    return None
+
+
+def _left_out_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:
+    used = sorted({sample for part in window.parts or [] for sample in part})
+    count = 0 if case.big.samples is None else case.big.samples.count
+    if not 0 < len(used) < count:
+        return None
+    with whole.reaching(used):
+        gradient = case.big.gradient([Weighted(None, 1.0)])
+    if not _fits(window, gradient):
+        return None
+    return Cause(
+        name="samples left out",
+        evidence=f"{count - len(used)} of {count} samples are in the loss, but got no backward.",
+        cure="Run the backward of every micro-batch, from the gradients of its encodings.",
+    )
+
+
+def _items_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:
+    """The ordinary loss of the batch is that of its parts, weighed by their items, if it is a mean over those."""
+    parts = window.parts or []
+    if whole.encode(case.big.model, case.big.part(None)).loss is None:
+        return None
+    with whole.ordinary_alone():
+        items = [next(iter(own.values())) for own in case.big.items_of_terms(parts, anew=True)]
+        pairs = zip(parts, items, strict=True)
+        cut = case.big.gradient([Weighted(part, number / sum(items)) for part, number in pairs if number])
+        one = case.big.gradient([Weighted(None, 1.0)])
+    apart = one.distance(cut) / (one.largest or 1.0)
+    if not window.tolerance < apart < float("inf"):
+        return None
+    return Cause(
+        name="items that do not fit the loss",
+        evidence=f"the ordinary loss is not a mean over the items in Encoded(loss, items, ...): that of the batch is "
+        f"{apart:.2g} away from the mean of its micro-batches.",
+        cure=RETURN_ITEMS,
+    )
+
+
+def _fits(window: Comparison, gradient: Gradient) -> bool:
+    """Whether a step with that gradient, times any factor, would have done what this one did."""
+    factor = window.actual.fit(gradient)
+    return window.actual.distance(gradient, factor) / (window.actual.largest or 1.0) <= window.tolerance
