@@ -12,7 +12,8 @@ The gradients of all ways are compared: ours with one big batch in float64 on a 
 hand on the case itself, in its own precision.
 
     python benchmarks/contrastive.py              # prints tables, and writes results/contrastive.json
-    python benchmarks/contrastive.py --only sizes # the three sizes with peers; `--only pairs`: 1,024 to 65,536 pairs
+    python benchmarks/contrastive.py --only sizes # the three sizes with peers; `--only pairs`: 1,024 to 65,536 pairs;
+                                                  # `--only kept`: what keeping the graphs that fit saves
     python benchmarks/contrastive.py --tiny       # tiny models, on a CPU too: does it run?
     python benchmarks/contrastive.py --figure     # docs/figures/retrieval.png, from examples/contrastive.py, on a CPU
 """
@@ -29,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import record
 import torch
@@ -36,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from macrobatch import Encoded, MacroStep, contrastive_loss
+from macrobatch._step import kept_graphs
 
 SCALE = 20.0
 Batch = dict[str, Tensor]
@@ -146,7 +149,9 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
-def ours(case: Case, model: Encoder, optimizer: torch.optim.Optimizer, *, cuda_graph: bool = False) -> Step:
+def ours(
+    case: Case, model: Encoder, optimizer: torch.optim.Optimizer, *, cuda_graph: bool = False, auto: bool = False
+) -> Step:
     def loss_fn(model: Encoder, batch: Batch) -> Encoded:
         a, b = encode(model, batch)
         return Encoded(a=a, b=b)
@@ -154,11 +159,23 @@ def ours(case: Case, model: Encoder, optimizer: torch.optim.Optimizer, *, cuda_g
     def joint(_: Encoder, encoded: Encoded) -> Tensor:
         return contrastive_loss(encoded.a, encoded.b, scale=SCALE, symmetric=False)
 
-    return MacroStep(model, optimizer, loss_fn, joint=joint, micro=case.micro, cuda_graph=cuda_graph)
+    micro: Any = "auto" if auto else case.micro
+    return MacroStep(model, optimizer, loss_fn, joint=joint, micro=micro, cuda_graph=cuda_graph)
 
 
 def recorded(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
     return ours(case, model, optimizer, cuda_graph=True)
+
+
+def whatever_fits(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
+    """Graphs of the first pass that fit are kept, and need no second forward."""
+    return ours(case, model, optimizer, auto=True)
+
+
+def whatever_fits_twice(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
+    """The same, with every micro-batch run twice."""
+    with mock.patch.dict(kept_graphs.ROOMS, clear=True):
+        return ours(case, model, optimizer, auto=True)
 
 
 @contextmanager
@@ -254,6 +271,7 @@ WAYS: dict[str, Callable[[Case, Encoder, torch.optim.Optimizer], Step]] = {
     "cached loss": cached_loss,
     "one big batch": one_big_batch,
 }
+KEEPING = {"auto": whatever_fits, "auto, all of it twice": whatever_fits_twice}
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -277,7 +295,7 @@ def measured(case: Case, name: str, device: str, seconds: float) -> dict[str, An
     row: dict[str, Any] = {"case": case.name, "way": name, "pairs_per_second": None, "reserved_gib": None, "error": ""}
     try:
         model, batch = case.model(device), case.batch(device)
-        step = WAYS[name](case, model, optimizer_for(model))
+        step = (WAYS | KEEPING)[name](case, model, optimizer_for(model))
         for _ in range(3):  # with graphs, the second window records
             step(batch)
         synchronise(device)
@@ -366,6 +384,15 @@ def pairs_table(device: str, seconds: float, cases: Any = PAIRS, large: Case = L
     return {"rows": rows, "targets": targets}
 
 
+def kept_table(device: str, seconds: float, cases: Any) -> dict[str, Any]:
+    """What it saves to keep the graphs that fit. No bound: how much fits is the machine's."""
+    rows = [measured(case, name, device, seconds) for case in cases for name in KEEPING]
+    for kept, twice in zip(rows[::2], rows[1::2], strict=True):
+        if kept["pairs_per_second"] and twice["pairs_per_second"]:
+            kept["saved"] = 1 - twice["pairs_per_second"] / kept["pairs_per_second"]
+    return {"rows": rows, "targets": []}
+
+
 def show(title: str, table: dict[str, Any], where: str) -> None:
     cells = [
         [
@@ -412,7 +439,7 @@ def draw_retrieval(output: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too")
-    parser.add_argument("--only", choices=["sizes", "pairs"], help="one of the two tables")
+    parser.add_argument("--only", choices=["sizes", "pairs", "kept"], help="one of the tables")
     parser.add_argument("--seconds", type=float, default=8.0, help="to time each way for, at least (default: 8)")
     parser.add_argument("--figure", action="store_true", help="draw the figure of the documentation instead")
     record.add_output(parser, "contrastive")
@@ -430,10 +457,13 @@ def main() -> int:
         "gradient": {"error": error, "exact": error <= 1e-12},
     }
     where = f"{result['machine']}; {record.in_words(result['versions'])}; our gradient in float64: {error:.1e}"
-    if arguments.only != "pairs":
+    if arguments.only in (None, "sizes"):
         result["sizes"] = sizes_table(device, seconds, [(TINY, 0.0)] if arguments.tiny else SIZES)
         show("Beside other ways", result["sizes"], where)
-    if arguments.only != "sizes":
+    if arguments.only in (None, "kept"):
+        result["kept"] = kept_table(device, seconds, [TINY] if arguments.tiny else [case for case, _ in SIZES])
+        show("Graphs that fit are kept", result["kept"], where)
+    if arguments.only in (None, "pairs"):
         cases, large = ([TINY], TINY) if arguments.tiny else (PAIRS, LARGE)
         result["pairs"] = pairs_table(device, seconds, cases, large)
         show("More and more pairs", result["pairs"], where)
