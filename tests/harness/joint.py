@@ -120,7 +120,7 @@ def _nested(model: Any, batch: Batch) -> Encoded:
 
 def _ranked(model: Any, image: Tensor, gates: Tensor, label: Tensor, length: Tensor) -> Tensor:
     """Samples of the same label should be alike; later ones weigh more, so that the order matters."""
-    weights = torch.arange(1, len(image) + 1, dtype=image.dtype) * length
+    weights = torch.arange(1, len(image) + 1, dtype=image.dtype, device=image.device) * length
     scores = model.head(image)[:, 0] * weights
     same = label[:, None] == label[None]
     apart = (image[:, None] - image[None]).square().sum(-1)

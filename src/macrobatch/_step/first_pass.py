@@ -104,10 +104,11 @@ class OwnEncodings:
             joined.append(rows)
         return joined
 
-    def of_part(self, layout: Layout, places: Places, index: int) -> list[Tensor]:
-        """Once they are joined: what belongs to a micro-batch, whose rows are there."""
+    def of_part(self, layout: Layout, places: Places, index: int, device: torch.device) -> list[Tensor]:
+        """Once they are joined: what belongs to a micro-batch, whose rows are there. Plain numbers come to the device."""
         pairs = zip(self.fields, layout.fields, strict=True)
-        return [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
+        parts = [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
+        return [part.to(device, non_blocking=True) if not part.dim() else part for part in parts]
 
     def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
         """The sum of the ordinary losses, of their items, and how many counts were bad."""

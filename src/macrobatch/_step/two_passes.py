@@ -306,7 +306,7 @@ class TwoPasses:
 
         def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
             micro_batch, samples = take()
-            first = own.of_part(layout, places_of(cut.parts[index].samples, device), index)
+            first = own.of_part(layout, places_of(cut.parts[index].samples, device), index, device)
             gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
             return Bundle(micro_batch, first, gradients, own.ordinary_of(index)), samples
 
@@ -337,7 +337,7 @@ class TwoPasses:
                     if graph is None:
                         history.restore(index)
                     places = places_of(cut.parts[index].samples, engine.device)
-                    first = own.of_part(layout, places, index)
+                    first = own.of_part(layout, places, index, engine.device)
                     own_gradients = _of_part(gradients, layout, places)
                     items, recording = own.items_of(index), None
                     bundle = Bundle(micro_batch, first, own_gradients, own.ordinary_of(index))
