@@ -105,7 +105,7 @@ class OwnEncodings:
         return joined
 
     def of_part(self, layout: Layout, places: Places, index: int, device: torch.device) -> list[Tensor]:
-        """Once they are joined: what belongs to a micro-batch, whose rows are there. Plain numbers come to the device."""
+        """Once they are joined: what belongs to a micro-batch, whose rows are there, and plain numbers too."""
         pairs = zip(self.fields, layout.fields, strict=True)
         parts = [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
         return [part.to(device, non_blocking=True) if not part.dim() else part for part in parts]
