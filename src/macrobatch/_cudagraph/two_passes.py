@@ -20,7 +20,7 @@ from macrobatch._cudagraph.eligibility import NotRecordableError
 from macrobatch._cudagraph.recorded_step import Recording, StaticTotals
 from macrobatch._step.encodings import Layout, take_apart
 from macrobatch._step.joint_window import FirstPass, JointWindow, share_of
-from macrobatch._step.pass_difference import is_all_double
+from macrobatch._step.pass_difference import is_all_double, on_device
 from macrobatch._step.totals import Window, wide
 from macrobatch._step.validation import checked_items, checked_ordinary
 from macrobatch._torch.tensors import copy_all
@@ -79,7 +79,8 @@ class StaticEncoding:
 
     def store(self, tensors: Sequence[Tensor], loss: Tensor | None, items: Items) -> None:
         """Recordings contain this call."""
-        copy_all(self.tensors, [t.to(static.dtype) for t, static in zip(tensors, self.tensors, strict=True)])
+        pairs = [(static, on_device(t, static.device)) for t, static in zip(tensors, self.tensors, strict=True)]
+        copy_all([static for static, _ in pairs], [t.to(static.dtype) for static, t in pairs])
         if loss is None:
             return
         self.loss.copy_(checked_ordinary(loss, needs_graph=False).reshape(()))

@@ -36,10 +36,16 @@ def differs(
     first: Sequence[Tensor], second: Sequence[Tensor], device: torch.device, *, is_double: bool
 ) -> Tensor | None:
     """Whether these tensors are further apart than rounding can bring them: a bool on the device; None without any."""
-    found = [
-        _are_apart(before, now, is_double).to(device) for before, now in zip(first, second, strict=True) if now.numel()
-    ]
+    pairs = [(before, on_device(now, before.device)) for before, now in zip(first, second, strict=True) if now.numel()]
+    found = [_are_apart(before, now, is_double).to(device) for before, now in pairs]
     return torch.stack(found).any() if found else None
+
+
+def on_device(number: Tensor, device: torch.device) -> Tensor:
+    """A plain number, which is on the host, also inside a recording: where nothing can be copied from there."""
+    if number.device == device or number.dim() or not number.is_cpu:
+        return number
+    return torch.full((), number.item(), dtype=number.dtype, device=device)
 
 
 def ordinary_differs(first: Tensor, loss: Tensor, items: Items, *, is_double: bool) -> Tensor:
