@@ -1,15 +1,16 @@
 """`exact(Trainer)` on two real processes, against one process with the whole batches."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from harness import programs
 from harness.ranks import Collectives, Outcome, all_well, run
-from harness.trainers import apart, one_big_batch, samples, train, trainer
+from harness.trainers import Sample, apart, one_big_batch, samples, train, trainer
 from macrobatch import by_tokens, verify
 from macrobatch.transformers import exact
 
@@ -43,9 +44,9 @@ def as_it_is() -> Outcome:
 
 
 def all_reduces() -> Outcome:
-    """How many there are in a run of two windows, and in one of four, of as many batches each."""
+    """How many there are in a run of five windows, and in one of seven: the loss is looked at in the first and fourth."""
     counts = {}
-    for windows in (2, 4):
+    for windows in (5, 7):
         made = trainer("bert", exact(Trainer), samples("bert", 16 * windows), logging_strategy="no")
         with Collectives() as counted:
             train(made)
@@ -59,6 +60,23 @@ def verified() -> Outcome:
     return {"wrong": wrong.ok, "right": right.ok}
 
 
+class Stream(IterableDataset):
+    def __init__(self, data: list[Sample]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.data)
+
+
+def stream_that_ends() -> Outcome:
+    """Inside a window: of 24 samples, 16 are in the first one."""
+    config = {"dispatch_batches": False}
+    made = trainer("bert", exact(Trainer), Stream(samples("bert", 24)), max_steps=2, accelerator_config=config)
+    train(made)
+    return {"weights": made.model.state_dict(), "step": made.state.global_step}
+
+
+SCENARIOS["stream"] = partial(alone, stream_that_ends)
 SCENARIOS["as it is"] = partial(alone, as_it_is)
 SCENARIOS["all_reduces"] = partial(alone, all_reduces)
 SCENARIOS["verified"] = partial(alone, verified)
@@ -80,6 +98,13 @@ def test_weights_are_those_of_one_big_batch(ran, kind, steps, way):
         assert apart(outcome["weights"], expected) <= (1e-14 if kind == "bert" else 3e-8)
 
 
+def test_a_stream_that_ends_inside_a_window(ran):
+    expected, _ = one_big_batch("bert", samples("bert", 24), 16)
+    for outcome in all_well(ran["stream"]):
+        assert outcome["step"] == 2
+        assert apart(outcome["weights"], expected) <= 1e-14
+
+
 def test_the_trainer_as_it_is_differs(ran):
     assert all(outcome["apart"] > 1e-4 for outcome in all_well(ran["as it is"]))
 
@@ -87,7 +112,7 @@ def test_the_trainer_as_it_is_differs(ran):
 def test_gradients_travel_once_a_window(ran):
     """Per window one all-reduce of all gradients, one of the totals, one of which parameters DDP has found unused."""
     for outcome in all_well(ran["all_reduces"]):
-        assert outcome[4] - outcome[2] == 3 * 2
+        assert outcome[7] - outcome[5] == 3 * 2
 
 
 def test_verify_on_ranks(ran):

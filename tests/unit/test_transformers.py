@@ -325,7 +325,7 @@ class TwoLosses(Trainer):
 
 def test_a_training_step_with_two_losses_is_refused():
     made = trainer("bert", exact(TwoLosses), samples("bert", 8))
-    with pytest.raises(UsageError, match="called compute_loss 2 times"):
+    with pytest.raises(UsageError, match="2 times for one backward"):
         train(made)
 
 
@@ -373,3 +373,130 @@ def test_verify_wants_data():
         verify(made)
     with pytest.raises(UsageError, match="needs a loss_fn and a batch"):
         verify(nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------------------------------------- losses that mislead
+
+
+def with_loss(make_loss):
+    """A trainer whose loss is a function of the logits and the inputs."""
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = make_loss(self, outputs.logits, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+    return Own
+
+
+def each_of(logits, inputs):
+    return nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"], reduction="none")
+
+
+def class_weighted(_, logits, inputs):
+    weight = torch.linspace(0.2, 3.0, logits.shape[-1], dtype=logits.dtype)
+    return nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"], weight=weight)
+
+
+def two_terms(_, logits, inputs):
+    shown = inputs["labels"] != -100
+    return (each_of(logits, inputs) * shown).sum() / shown.sum() + logits[:, 0].square().mean()
+
+
+def largest(_, logits, inputs):
+    return each_of(logits, inputs).max()
+
+
+def contrast(_, logits, inputs):
+    shown, rows = inputs["labels"] != -100, nn.functional.normalize(logits.mean(1))
+    return (each_of(logits, inputs) * shown).sum() / shown.sum() + 0.1 * (rows @ rows.T).exp().mean()
+
+
+@pytest.mark.parametrize("loss", [class_weighted, two_terms, largest, contrast])
+def test_a_loss_that_is_no_mean_over_what_is_known_is_refused(loss):
+    with pytest.raises(UsageError, match=r"return \(loss, items\)"):
+        trainer("bert", exact(with_loss(loss)), samples("bert", 24))
+
+
+def test_a_loss_that_becomes_another_while_it_trains_is_noticed():
+    """In one of the windows 1, 2, 4, 8 ..., before a step is taken with it."""
+
+    def annealed(self, logits, inputs):
+        shown = inputs["labels"] != -100
+        mean = (each_of(logits, inputs) * shown).sum() / shown.sum()
+        return mean + self.state.global_step * logits[:, 0].square().mean()
+
+    made = trainer("bert", exact(with_loss(annealed)), samples("bert", 32))
+    with pytest.raises(UsageError, match=r"in window [24] it is not one"):
+        train(made)
+    assert made.state.global_step in (1, 3)
+
+
+def test_a_head_that_starts_at_zero_is_asked_all_the_same():
+    """All losses are equal then."""
+    data = samples("bert", 8)
+
+    def zeroed():
+        model = make("bert")
+        nn.init.zeros_(model.cls.predictions.decoder.weight)
+        return model
+
+    model = zeroed()
+    made = trainer("bert", exact(Trainer), data, model=model)
+    assert not model.cls.predictions.decoder.weight.any()
+    train(made)
+    expected = zeroed()
+    assert apart(made, one_big_batch("bert", data, 8, model=expected)[0]) <= 1e-14
+    sampled = trainer("bert", exact(MeanOverSamples), data, model=zeroed())
+    assert sampled._meaning.of == "samples"
+
+
+def test_a_loss_that_draws_random_numbers_is_taken_for_a_mean():
+    def noisy(_, logits, inputs):
+        return (logits + torch.randn_like(logits)).square().mean(dim=(1, 2)).mean()
+
+    made = trainer("bert", exact(with_loss(noisy)), samples("bert", 8))
+    train(made)
+    assert made._meaning.of == "samples"
+
+
+@pytest.mark.parametrize("way", ["batches", "three"])
+def test_a_subclass_of_an_exact_class_may_change_the_loss(way):
+    class Doubled(exact(Trainer, **WAYS[way])):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    data = samples("bert", 8)
+    made = trainer("bert", Doubled, data, learning_rate=0.05)
+    train(made)
+    assert apart(made, one_big_batch("bert", data, 8)[0]) <= 1e-14
+
+
+@pytest.mark.parametrize("way", ["batches", "three"])
+def test_a_loss_that_replaces_ours_is_refused(way):
+    class Replaced(exact(Trainer, **WAYS[way])):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    made = trainer("bert", Replaced, samples("bert", 8))
+    with pytest.raises(UsageError, match="0 times for one backward"):
+        train(made)
+
+
+@pytest.mark.parametrize("way", ["batches", "three"])
+@pytest.mark.parametrize("steps", [2, 8])
+def test_other_steps_in_the_middle_of_training_are_refused(steps, way):
+    class Changes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.gradient_accumulation_steps = steps
+
+    made = trainer("bert", exact(Trainer, **WAYS[way]), samples("bert", 64), callbacks=[Changes()])
+    with pytest.raises(UsageError, match="gradient_accumulation_steps was changed"):
+        train(made)
+
+
+def test_verify_takes_a_trainer_alone():
+    with pytest.raises(UsageError, match="takes nothing else"):
+        verify(trainer("bert", exact(Trainer), samples("bert", 8)), windows=2)

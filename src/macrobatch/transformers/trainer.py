@@ -6,7 +6,8 @@ the gradients become the mean over the items of the window and of all ranks, bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -16,14 +17,22 @@ from transformers import Trainer
 
 from macrobatch._cut.policies import Policy
 from macrobatch._step import validation
-from macrobatch.errors import UsageError
+from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.macrostep import checked_micro
-from macrobatch.transformers.meaning import Inputs, Meaning, meaning_of
+from macrobatch.transformers.asking import meaning_of, still_fits
+from macrobatch.transformers.meaning import Inputs, Meaning
+from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trl import declared, layout_for
-from macrobatch.transformers.windows import BatchByBatch, Settings, WholeWindow, Windows, zero_of
+from macrobatch.transformers.windows import BatchByBatch, Settings, WholeWindow, Windows, padding_of, zero_of
 
-OPTIONS = ("sync", "gather", "accumulate_dtype", "fit_file")
+logger = logging.getLogger("macrobatch")
+OPTIONS = ("accumulate_dtype", "fit_file")
+ASKED = 8  # samples with which a loss is asked
+STEPS_CHANGED = (
+    "gradient_accumulation_steps was changed while training, so that the trainer steps inside a window, or does not "
+    "step after one. Set it before train(), or in on_train_begin."
+)
 
 
 def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph: bool = False, **options: Any) -> type:
@@ -38,7 +47,7 @@ def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph:
         micro: how to cut the samples of a window anew: `by_tokens`, `by_count`, a number of samples, or "auto":
             whatever fits into memory. None: the trainer's batches are the micro-batches.
         cuda_graph: micro-steps are recorded once for each shape, and replayed, for a GPU that waits for Python.
-        options: ``accumulate_dtype``, ``sync``, ``gather`` and ``fit_file`` of `MacroStep`.
+        options: ``accumulate_dtype`` and ``fit_file`` of `MacroStep`.
 
     Returns:
         A subclass, to be used in its place.
@@ -83,32 +92,39 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._windows: Windows | None = None
         self._meaning: Meaning | None = None
+        self._number = 0  # of the window
+        self._batches: list[Inputs] = []  # of a window in which the loss is looked at
         self._left = 0  # batches of the window that have not come yet
-        self._fillers = 0  # of them, those that only fill it up
-        self._is_undivided = False
+        self._fillers = 0  # of them, those that only fill it up, which come first
+        self._awaits_step = self._is_undivided = False
         super().__init__(*arguments, **named)
         require_supported(self, self.macrobatch_settings)
         self._meaning = declared(self)
-        if self._meaning is None and (batch := self._batch_to_ask()) is not None:
-            self._ask(self.model, batch)
+        if self._meaning is None:
+            self._ask_at_construction()
 
     # ------------------------------------------------------------------------------------------ the trainer's loop
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        self._windows = None  # the model will be wrapped anew
+        self._windows, self._number, self._left, self._awaits_step = None, 0, 0, False  # the model is wrapped anew
         return super()._inner_training_loop(*arguments, **named)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The batches of the next window, as many as the loop has asked for, or it would not step."""
+        """The batches of the next window, as many as the loop has asked for, or it would not step.
+
+        Where there are fewer, empty ones come first: the loop lets gradients travel with the last.
+        """
+        if self._awaits_step:
+            raise UsageError(STEPS_CHANGED)
         if self._windows is not None:
             self._windows.drop()  # one that a callback has broken off
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._left, self._fillers = len(batches), 0
-        if batches and len(batches) < num_batches:
-            self._fillers = num_batches - len(batches)
-            self._left = num_batches
-            batches = [*batches, *[_nothing_of(batches[-1])] * self._fillers]
-        return batches, None
+        self._number += bool(batches)
+        self._batches = batches if self._number & (self._number - 1) == 0 else []  # the first, 2nd, 4th, 8th ...
+        self._fillers = num_batches - len(batches) if batches else 0
+        self._left = len(batches) + self._fillers
+        fillers = [_nothing_of(batches[0])] * self._fillers if self._fillers else []
+        return [*fillers, *batches], None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if len(batch_samples) != 1 and self.is_in_train and self.model.training:
@@ -118,10 +134,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """A batch of the window. Returns its loss where it closes the window, else 0: the loop adds them up."""
         self._left -= 1
-        if self._fillers and self._left < self._fillers:
+        if self._fillers:
+            self._fillers -= 1
             return zero_of(self.args.device)
-        if self._meaning is None:
-            self._ask(model, self._prepare_inputs(inputs))
+        self._look_at_loss(model)
         if self._windows is None:
             self._windows = self._windows_for(model)
         model.train()
@@ -132,12 +148,13 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             result = self._windows.step(
                 inputs,
                 lambda: super(ExactTrainer, self).training_step(model, inputs, num_items_in_batch),
-                last=self._left == self._fillers,
+                last=not self._left,
             )
         finally:
             self._is_undivided = False
         if result is None:
             return zero_of(self.args.device)
+        self._awaits_step = True
         if self._windows.is_void:
             model.zero_grad()  # no items, no step
         return result.loss.detach().to(self.args.device, torch.float32)
@@ -145,7 +162,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: Inputs, *arguments: Any, **named: Any) -> Any:
         """The trainer's own loss; in training as a mean over the items of the batch alone."""
         windows, meaning = self._windows, self._meaning
-        if not self._is_undivided or not isinstance(windows, BatchByBatch) or meaning is None:
+        if not self._is_undivided or windows is None or meaning is None:
             return super().compute_loss(model, inputs, *arguments, **named)
         named.pop("num_items_in_batch", None)
         if arguments:
@@ -153,6 +170,13 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         loss, items = meaning.loss(self, super().compute_loss, model, inputs, **named)
         windows.note(items)
         return loss
+
+    def _get_grad_norm(self, *arguments: Any, **named: Any) -> Any:
+        """The loop is about to step: after each window, and only then."""
+        if self._left or not self._awaits_step:
+            raise UsageError(STEPS_CHANGED)
+        self._awaits_step = False
+        return super()._get_grad_norm(*arguments, **named)
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
@@ -163,29 +187,58 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def current_gradient_accumulation_steps(self, steps: int) -> None:
         self._steps_of_window = steps
 
-    # ------------------------------------------------------------------------------------------ what is needed once
+    # ------------------------------------------------------------------------------------------ what the loss means
 
     def _windows_for(self, model: nn.Module) -> Windows:
         settings, meaning = self.macrobatch_settings, self._meaning
         assert meaning is not None
         if settings.cuts or settings.cuda_graph or meaning.balance is not None:
-            return WholeWindow(self, model, settings, meaning, super().compute_loss)
+            return WholeWindow(self, model, settings, meaning)
         return BatchByBatch(self, model, settings)
 
-    def _ask(self, model: nn.Module, batch: Inputs) -> None:
-        self._meaning = meaning_of(self, super().compute_loss, model, batch, layout_for(self))
+    def _look_at_loss(self, model: nn.Module) -> None:
+        """Ask what the loss is a mean over, if that is not known; now and then look whether it still is.
 
-    def _batch_to_ask(self) -> Inputs | None:
-        """The first samples of the training data as a batch; None where they are not at hand before training."""
+        Raises:
+            UsageError: it is not, on all ranks.
+        """
+        batches, self._batches = self._batches, []
+        if not batches or declared(self) is not None:
+            return
+        given = [prepared(self, batch) for batch in batches[:2]]
+        if self._meaning is None:
+            self._meaning = meaning_of(self, model, given[0], layout_for(self))
+        is_right = still_fits(self, model, self._meaning, given, padding_of(self))
+        if self.args.world_size > 1:
+            wrong = torch.tensor(float(not is_right), device=self.args.device)
+            is_right = not float(self.accelerator.reduce(wrong, "sum"))
+        if not is_right:
+            raise UsageError(
+                f"the loss of {type(self).__name__}.compute_loss was taken for a mean over {self._meaning.of}, but in "
+                f"window {self._number} it is not one: parts of a batch, so weighed, do not give the whole. Let "
+                "compute_loss return (loss, items), where the loss is a mean over so many items."
+            )
+
+    def _ask_at_construction(self) -> None:
+        """With samples from all over the training data, where they are at hand. An own loss may not be ready yet."""
         data = self.train_dataset
         is_listed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not is_listed or not len(data) or self.is_fsdp_enabled or not self.place_model_on_device:
-            return None
-        samples: Sequence[Any] = [data[index] for index in range(min(4, len(data)))]
-        batch = self._get_collator_with_removed_columns(self.data_collator)(samples)
-        return self._prepare_inputs(batch) if isinstance(batch, dict) or hasattr(batch, "keys") else None
+            return
+        places = sorted({len(data) * index // ASKED for index in range(ASKED)})
+        batch = self._get_collator_with_removed_columns(self.data_collator)([data[place] for place in places])
+        if not hasattr(batch, "keys"):
+            return
+        try:
+            self._meaning = meaning_of(self, self.model, prepared(self, batch), layout_for(self))
+        except MacrobatchError:
+            raise
+        except Exception as error:  # it is asked again with the first batch, where its own error is seen
+            logger.info("exact: compute_loss could not be asked before training: %s", error)
 
 
 def _nothing_of(batch: Any) -> Any:
     """A batch of no samples, for the trainer to count no tokens in."""
+    if not hasattr(batch, "items"):
+        return type(batch)()
     return {key: value[:0] if isinstance(value, Tensor) and value.dim() else value for key, value in batch.items()}

@@ -11,11 +11,11 @@ from transformers import Trainer
 from macrobatch._cut.joining import joined
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
+from macrobatch.transformers.asking import meaning_of
 from macrobatch.transformers.balance import outputs_of
-from macrobatch.transformers.meaning import Compute, Inputs, meaning_of
+from macrobatch.transformers.meaning import Inputs
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
-from macrobatch.transformers.trainer import ExactTrainer
 from macrobatch.transformers.trl import declared, layout_for
 from macrobatch.transformers.windows import Settings, padding_of
 from macrobatch.types import Encoded, Items
@@ -41,8 +41,8 @@ def case_of(trainer: Any) -> dict[str, Any]:
     model = _wrapped(trainer)
     batches = _first_window(trainer)
     padding, layout = padding_of(trainer), layout_for(trainer)
-    compute = _own_compute_loss(trainer)
-    meaning = meaning_of(trainer, compute, model, batches[0], layout)
+    compute = trainer.compute_loss
+    meaning = meaning_of(trainer, model, batches[0], layout)
     rows = [layout.count(batch) for batch in batches]
 
     def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded:
@@ -93,10 +93,3 @@ def _wrapped(trainer: Any) -> nn.Module:
             "the model is not sharded before train(): verify the trainer in one process, or after train()."
         )
     return trainer.accelerator.prepare_model(trainer.model)  # type: ignore[no-any-return]
-
-
-def _own_compute_loss(trainer: Any) -> Compute:
-    """The ``compute_loss`` of the class that `exact` was given, or of the trainer itself."""
-    if isinstance(trainer, ExactTrainer):
-        return super(ExactTrainer, trainer).compute_loss  # type: ignore[no-any-return]
-    return trainer.compute_loss  # type: ignore[no-any-return]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
-from macrobatch.transformers.meaning import Compute, Inputs, Meaning
+from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult
@@ -46,16 +47,38 @@ class Settings:
         return self.micro is not None
 
 
-class Windows(Protocol):
+class Windows(ABC):
     """Takes the batches of windows, one by one."""
 
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._items: list[Items] = []  # of the losses that compute_loss has returned, and nobody has used
+
+    def note(self, items: Items) -> None:
+        """``compute_loss`` has returned a loss, a mean over so many items."""
+        self._items.append(items)
+
+    def _noted(self) -> Items:
+        items, self._items = self._items, []
+        if len(items) != 1:
+            name = type(self._trainer).__name__
+            raise UsageError(
+                f"{name} has called the compute_loss that exact() was given {len(items)} times for one backward: its "
+                "loss is weighed by the items of that, so it must be called once. What replaces compute_loss "
+                "altogether belongs into the class that is handed to exact()."
+            )
+        return items[0]
+
+    @abstractmethod
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:
         """A batch; `run` is the trainer's own ``training_step`` with it. The result where it closed the window."""
 
+    @abstractmethod
     def drop(self) -> None:
         """The open window, if any, is as if it had not been."""
 
     @property
+    @abstractmethod
     def is_void(self) -> bool:
         """Whether the last window had no items."""
 
@@ -70,13 +93,8 @@ class BatchByBatch(Windows):
     """
 
     def __init__(self, trainer: Any, model: nn.Module, settings: Settings) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._engine = engine_for(model, None, scaler=trainer.accelerator.scaler, **settings.options)
-        self._items: list[Items] = []  # of the losses that compute_loss has returned, and no backward has had
-
-    def note(self, items: Items) -> None:
-        """``compute_loss`` has returned a loss, a mean over so many items."""
-        self._items.append(items)
 
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
         engine = self._engine
@@ -101,12 +119,7 @@ class BatchByBatch(Windows):
             del accelerator.backward
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
-        if len(self._items) != 1:
-            raise UsageError(
-                f"training_step of {type(self._trainer).__name__} has called compute_loss {len(self._items)} times "
-                "before its backward: exact() weighs the loss by what that has returned, so it must be called once."
-            )
-        self._engine.backward(loss, self._items.pop())
+        self._engine.backward(loss, self._noted())
 
     def drop(self) -> None:
         self._engine.discard()
@@ -126,13 +139,11 @@ class WholeWindow(Windows):
         model: as the trainer has wrapped it.
         settings: of `exact`.
         meaning: what the loss is a mean over.
-        compute: the trainer's own ``compute_loss``.
     """
 
-    def __init__(self, trainer: Any, model: nn.Module, settings: Settings, meaning: Meaning, compute: Compute) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, model: nn.Module, settings: Settings, meaning: Meaning) -> None:
+        super().__init__(trainer)
         self._meaning = meaning
-        self._compute = compute
         self._cuts = settings.cuts
         self._padding = padding_of(trainer)
         self._logged = logged_sums_of(trainer, is_recorded=settings.cuda_graph)
@@ -165,7 +176,8 @@ class WholeWindow(Windows):
         inputs = self._meaning.layout.as_inputs(rows, self._padding)
         mask = inputs.get("attention_mask")
         with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
-            loss, items = self._meaning.loss(trainer, self._compute, model, inputs)
+            loss = trainer.compute_loss(model, inputs)
+        items = self._noted()
         if self._logged is not None:
             self._logged.note(outputs[-1])
         return (loss, items) if balance is None else balance.encoded(loss, items, outputs[-1], mask)

@@ -105,6 +105,8 @@ def verify(
         FitError: the whole batch does not fit into memory at once.
     """
     if loss_fn is None and batch is None and (given := case_of_trainer(model)) is not None:
+        if (micro, step, collate, counts, joint, windows, reduction) != (*[None] * 6, "mean"):
+            raise UsageError("verify(trainer) takes nothing else: what it does in a window is the trainer's own.")
         return verify(**given)
     if loss_fn is None:
         raise UsageError("verify(model, loss_fn, batch) needs a loss_fn and a batch, unless the first is a trainer.")
