@@ -196,7 +196,7 @@ def with_lightning(**options: Any) -> Callable[[Size, int], Stopwatch]:
                 return {"loss": loss, "items": (batch["labels"][:, 1:] != -100).sum()} if options else loss
 
             def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
+                return torch.optim.AdamW(self.parameters(), lr=1e-4)  # Lightning does not clip for a fused one
 
             def on_before_zero_grad(self, *_: Any) -> None:
                 if not watch.ends or self.trainer.global_step >= len(watch.ends):

@@ -44,7 +44,7 @@ def as_it_is() -> Outcome:
 
 
 def all_reduces() -> Outcome:
-    """How many there are in a run of five windows, and in one of seven: the loss is looked at in the first and fourth."""
+    """How many a run of five windows has, and one of seven; in the first, second and fourth the loss is looked at."""
     counts = {}
     for windows in (5, 7):
         made = trainer("bert", exact(Trainer), samples("bert", 16 * windows), logging_strategy="no")
