@@ -500,3 +500,32 @@ def test_other_steps_in_the_middle_of_training_are_refused(steps, way):
 def test_verify_takes_a_trainer_alone():
     with pytest.raises(UsageError, match="takes nothing else"):
         verify(trainer("bert", exact(Trainer), samples("bert", 8)), windows=2)
+
+
+class Divides(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_training_step_that_divides_is_refused():
+    made = trainer("bert", exact(Divides), samples("bert", 8))
+    with pytest.raises(UsageError, match="changes the loss after compute_loss"):
+        train(made)
+
+
+def test_another_index_that_is_ignored_gets_a_clear_error():
+    def other_index(_, logits, inputs):
+        return nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"], ignore_index=0)
+
+    data = [sample | {"labels": sample["labels"].clamp(min=0)} for sample in samples("bert", 24)]
+    made = arguments(remove_unused_columns=False)
+    with pytest.raises(UsageError, match=r"return \(loss, items\)"):
+        exact(with_loss(other_index))(
+            model=make("bert"),
+            args=made,
+            train_dataset=data,
+            data_collator=lambda batch: {key: rows.clamp(min=0) for key, rows in collate(batch).items()},
+        )

@@ -45,7 +45,7 @@ class Inquiry:
         self._model = model
         own = [p for p in model.parameters() if p.dim() > 1 and not isinstance(p, DTensor) and not p.is_meta]
         self._zeros = [p for p in own if p.is_floating_point() and not p.any()]
-        self.is_half = any(p.dtype in HALF for p in model.parameters()) or bool(trainer.args.bf16 or trainer.args.fp16)
+        self.rounding = _rounding_of(trainer, model)
 
     def __call__(self, inputs: Inputs, number: Tensor | None, *, seed: int | None = None) -> float | None:
         """The loss of a batch, which is divided by `number`; None if ``compute_loss`` returns its items too."""
@@ -111,8 +111,13 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     ask, real = Inquiry(trainer, model), layout.at_least_two(inputs)
     batches = _with_few_labels(real, trainer.model)
     probe = real if batches is None else batches[0]
-    number = _number_of(trainer, probe)
-    first = ask(probe, number)
+    try:
+        number = _number_of(trainer, probe)
+        first = ask(probe, number)
+    except (IndexError, RuntimeError):  # a loss that hides other labels than -100
+        batches, probe = None, real
+        number = _number_of(trainer, probe)
+        first = ask(probe, number)
     if first is None:
         return Meaning(None, "what compute_loss says", layout=layout)
     second = ask(probe, None if number is None else 2 * number)
@@ -136,6 +141,8 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
         every = [one for one, mean in zip(every, means, strict=True) if fits(ask, mean, *batches)] or every[-1:]
     elif is_random:
         every = every[-1:]
+    elif number is not None:  # undecided: what the trainer itself counts comes first
+        every.sort(key=lambda one: one.count is None or bool(one.count(probe) != number))
     for one in every:
         if is_random or all(fits(ask, one, real, *parts) for parts in _splits(layout, real)):
             return one
@@ -166,8 +173,18 @@ def fits(ask: Inquiry, meaning: Meaning, whole: Inputs, *parts: Inputs) -> bool:
         return not items
     mean = sum(part * count / items for part, count in found if count)
     spread = max((abs(loss - part) for part, count in found if count and not math.isnan(part)), default=0.0)
-    relative, absolute = (0.1, 1e-2) if ask.is_half else (1e-3, 2e-6)
+    relative, absolute = ask.rounding
     return abs(loss - mean) <= relative * spread + absolute * abs(loss)
+
+
+def _rounding_of(trainer: Any, model: nn.Module) -> tuple[float, float]:
+    """How far losses of the same samples may be apart: of what they differ by, and of themselves."""
+    dtypes = {p.dtype for p in model.parameters()}
+    if dtypes & set(HALF) or trainer.args.bf16 or trainer.args.fp16:
+        return 0.1, 1e-2
+    if trainer.args.device.type != "cpu" and torch.float32 in dtypes:
+        return 1e-3, 1e-4  # kernels may compute in TF32
+    return 1e-6, 3e-6  # models compute losses in float32, whatever their weights are
 
 
 def _splits(layout: Layout, inputs: Inputs) -> list[list[Inputs]]:

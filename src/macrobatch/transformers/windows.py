@@ -53,10 +53,13 @@ class Windows(ABC):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._items: list[Items] = []  # of the losses that compute_loss has returned, and nobody has used
+        self._last: Any = None  # the last of those losses
+        self.compares = False
 
-    def note(self, items: Items) -> None:
+    def note(self, loss: Any, items: Items) -> None:
         """``compute_loss`` has returned a loss, a mean over so many items."""
         self._items.append(items)
+        self._last = loss[0] if isinstance(loss, tuple) else loss
 
     def _noted(self) -> Items:
         items, self._items = self._items, []
@@ -119,7 +122,13 @@ class BatchByBatch(Windows):
             del accelerator.backward
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
-        self._engine.backward(loss, self._noted())
+        items = self._noted()
+        if self.compares and not torch.allclose(loss.detach(), self._last.detach().to(loss), equal_nan=True):
+            raise UsageError(
+                f"training_step of {type(self._trainer).__name__} changes the loss after compute_loss: it adds to it, "
+                "or divides it, which exact() does itself. What belongs to the loss belongs into compute_loss."
+            )
+        self._engine.backward(loss, items)
 
     def drop(self) -> None:
         self._engine.discard()
