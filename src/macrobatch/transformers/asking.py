@@ -27,6 +27,7 @@ from macrobatch.transformers.private import items_in, unlogged
 from macrobatch.transformers.samples import Layout
 
 TOLERANCE = 1e-2  # of the part of a loss that num_items_in_batch divides
+AnyRank = Callable[[bool], bool]
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -65,7 +66,7 @@ class Inquiry:
 
     def balance(self, inputs: Inputs, number: Tensor | None) -> Balance | None:
         """The load balancing loss in it, with its coefficient."""
-        with torch.enable_grad(), self.without_trace():
+        with self.without_trace():
             return balance_of(self._trainer.model, inputs, lambda: self._run(inputs, number))
 
     def _value(self, found: Any) -> float:
@@ -149,20 +150,28 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     raise UsageError(_hidden(trainer, "hiding labels and leaving out samples change it in no way that a mean does"))
 
 
-def still_fits(trainer: Any, model: nn.Module, meaning: Meaning, batches: Sequence[Inputs], padding: Any) -> bool:
-    """Whether the loss of real batches is the mean that it was taken for. True where that cannot be asked."""
-    layout, parts = meaning.layout, list(batches[:2])
+def still_fits(
+    trainer: Any, model: nn.Module, meaning: Meaning, batches: Sequence[Inputs], padding: Any, any_rank: AnyRank
+) -> bool:
+    """Whether the loss of real batches is the mean that it was taken for, on all ranks; or that cannot be asked.
+
+    `any_rank` says whether something is so on any of them: they ask together.
+    """
+    ask, case = Inquiry(trainer, model), _whole_and_parts(meaning.layout, batches, padding)
+    is_wrong = any_rank(case is not None and not fits(ask, meaning, *case))
+    return not is_wrong or any_rank(_is_random(ask, batches[0], None))
+
+
+def _whole_and_parts(layout: Layout, batches: Sequence[Inputs], padding: Any) -> list[Inputs] | None:
+    parts = list(batches[:2])
     if layout.count(batches[0]) > 1:
-        whole, parts = batches[0], _splits(layout, batches[0])[0]
-    elif len(parts) < 2:
-        return True
-    else:
-        try:
-            whole = layout.as_inputs(joined([layout.as_rows(part) for part in parts], padding), padding)
-        except BatchError:
-            return True
-    ask = Inquiry(trainer, model)
-    return fits(ask, meaning, whole, *parts) or _is_random(ask, whole, None)
+        return [batches[0], *_splits(layout, batches[0])[0]]
+    if len(parts) < 2:
+        return None
+    try:
+        return [layout.as_inputs(joined([layout.as_rows(part) for part in parts], padding), padding), *parts]
+    except BatchError:
+        return None
 
 
 def fits(ask: Inquiry, meaning: Meaning, whole: Inputs, *parts: Inputs) -> bool:

@@ -82,10 +82,14 @@ def balance_of(model: nn.Module, inputs: dict[str, Any], run: Callable[[], Any])
     Raises:
         UsageError: there is one that is computed in another way than is known here.
     """
-    with outputs_of(model) as outputs:
+    with torch.no_grad(), outputs_of(model) as outputs:
+        run()
+    if not outputs or not isinstance(getattr(outputs[-1], "aux_loss", None), Tensor):
+        return None  # most models: they need no graph
+    with torch.enable_grad(), outputs_of(model) as outputs:
         loss = run()
-    aux = getattr(outputs[-1], "aux_loss", None) if outputs else None
-    if not isinstance(aux, Tensor) or not isinstance(loss, Tensor) or not aux.requires_grad:
+    aux = outputs[-1].aux_loss
+    if not isinstance(loss, Tensor) or not aux.requires_grad:
         return None
     (slope,) = torch.autograd.grad(loss, aux, allow_unused=True)
     if slope is None or not slope.item():

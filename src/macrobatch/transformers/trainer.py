@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from macrobatch._cut.policies import Policy
 from macrobatch._step import validation
+from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.macrostep import checked_micro
 from macrobatch.transformers.asking import meaning_of, still_fits
@@ -28,7 +29,7 @@ from macrobatch.transformers.windows import BatchByBatch, Settings, WholeWindow,
 
 logger = logging.getLogger("macrobatch")
 OPTIONS = ("accumulate_dtype", "fit_file")
-ASKED = 8  # samples with which a loss is asked
+MOST_ASKED = 8  # samples with which a loss is asked before training
 STEPS_CHANGED = (
     "gradient_accumulation_steps was changed while training, so that the trainer steps inside a window, or does not "
     "step after one. Set it before train(), or in on_train_begin."
@@ -210,16 +211,17 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         given = [prepared(self, batch) for batch in batches[:2]]
         if self._meaning is None:
             self._meaning = meaning_of(self, model, given[0], layout_for(self))
-        is_right = still_fits(self, model, self._meaning, given, padding_of(self))
-        if self.args.world_size > 1:
-            wrong = torch.tensor(float(not is_right), device=self.args.device)
-            is_right = not float(self.accelerator.reduce(wrong, "sum"))
-        if not is_right:
+        if not still_fits(self, model, self._meaning, given, padding_of(self), self._is_on_any_rank):
             raise UsageError(
                 f"the loss of {type(self).__name__}.compute_loss was taken for a mean over {self._meaning.of}, but in "
                 f"window {self._number} it is not one: parts of a batch, so weighed, do not give the whole. Let "
                 "compute_loss return (loss, items), where the loss is a mean over so many items."
             )
+
+    def _is_on_any_rank(self, here: bool) -> bool:
+        if self.args.world_size == 1:
+            return here
+        return bool(self.accelerator.reduce(torch.tensor(float(here), device=self.args.device), "sum"))
 
     def _ask_at_construction(self) -> None:
         """With samples from all over the training data, where they are at hand. An own loss may not be ready yet."""
@@ -227,16 +229,18 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         is_listed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not is_listed or not len(data) or self.is_fsdp_enabled or not self.place_model_on_device:
             return
-        places = sorted({len(data) * index // ASKED for index in range(ASKED)})
-        batch = self._get_collator_with_removed_columns(self.data_collator)([data[place] for place in places])
-        if not hasattr(batch, "keys"):
-            return
+        before, number = Snapshot([self.model]), min(MOST_ASKED, 2 * self.args.per_device_train_batch_size)
+        places = sorted({len(data) * index // number for index in range(number)})
         try:
-            self._meaning = meaning_of(self, self.model, prepared(self, batch), layout_for(self))
+            batch = self._get_collator_with_removed_columns(self.data_collator)([data[place] for place in places])
+            if hasattr(batch, "keys"):
+                self._meaning = meaning_of(self, self.model, prepared(self, batch), layout_for(self))
         except MacrobatchError:
             raise
         except Exception as error:  # it is asked again with the first batch, where its own error is seen
             logger.info("exact: compute_loss could not be asked before training: %s", error)
+        finally:
+            before.restore()  # collators draw random numbers
 
 
 def _nothing_of(batch: Any) -> Any:
