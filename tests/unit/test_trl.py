@@ -104,6 +104,21 @@ def test_dpo(way, loss_type):
     assert apart(made, big.model.state_dict()) <= (10 if loss_type == "ipo" else 1) * ROUNDING  # its loss is 25
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_dpo_with_two_terms(way):
+    """A mean over pairs and one over tokens: small batches of the trainer as it is give another gradient."""
+    data = texts(("prompt", 2, 6), ("chosen", 1, 15), ("rejected", 1, 9), count=22)
+    options = {"max_length": 40, "loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 1.5]}
+    big, losses = run(trl.DPOTrainer, trl.DPOConfig, data, big=True, options=options, ref_model=reference_model())
+    theirs, _ = run(trl.DPOTrainer, trl.DPOConfig, data, options=options, ref_model=reference_model())
+    made, ours = run(
+        exact(trl.DPOTrainer, **WAYS[way]), trl.DPOConfig, data, options=options, ref_model=reference_model()
+    )
+    assert ours == pytest.approx(losses, abs=5e-6)
+    assert apart(made, big.model.state_dict()) <= 3 * ROUNDING
+    assert apart(theirs, big.model.state_dict()) > 1e-4
+
+
 def test_dpo_with_a_loss_that_compares_all_pairs_is_refused():
     data = texts(("prompt", 2, 6), ("chosen", 1, 15), ("rejected", 1, 9), count=22)
     with pytest.raises(UsageError, match="compares all pairs"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from macrobatch.errors import UsageError
 from macrobatch.transformers.balance import Balance
+from macrobatch.transformers.preferences import PreferenceTerms
 from macrobatch.transformers.samples import Layout
 from macrobatch.types import Items
 
@@ -29,6 +30,7 @@ class Meaning:
         of: what they are, in words.
         divides: whether the loss is a sum that ``compute_loss`` divides by ``num_items_in_batch``.
         balance: the load balancing loss in it, which is a mean of its own.
+        terms: the terms of it, if they are means over different things; they have their own counts.
         layout: where the samples are in a batch.
     """
 
@@ -36,6 +38,7 @@ class Meaning:
     of: str
     divides: bool = False
     balance: Balance | None = None
+    terms: PreferenceTerms | None = None
     layout: Layout = field(default_factory=Layout)
 
     def loss(self, trainer: Any, compute: Compute, model: Any, inputs: Inputs, **options: Any) -> tuple[Any, Items]:

@@ -195,7 +195,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def _windows_for(self, model: nn.Module) -> Windows:
         settings, meaning = self.macrobatch_settings, self._meaning
         assert meaning is not None
-        if settings.cuts or settings.cuda_graph or meaning.balance is not None:
+        if settings.cuts or settings.cuda_graph or meaning.balance is not None or meaning.terms is not None:
             return WholeWindow(self, model, settings, meaning)
         return BatchByBatch(self, model, settings)
 

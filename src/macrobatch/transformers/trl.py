@@ -8,6 +8,7 @@ from torch import Tensor
 
 from macrobatch.errors import UsageError
 from macrobatch.transformers.meaning import Inputs, Meaning
+from macrobatch.transformers.preferences import terms_of
 from macrobatch.transformers.samples import Layout
 
 PAIRS = {"DPOTrainer", "RewardTrainer"}
@@ -34,15 +35,16 @@ def declared(trainer: Any) -> Meaning | None:
             f"loss_type={sorted(found)} compares all pairs of a batch with each other: it is another loss for each "
             "way to cut the batch. Choose another one, or one batch for each step: gradient_accumulation_steps=1."
         )
+    if is_one_of(trainer, {"DPOTrainer"}) and (terms := terms_of(trainer)) is not None and _is_trls_own(trainer):
+        layout = layout_for(trainer)
+        return Meaning(layout.count, "pairs, and tokens", terms=terms, layout=layout)
     if not is_one_of(trainer, GENERATING):
         return None
-    for name in ("compute_loss", "_compute_loss"):
-        owner = next((one for one in type(trainer).__mro__ if name in vars(one) and not _is_ours(one)), None)
-        if owner is not None and not owner.__module__.startswith("trl."):
-            raise UsageError(
-                f"{owner.__name__}.{name} is not TRL's own, and what its loss is a mean over cannot be asked before "
-                "completions are generated. Use exact() with TRL's own loss, or write the loop with Accumulator."
-            )
+    if (owner := _owner_of_loss(trainer)) is not None:
+        raise UsageError(
+            f"{owner} is not TRL's own, and what its loss is a mean over cannot be asked before completions are "
+            "generated. Use exact() with TRL's own loss, or write the loop with Accumulator."
+        )
     loss_type = getattr(trainer, "loss_type", "grpo")
     if loss_type in OVER_TOKENS:
         return Meaning(_tokens_of_completions, "tokens of completions")
@@ -53,6 +55,24 @@ def declared(trainer: Any) -> Meaning | None:
     raise UsageError(
         f"loss_type={loss_type!r} is not known here: what it is a mean over decides how batches are weighed."
     )
+
+
+def generates(trainer: Any) -> bool:
+    """Whether its batches come only with training."""
+    return is_one_of(trainer, GENERATING)
+
+
+def _owner_of_loss(trainer: Any) -> str | None:
+    """Which method computes the loss, where it is not TRL's."""
+    for name in ("compute_loss", "_compute_loss"):
+        owner = next((one for one in type(trainer).__mro__ if name in vars(one) and not _is_ours(one)), None)
+        if owner is not None and not owner.__module__.startswith("trl."):
+            return f"{owner.__name__}.{name}"
+    return None
+
+
+def _is_trls_own(trainer: Any) -> bool:
+    return _owner_of_loss(trainer) is None
 
 
 def _completions(inputs: Inputs) -> int:

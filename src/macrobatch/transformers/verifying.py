@@ -16,7 +16,7 @@ from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Inputs
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
-from macrobatch.transformers.trl import declared, layout_for
+from macrobatch.transformers.trl import generates, layout_for
 from macrobatch.transformers.windows import Settings, padding_of
 from macrobatch.types import Encoded, Items
 
@@ -33,7 +33,7 @@ def case_of(trainer: Any) -> dict[str, Any]:
         UsageError: it has no batch to try, or its batches come only with training.
     """
     require_supported(trainer, Settings())
-    if declared(trainer) is not None:
+    if generates(trainer):
         raise UsageError(
             f"{type(trainer).__name__} generates its batches while it trains, so there is no window to verify. Its "
             "losses are compared with one big batch in the tests of macrobatch."

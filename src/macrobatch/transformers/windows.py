@@ -22,7 +22,7 @@ from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.sft import logged_sums_of
-from macrobatch.types import Encoded, Items, StepResult
+from macrobatch.types import Encoded, Items, StepResult, Terms
 
 LABEL_PADDING = -100
 
@@ -160,6 +160,8 @@ class WholeWindow(Windows):
         options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": _the_only_one}
         if meaning.balance is not None:
             options["joint"] = meaning.balance.joint
+        if meaning.terms is not None:
+            options["counts"] = self._counts
         self._train = MacroStep(
             model,
             None,
@@ -180,10 +182,23 @@ class WholeWindow(Windows):
         with contextlib.nullcontext() if self._logged is None else self._logged.of_window(batches):
             return self._train(joined(rows, self._padding) if self._cuts else rows)
 
-    def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded:
+    def _counts(self, batch: Inputs | list[Inputs]) -> dict[str, Any]:
+        """The items of each term in a window, as it is handed over."""
+        terms, layout = self._meaning.terms, self._meaning.layout
+        assert terms is not None
+        batches = batch if isinstance(batch, list) else [batch]
+        counts = [terms.counts(layout.as_inputs(rows, self._padding)) for rows in batches]
+        return {name: sum(one[name] for one in counts) for name in counts[0]}
+
+    def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded | Terms:
         trainer, balance = self._trainer, self._meaning.balance
         inputs = self._meaning.layout.as_inputs(rows, self._padding)
         mask = inputs.get("attention_mask")
+        if (terms := self._meaning.terms) is not None:
+            with terms.noted(trainer) as losses, trainer.compute_loss_context_manager():
+                trainer.compute_loss(model, dict(inputs))
+            self._noted()
+            return terms.of(losses, terms.counts(inputs))
         with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs)
         items = self._noted()

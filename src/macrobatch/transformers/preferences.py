@@ -1,0 +1,66 @@
+"""DPO with a language modelling loss beside its preferences: two terms, a mean over pairs and one over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from macrobatch.types import Items
+
+
+class Noting:
+    """A weight that keeps what it is multiplied with."""
+
+    def __init__(self, weight: float, found: list[Tensor]) -> None:
+        self._weight = weight
+        self._found = found
+
+    def __rmul__(self, loss: Tensor) -> Tensor:
+        self._found.append(loss * self._weight)
+        return self._found[-1]
+
+
+@dataclass(frozen=True)
+class PreferenceTerms:
+    """The losses of a DPOTrainer with several, each weighed as it says.
+
+    Attributes:
+        types: of losses, in their order.
+    """
+
+    types: tuple[str, ...]
+
+    def counts(self, inputs: dict[str, Any]) -> dict[str, Items]:
+        """Of a batch: its pairs, and the tokens of the completions that were chosen."""
+        mask: Tensor = inputs["completion_mask"]
+        pairs = len(mask) // 2
+        return {"preference": pairs, "sft": (mask[:pairs, 1:] != 0).sum()}
+
+    @contextmanager
+    def noted(self, trainer: Any) -> Iterator[list[Tensor]]:
+        """While ``compute_loss`` runs: its losses, one of each type."""
+        before, found = trainer.loss_weights, list[Tensor]()
+        trainer.loss_weights = [Noting(weight, found) for weight in before]
+        try:
+            yield found
+        finally:
+            trainer.loss_weights = before
+
+    def of(self, losses: list[Tensor], counts: dict[str, Items]) -> dict[str, tuple[Tensor, Items]]:
+        """The two terms, with their items."""
+        by_name: dict[str, list[Tensor]] = {"preference": [], "sft": []}
+        for kind, loss in zip(self.types, losses, strict=True):
+            by_name["sft" if kind == "sft" else "preference"].append(loss)
+        return {name: (sum(some[1:], some[0]), counts[name]) for name, some in by_name.items()}
+
+
+def terms_of(trainer: Any) -> PreferenceTerms | None:
+    """Where ``sft`` stands beside another loss, and neither weights of samples nor experts make more terms of it."""
+    types = tuple(getattr(trainer, "loss_types", ()))
+    if "sft" not in types or set(types) == {"sft"} or trainer.use_weighting or trainer.aux_loss_enabled:
+        return None
+    return PreferenceTerms(types)
