@@ -141,9 +141,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         self._look_at_loss(model)
         if self._windows is None:
             self._windows = self._windows_for(model)
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        if isinstance(self._windows, WholeWindow):  # which leaves out what the trainer's own training_step does
+            model.train()
+            if callable(getattr(self.optimizer, "train", None)):
+                self.optimizer.train()
         is_last_word = type(self).compute_loss is ExactTrainer.compute_loss  # no subclass changes what ours returns
         self._windows.compares = is_last_word and self._number & (self._number - 1) == 0
         self._is_undivided = True
