@@ -362,6 +362,7 @@ def test_verify_names_what_is_wrong_with_a_trainer(kind, cause):
 def test_verify_finds_nothing_wrong_with_an_exact_one(kind, way):
     made = trainer(kind, exact(Trainer, **WAYS[way]), samples(kind, 11))
     assert verify(made).ok
+    assert verify(made).ok  # as often as one likes
     train(made)  # and leaves it as it was
     assert apart(made, one_big_batch(kind, samples(kind, 11), 8)[0]) <= ROUNDING[kind]
 

@@ -41,6 +41,12 @@ def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | No
     return rebuild(batches[0], lambda _: next(whole), lists)
 
 
+def the_only_one(batches: Sequence[Any]) -> Any:
+    """A collate function for windows whose batches stay as they are: each is a sample, in a micro-batch of its own."""
+    (batch,) = batches
+    return batch
+
+
 def _count(batch: Any) -> int:
     return next((len(leaf) for _, leaf in leaves(batch, "") if has_samples(leaf)), 0)
 

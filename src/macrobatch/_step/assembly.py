@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from macrobatch._ranks.select import select_backend
@@ -47,7 +48,10 @@ def engine_for(
         process_group=options.get("process_group"),
         accumulate_dtype=accumulate_dtype,
     )
-    closing = _leaving(options) if optimizer is None else _stepping(optimizers, options, counts_on_host=callable(steps))
+    if optimizer is None:
+        closing = _leaving(options, scaler)
+    else:
+        closing = _stepping(optimizers, options, scaler, counts_on_host=callable(steps))
     return Engine(
         models,
         optimizers,
@@ -63,21 +67,23 @@ def engine_for(
     )
 
 
-def _stepping(optimizers: Sequence[Optimizer], options: Options, *, counts_on_host: bool) -> Closing:
+def _stepping(
+    optimizers: Sequence[Optimizer], options: Options, scaler: GradScaler | None, *, counts_on_host: bool
+) -> Closing:
     return TakeStep(
         validation.checked_optimizers(optimizers),
         validation.checked_schedulers(options.get("scheduler"), optimizers),
-        scaler=validation.checked_scaler(options.get("scaler")),
+        scaler=scaler,
         max_norm=validation.checked_norm(options.get("max_norm")),
         nonfinite=validation.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
         counts_on_host=counts_on_host,
     )
 
 
-def _leaving(options: Options) -> Closing:
+def _leaving(options: Options, scaler: GradScaler | None) -> Closing:
     for name in ("scheduler", "max_norm", "nonfinite"):
         if options.get(name) is not None:
             raise UsageError(
                 f"{name}= belongs to the optimizer step: without an optimizer, the program takes it itself."
             )
-    return LeaveMean([], validation.checked_scaler(options.get("scaler")))
+    return LeaveMean([], scaler)

@@ -93,7 +93,7 @@ class JointWindow(MeanWindow):
     """The totals of one window with a loss of the whole batch.
 
     Args:
-        options: of `MeanWindow`.
+        options: of `Window`: number, length, reduction, scaler, multiplier.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -8,31 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._step.totals import UNSCALED, Window, wide
-from macrobatch.types import Reduction
 
 
 class MeanWindow(Window):
-    """The totals of one window whose denominators come first.
-
-    Args:
-        number, length, reduction: as of `Window`.
-        scaler: whose scale multiplies all losses of the window.
-        multiplier: the same, where it is known beforehand.
-    """
-
-    def __init__(
-        self,
-        *,
-        number: int,
-        length: int,
-        reduction: Reduction,
-        scaler: GradScaler | None = None,
-        multiplier: float | Tensor | None = None,
-    ) -> None:
-        super().__init__(number=number, length=length, reduction=reduction, scaler=scaler, multiplier=multiplier)
+    """The totals of one window whose denominators come first."""
 
     def _begin_on(self, device: torch.device) -> None:
         """The denominators are known: the window is on this device, and takes the scaler's scale."""

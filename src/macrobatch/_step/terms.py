@@ -75,7 +75,7 @@ class TermWindow(MeanWindow):
     (tensor(8., dtype=torch.float64), tensor(4), tensor([False, False]))
 
     Args:
-        options: of `MeanWindow`.
+        options: of `Window`: number, length, reduction, scaler, multiplier.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cut.joining import joined
+from macrobatch._cut.joining import joined, the_only_one
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._cut.token_groups import BESIDE_TOKENS, LABELS, MASK, OTHER_MASKS, TOKENS
@@ -202,7 +202,7 @@ class WholeWindow:
         self._result: StepResult | None = None
         self.has_loss = False
         self.length = 0
-        how: dict[str, Any] = {"micro": settings.micro} if self._cuts else {"micro": 1, "collate": _the_only_one}
+        how: dict[str, Any] = {"micro": settings.micro} if self._cuts else {"micro": 1, "collate": the_only_one}
         self._train = MacroStep(
             [*models, self._logged], None, self._loss, cuda_graph=settings.cuda_graph, **how, **options
         )
@@ -290,8 +290,3 @@ def padding_for(module: nn.Module) -> dict[str, int]:
     tokens = (getattr(getattr(part, "config", None), "pad_token_id", None) for part in module.modules())
     pad = next((token for token in tokens if isinstance(token, int)), 0)
     return dict.fromkeys((MASK, *BESIDE_TOKENS, *OTHER_MASKS, *TOKENS), 0) | {LABELS: IGNORED, "input_ids": pad}
-
-
-def _the_only_one(batches: list[Any]) -> Any:
-    (batch,) = batches
-    return batch

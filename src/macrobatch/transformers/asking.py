@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from macrobatch._cut.joining import joined
+from macrobatch._cut.padding import IGNORED
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.transformers.balance import Balance, balance_of, outputs_of
-from macrobatch.transformers.meaning import IGNORED, Inputs, Meaning, all_labels, causal_labels, own_items
+from macrobatch.transformers.meaning import Inputs, Meaning, all_labels, causal_labels, own_items
 from macrobatch.transformers.private import items_in, unlogged
 from macrobatch.transformers.samples import Layout
 
@@ -58,7 +59,8 @@ class Inquiry:
 
     def of(self, meaning: Meaning, inputs: Inputs) -> tuple[float, float]:
         """The loss of a batch without its balance loss, and its items."""
-        with torch.no_grad(), self.without_trace(), outputs_of(self._trainer.model) as outputs:
+        has_balance = meaning.balance is not None
+        with torch.no_grad(), self.without_trace(), outputs_of(self._trainer.model, has_balance) as outputs:
             found, items = meaning.loss(self._trainer, self._trainer.compute_loss, self._model, dict(inputs))
             if meaning.balance is not None:
                 found = found - meaning.balance.coefficient * outputs[-1].aux_loss

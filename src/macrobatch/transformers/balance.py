@@ -66,9 +66,12 @@ def from_sums(chosen: Tensor, probable: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
-    """What the model returns meanwhile."""
+def outputs_of(model: nn.Module, is_watched: bool = True) -> Iterator[list[Any]]:
+    """What the model returns meanwhile; nothing where it is not watched, for outputs are large."""
     found: list[Any] = []
+    if not is_watched:
+        yield found
+        return
     handle = model.register_forward_hook(lambda _module, _arguments, outputs: found.append(outputs))
     try:
         yield found

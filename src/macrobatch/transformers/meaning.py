@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import UsageError
 from macrobatch.transformers.balance import Balance
 from macrobatch.transformers.preferences import PreferenceTerms
 from macrobatch.transformers.samples import Layout
-from macrobatch.types import Items
+from macrobatch.types import Encoded, Items
 
 Inputs = dict[str, Any]
 Compute = Callable[..., Any]  # the trainer's own compute_loss
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class Meaning:
         if self.count is None:
             return _told(trainer, found)
         return found, items
+
+    def weighed(self, loss: Any, items: Items, outputs: Sequence[Any], inputs: Inputs) -> tuple[Any, Items] | Encoded:
+        """A loss as `MacroStep` takes it: with a balance loss in it, what that needs of the model's outputs."""
+        if self.balance is None:
+            return loss, items
+        return self.balance.encoded(loss, items, outputs[-1], inputs.get("attention_mask"))
 
 
 def _told(trainer: Any, found: Any) -> tuple[Any, Items]:

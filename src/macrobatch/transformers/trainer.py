@@ -107,8 +107,12 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ the trainer's loop
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        self._windows, self._number, self._left, self._awaits_step = None, 0, 0, False  # the model is wrapped anew
+        self.start_over()
         return super()._inner_training_loop(*arguments, **named)
+
+    def start_over(self) -> None:
+        """No window is open, and none waits for its step: the model may have been wrapped anew."""
+        self._windows, self._number, self._left, self._awaits_step = None, 0, 0, False
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of the next window, as many as the loop has asked for, or it would not step.
@@ -121,7 +125,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             self._windows.drop()  # one that a callback has broken off
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._number += bool(batches)
-        self._batches = batches if self._number & (self._number - 1) == 0 else []  # the first, 2nd, 4th, 8th ...
+        self._batches = batches if self._is_looked_at else []
         self._fillers = num_batches - len(batches) if batches else 0
         self._left = len(batches) + self._fillers
         fillers = [_nothing_of(batches[0])] * self._fillers if self._fillers else []
@@ -146,7 +150,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             if callable(getattr(self.optimizer, "train", None)):
                 self.optimizer.train()
         is_last_word = type(self).compute_loss is ExactTrainer.compute_loss  # no subclass changes what ours returns
-        self._windows.compares = is_last_word and self._number & (self._number - 1) == 0
+        self._windows.compares = is_last_word and self._is_looked_at
         self._is_undivided = True
         try:
             result = self._windows.step(
@@ -218,6 +222,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 f"window {self._number} it is not one: parts of a batch, so weighed, do not give the whole. Let "
                 "compute_loss return (loss, items), where the loss is a mean over so many items."
             )
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return self._number & (self._number - 1) == 0  # the windows 1, 2, 4, 8 ...
 
     def _is_on_any_rank(self, here: bool) -> bool:
         if self.args.world_size == 1:

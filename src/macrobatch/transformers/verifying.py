@@ -16,6 +16,7 @@ from macrobatch.transformers.balance import outputs_of
 from macrobatch.transformers.meaning import Inputs
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
+from macrobatch.transformers.trainer import ExactTrainer
 from macrobatch.transformers.trl import generates, layout_for
 from macrobatch.transformers.windows import Settings, padding_of
 from macrobatch.types import Encoded, Items
@@ -41,16 +42,13 @@ def case_of(trainer: Any) -> dict[str, Any]:
     model = _wrapped(trainer)
     batches = _first_window(trainer)
     padding, layout = padding_of(trainer), layout_for(trainer)
-    compute = trainer.compute_loss
     meaning = meaning_of(trainer, model, batches[0], layout)
     rows = [layout.count(batch) for batch in batches]
 
     def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded:
-        with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
-            loss, items = meaning.loss(trainer, compute, model, dict(inputs))
-        if meaning.balance is None:
-            return loss, items
-        return meaning.balance.encoded(loss, items, outputs[-1], inputs.get("attention_mask"))
+        with outputs_of(trainer.model, meaning.balance is not None) as outputs, trainer.compute_loss_context_manager():
+            loss, items = meaning.loss(trainer, trainer.compute_loss, model, dict(inputs))
+        return meaning.weighed(loss, items, outputs, inputs)
 
     def step(model: nn.Module, inputs: Inputs) -> None:
         starts = [sum(rows[:index]) for index in range(len(rows))]
@@ -63,6 +61,8 @@ def case_of(trainer: Any) -> dict[str, Any]:
 
 def run_window(trainer: Any, model: nn.Module, batches: list[Inputs]) -> None:
     """What the trainer's loop does with the batches of a window, up to clipping."""
+    if isinstance(trainer, ExactTrainer):
+        trainer.start_over()  # nobody has taken a step after the window before
     window, number = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
     trainer.current_gradient_accumulation_steps = len(window)
     for index, inputs in enumerate(window):

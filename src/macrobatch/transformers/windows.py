@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cut.joining import joined
+from macrobatch._cut.joining import joined, the_only_one
+from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._step.assembly import engine_for
 from macrobatch._step.leaving import LeaveMean
@@ -23,8 +24,6 @@ from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult, Terms
-
-LABEL_PADDING = -100
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class WholeWindow(Windows):
         self._padding = padding_of(trainer)
         self._logged = logged_sums_of(trainer, is_recorded=settings.cuda_graph)
         self._waiting: list[Inputs] = []
-        options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": _the_only_one}
+        options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": the_only_one}
         if meaning.balance is not None:
             options["joint"] = meaning.balance.joint
         if meaning.terms is not None:
@@ -191,20 +190,19 @@ class WholeWindow(Windows):
         return {name: sum(one[name] for one in counts) for name in counts[0]}
 
     def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded | Terms:
-        trainer, balance = self._trainer, self._meaning.balance
-        inputs = self._meaning.layout.as_inputs(rows, self._padding)
-        mask = inputs.get("attention_mask")
-        if (terms := self._meaning.terms) is not None:
+        trainer, meaning = self._trainer, self._meaning
+        inputs = meaning.layout.as_inputs(rows, self._padding)
+        if (terms := meaning.terms) is not None:
             with terms.noted(trainer) as losses, trainer.compute_loss_context_manager():
                 trainer.compute_loss(model, dict(inputs))
             self._noted()
             return terms.of(losses, terms.counts(inputs))
-        with outputs_of(trainer.model) as outputs, trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, inputs)
-        items = self._noted()
+        is_watched = meaning.balance is not None or self._logged is not None
+        with outputs_of(trainer.model, is_watched) as outputs, trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, dict(inputs))
         if self._logged is not None:
             self._logged.note(outputs[-1])
-        return (loss, items) if balance is None else balance.encoded(loss, items, outputs[-1], mask)
+        return meaning.weighed(loss, self._noted(), outputs, inputs)
 
     def drop(self) -> None:
         self._waiting = []
@@ -214,11 +212,6 @@ class WholeWindow(Windows):
         return self._train.is_void()
 
 
-def _the_only_one(batches: list[Inputs]) -> Inputs:
-    (batch,) = batches
-    return batch
-
-
 def padding_of(trainer: Any) -> dict[str, int]:
     """What the fields of a batch are padded with; all others with 0."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -226,7 +219,7 @@ def padding_of(trainer: Any) -> dict[str, int]:
     token = getattr(tokenizer, "pad_token_id", None)
     token = getattr(config, "pad_token_id", None) if token is None else token
     pad = token if isinstance(token, int) else 0
-    return {"input_ids": pad, "decoder_input_ids": pad, "labels": LABEL_PADDING, "shift_labels": LABEL_PADDING}
+    return {"input_ids": pad, "decoder_input_ids": pad, "labels": IGNORED, "shift_labels": IGNORED}
 
 
 def zero_of(device: torch.device) -> Tensor:
