@@ -194,6 +194,12 @@ def connect(store: Path) -> None:
 
 
 def disconnect() -> None:
+    """Close the connections.
+
+    Threads of gloo let go of the tensors of the last collective after it has ended, and need Python's lock for that.
+    The destructor of a group holds the lock and waits for those threads: let them have it first, or a rank stands.
+    """
+    time.sleep(0.05)
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # connections are closed when nothing holds the group any more
