@@ -1,14 +1,18 @@
 """`exact(Trainer)` on two real processes, against one process with the whole batches."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+import harness
 from harness import programs
+from harness.processes import end_family, started
 from harness.ranks import Collectives, Outcome, all_well, run
 from harness.trainers import Sample, apart, one_big_batch, samples, train, trainer
 from macrobatch import by_tokens, verify
@@ -76,6 +80,13 @@ def stream_that_ends() -> Outcome:
     return {"weights": made.model.state_dict(), "step": made.state.global_step}
 
 
+def tokens_of_each_rank() -> Outcome:
+    """Stock trainers then divide by the labels of their own rank."""
+    made = trainer("llama", exact(Trainer), samples("llama", COUNT), average_tokens_across_devices=False)
+    return {"losses": train(made), "weights": made.model.state_dict()}
+
+
+SCENARIOS["tokens of each rank"] = partial(alone, tokens_of_each_rank)
 SCENARIOS["stream"] = partial(alone, stream_that_ends)
 SCENARIOS["as it is"] = partial(alone, as_it_is)
 SCENARIOS["all_reduces"] = partial(alone, all_reduces)
@@ -106,6 +117,13 @@ def test_a_stream_that_ends_inside_a_window(ran):
         assert apart(outcome["weights"], expected) <= 1e-14
 
 
+def test_labels_count_on_all_ranks_whatever_a_trainer_would_average(ran):
+    expected, losses = one_big_batch("llama", samples("llama", COUNT), 16)
+    for outcome in all_well(ran["tokens of each rank"]):
+        assert outcome["losses"] == pytest.approx(losses, abs=2e-6)
+        assert apart(outcome["weights"], expected) <= 3e-8
+
+
 def test_the_trainer_as_it_is_differs(ran):
     assert all(outcome["apart"] > 1e-4 for outcome in all_well(ran["as it is"]))
 
@@ -114,6 +132,36 @@ def test_gradients_travel_once_a_window(ran):
     """Per window one all-reduce of all gradients, one of the totals, one of which parameters DDP has found unused."""
     for outcome in all_well(ran["all_reduces"]):
         assert outcome[7] - outcome[5] == 3 * 2
+
+
+PROGRAM = """
+import torch
+from transformers import Trainer
+
+from harness.trainers import samples, train, trainer
+from macrobatch.transformers import exact
+
+torch.set_num_threads(1)
+made = trainer("bert", exact(Trainer), samples("bert", 20), max_grad_norm=0.5, save_strategy="no")
+train(made)
+torch.save(made.model.state_dict(), f"weights-{made.args.process_index}.pt")
+"""
+
+
+def test_under_accelerate_launch(tmp_path):
+    """As on GPUs: on a CPU the launcher starts several processes under that name alone."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
+    options = ["--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    environment = harness.environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    leader = started([*launcher, *options, "program.py"], tmp_path / "screen", environment)
+    try:
+        assert leader.wait(120) == 0, (tmp_path / "screen").read_text()[-4000:]
+    finally:
+        end_family(leader)
+    expected, _ = one_big_batch("bert", samples("bert", COUNT), 16, max_norm=0.5)
+    for rank in range(2):
+        assert apart(torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True), expected) <= 1e-14
 
 
 def test_verify_on_ranks(ran):
