@@ -21,8 +21,9 @@ from macrobatch._cudagraph.cache import RecordingCache, eager_message
 from macrobatch._cudagraph.capture import capturer_for
 from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_ddp
 from macrobatch._cudagraph.two_passes import FirstPassCache, JointRecordings, SecondPassCache
+from macrobatch._cut.fitting import Fitting, FittingCount, FittingTokens, Sized
 from macrobatch._cut.label_watch import LabelWatch
-from macrobatch._cut.memory import FittingSizes
+from macrobatch._cut.memory import UNLIMITED, FittingSizes
 from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import ByCount, ByTokens, Cut, Policy, require_each_once
 from macrobatch._cut.prefetch import Prefetcher
@@ -85,8 +86,9 @@ class MacroStep:
             the samples, with a warning where micro-batches have uneven numbers of labels that are not -100. Or several
             terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items. With
             ``joint``, an `Encoded`.
-        micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits. It is
-            found by trying, halved where memory runs out, and the window is done again as if nothing had happened.
+        micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits
+            (``by_tokens("auto")``: of tokens). It is found by trying, halved where memory runs out, and the window is
+            done again as if nothing had happened.
         collate: for batches that are lists of samples: makes a micro-batch of some.
         counts: for terms: ``counts(batch)`` returns the items of each, by name, in the whole batch as handed over:
             ints, or tensors, which the host never reads. Every call, on every rank, returns the same names in the same
@@ -94,7 +96,7 @@ class MacroStep:
         joint: a loss of the whole batch, such as a contrastive one: ``joint(model, encoded)`` gets the encodings of all
             samples on all ranks, in the order of the batch, and returns a scalar. Each micro-batch goes through
             `loss_fn` twice, with the same random numbers: once to encode it, once for its gradient.
-        fit_file: "auto": where to keep sizes that did not fit, so that the next run begins with smaller ones.
+        fit_file: with "auto" where to keep sizes that did not fit, so that the next run begins with smaller ones.
         cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed, for a GPU that
             waits for Python. Where that cannot be, as on a CPU, they run as they are, and a warning says so.
         options: every option of `Accumulator` but ``steps`` and ``remainder``.
@@ -127,8 +129,10 @@ class MacroStep:
         self._loss_fn = loss_fn
         self._collate = collate
         self._micro = checked_micro(micro)
-        if fit_file is not None and self._micro is not None:
-            raise UsageError('fit_file keeps the sizes that micro="auto" has found: leave it out otherwise.')
+        if fit_file is not None and not isinstance(self._micro, FittingCount | FittingTokens):
+            raise UsageError(
+                'fit_file keeps the sizes that micro="auto" or by_tokens("auto") has found: leave it out otherwise.'
+            )
         self._sizes = FittingSizes(fit_file)
         has_terms = validation.checked_counts(counts) is not None
         has_joint = validation.checked_joint(joint, counts) is not None
@@ -136,20 +140,22 @@ class MacroStep:
         self._terms = None if counts is None else BatchTerms(counts, self._engine)
         parameters = (p for model in self._engine.models for p in model.parameters())
         self._sharing = sharing_ranks(parameters, self._engine.backend.group)
-        if self._is_auto and self._sharing:
+        if self._fitting is not None and self._sharing:
             raise BackendError(
-                f'micro="auto" cuts by the memory of one rank, but rank {dist.get_rank()} shares a model with the '
-                f"ranks {self._sharing}, which must cut alike. Say how: micro= a number, by_count or by_tokens."
+                '"auto" cuts by the memory of one rank, but '
+                f"rank {dist.get_rank()} shares a model with the ranks {self._sharing}, which must cut alike. Say how: "
+                "micro= a number, by_count or by_tokens with a budget."
             )
         self._feed = Prefetcher()
         self._graphs = self._make_graphs(has_joint=has_joint) if cuda_graph else None
         self._agreement = Agreement(self._engine.backend)
-        sizes = self._sizes if self._is_auto else None
-        self._attempts = Attempts(self._engine, self._agreement, sizes)
+        self._attempts = Attempts(self._engine, self._agreement, self._fitting, self._sizes)
         self._spare = Spare(self._engine, self._agreement)
         watches = self._engine.reduction == "mean" and not (has_terms or has_joint)
         self._label_watch = LabelWatch() if watches else None
-        keeps = has_joint and self._is_auto and self._graphs is None and self._engine.backend.abilities.confines
+        keeps = (
+            has_joint and self._fitting is not None and self._graphs is None and self._engine.backend.abilities.confines
+        )
         self._kept = kept_graphs_for(self._engine.device) if keeps else None
         self._passes = None if joint is None else self._make_passes(joint)
 
@@ -223,17 +229,20 @@ class MacroStep:
     # ------------------------------------------------------------------------------------------ before a window
 
     @property
-    def _is_auto(self) -> bool:
-        return self._micro is None
+    def _fitting(self) -> Fitting | None:
+        """How to cut, where the size of micro-batches is found by trying."""
+        return self._micro if isinstance(self._micro, FittingCount | FittingTokens) else None
+
+    @property
+    def _has_few_shapes(self) -> bool:
+        """Whether recorded micro-batches are cut into few shapes."""
+        return isinstance(self._micro, ByTokens | FittingTokens)
 
     def _cut(self, batch: Any) -> Cut:
         """How to do this window, as agreed with the other ranks."""
         try:
             samples = samples_of(batch, self._collate)
-            parts = [] if self._micro is None else self._micro.parts(samples, few_shapes=self._graphs is not None)
-            if not isinstance(self._micro, ByCount | ByTokens | None):
-                require_each_once(parts, samples.count)
-            row = self._row(samples, parts)
+            (parts, size), row = self._plan(samples)
             if self._terms is not None and samples.count:
                 self._terms.count(batch)
         except Exception:
@@ -243,12 +252,12 @@ class MacroStep:
         if any(row.failed for row in rows):
             ranks = [rank for rank, row in enumerate(rows) if row.failed]
             raise BatchError(f"the batch of rank {ranks[0]} cannot be cut; its own error says why. No step was taken.")
-        counts, held = [row.parts for row in rows], False
-        if self._is_auto:
-            size = min(row.proposed for row in rows)
-            parts = ByCount(size).parts(samples)
-            counts = [-(-row.samples // size) for row in rows]
-            held = any(min(size, row.samples) > row.proven for row in rows)
+        least = min(row.proposed for row in rows)
+        if any(row.size > least for row in rows):  # all cut alike: by what fits on every rank
+            (parts, size), row = self._plan(samples, least)
+            rows = self._exchange(row)
+        counts = [row.parts for row in rows]
+        held = self._fitting is not None and any(row.size > row.proven for row in rows)
         abilities = self._engine.backend.abilities
         held = held or self._graphs is not None or self._passes is not None
         held = held or (0 in counts and not abilities.needs_every_rank)
@@ -262,14 +271,24 @@ class MacroStep:
         turns = max(counts) if abilities.lockstep and not held else max(len(parts), abilities.needs_every_rank)
         self._spare.find(rows, samples, parts)
         self._engine.expect_repeats(counts.count(counts[0]) < len(counts))
-        return Cut(samples, parts, turns, held, is_empty=not any(counts))
+        return Cut(samples, parts, turns, held, is_empty=not any(counts), size=size)
 
-    def _row(self, samples: Samples, parts: list[Part]) -> Row:
-        has_spare = samples.count > 0 or self._spare.is_there
-        if self._micro is not None or not samples.count:
-            return Row(samples.count, len(parts), has_spare=has_spare)
-        shape = samples.shape
-        return Row(samples.count, 0, self._sizes.proposal(shape), self._sizes.proven_size(shape), has_spare)
+    def _plan(self, samples: Samples, most: int = UNLIMITED) -> tuple[Sized, Row]:
+        """The micro-batches of this rank, none of more than that size where sizes are tried; and its row."""
+        few_shapes, has_spare = self._graphs is not None, samples.count > 0 or self._spare.is_there
+        if not samples.count:
+            return Sized([], 0), Row(has_spare=has_spare)
+        if isinstance(self._micro, FittingCount | FittingTokens):
+            shape = self._micro.shape(samples)
+            proposed = min(self._sizes.proposal(shape), most)
+            cut = self._micro.cut(samples, proposed, few_shapes=few_shapes)
+            proven = self._sizes.proven_size(shape)
+            return cut, Row(samples.count, len(cut.parts), cut.size, proposed, proven, has_spare)
+        parts = self._micro.parts(samples, few_shapes=few_shapes)
+        if not isinstance(self._micro, ByCount | ByTokens):
+            require_each_once(parts, samples.count)
+        size = max(len(part.samples) for part in parts)
+        return Sized(parts, size), Row(samples.count, len(parts), has_spare=has_spare)
 
     def _exchange(self, row: Row) -> list[Row]:
         with self._engine.spans.of("communication"):
@@ -289,7 +308,7 @@ class MacroStep:
         if not cut.turns:
             engine.join_empty()
         if graphs is not None:
-            graphs.open(engine.open_gradients(), self._coming(cut), few_shapes=isinstance(self._micro, ByTokens))
+            graphs.open(engine.open_gradients(), self._coming(cut), few_shapes=self._has_few_shapes)
         if self._label_watch is not None:
             self._label_watch.begin_window()
         takes, counted = [partial(self._take, cut, part) for part in cut.part_per_turn()], set[bool]()
@@ -340,7 +359,7 @@ class MacroStep:
             partial(joint, bare),
             self._attempts.agree,
             recordings=self._graphs if isinstance(self._graphs, JointRecordings) else None,
-            few_shapes=isinstance(self._micro, ByTokens),
+            few_shapes=self._has_few_shapes,
             kept=self._kept,
         )
 
@@ -434,12 +453,14 @@ class MacroStep:
         return None
 
 
-def checked_micro(micro: object) -> Policy | None:
-    """How to cut; None: whatever fits."""
+def checked_micro(micro: object) -> Policy | FittingCount | FittingTokens:
+    """How to cut."""
+    if isinstance(micro, ByTokens) and micro.budget == "auto":
+        return FittingTokens(micro)
     if isinstance(micro, Policy):
         return micro
     if micro == "auto":
-        return None
+        return FittingCount()
     if isinstance(micro, Integral) and not isinstance(micro, bool):
         return ByCount(int(micro))
     raise UsageError(f'micro must be a number of samples, by_count(n), by_tokens(budget) or "auto": got {micro!r}.')

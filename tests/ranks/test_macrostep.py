@@ -119,6 +119,7 @@ for _mode, (_wrap, _options) in MODES.items():
     SCENARIOS[f"by-count-{_mode}"] = partial(train, FILLED, _wrap, 2, **_options)
     SCENARIOS[f"by-tokens-{_mode}"] = partial(train, FILLED, _wrap, by_tokens(7, lengths), **_options)
     SCENARIOS[f"auto-{_mode}"] = partial(train, FILLED, _wrap, "auto", **_options)
+    SCENARIOS[f"tokens-that-fit-{_mode}"] = partial(train, FILLED, _wrap, by_tokens("auto", lengths), **_options)
 SCENARIOS_ON_FOUR["by-count-hsdp"] = partial(train, ON_FOUR, hsdp, 2)
 SCENARIOS_ON_FOUR["auto-hsdp"] = partial(train, ON_FOUR, hsdp, "auto", gather="window")
 
@@ -143,7 +144,7 @@ def exact(outcomes: list[Outcome], filled: Sequence[Sequence[int]]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("micro", ["by-count", "by-tokens", "auto"])
+@pytest.mark.parametrize("micro", ["by-count", "by-tokens", "auto", "tokens-that-fit"])
 def test_every_window_is_the_one_big_batch(ran, micro, mode):
     exact(ran[f"{micro}-{mode}"], FILLED)
 
@@ -357,6 +358,30 @@ def test_two_hundred_faults(ran):
     outcomes = [outcome for name in ("random-ddp", "random-fsdp2") for outcome in all_well(ran[name])]
     assert {outcome["worst"] for outcome in outcomes} == {0.0}
     assert sum(outcome["met"] for outcome in outcomes) >= 200
+
+
+def tokens_on_little_memory(room: Sequence[int], wrap: Any, **options: Any) -> Outcome:
+    """Ranks with room for different numbers of tokens."""
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        sizes.append(batch.x.numel())
+        if batch.x.numel() > room[dist.get_rank()] and len(batch.x) > 1:
+            run_out()
+        return counted_loss(model, batch)
+
+    return train(FILLED, wrap, by_tokens("auto", lengths), loss, **options) | {"sizes": sizes}
+
+
+for _mode in HELD:
+    SCENARIOS[f"little-{_mode}"] = partial(tokens_on_little_memory, (25, 9), MODES[_mode][0], **MODES[_mode][1])
+
+
+@pytest.mark.parametrize("mode", HELD)
+def test_all_ranks_cut_by_the_tokens_that_fit_on_each(ran, mode):
+    outcomes = ran[f"little-{mode}"]
+    exact(outcomes, FILLED)
+    assert max(outcomes[1]["sizes"]) > 9 >= outcomes[1]["sizes"][-1]
 
 
 # --------------------------------------------------------------------------------------- sizes, proven and unproven

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from macrobatch import MacroStep, StepResult
+from macrobatch import MacroStep, StepResult, by_tokens
 from macrobatch._cut.memory import Pressure, is_out_of_memory
+from macrobatch._cut.samples import samples_of
 from macrobatch.errors import FitError, UsageError
 
 FEATURES = 6
@@ -261,6 +262,120 @@ def test_where_samples_are_collated():
     found = Run(options={"collate": collate}).over([list(batch(8))])
     quiet = True
     same(found, Run(micro=2, options={"collate": collate}).over([list(batch(8))]))
+
+
+# ------------------------------------------------------------------------------------------------------------ by tokens
+
+LENGTHS = [5, 1, 3, 6, 2, 6, 4, 1, 2, 3]
+
+
+def words(lengths: list[int], seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, FEATURES, generator=draw) for length in lengths]
+
+
+@dataclass
+class Tokens:
+    """Samples of different lengths, in so little memory that a micro-batch has at most `room` tokens with padding."""
+
+    micro: Any
+    room: int = 10**9
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # samples and width of each micro-batch that was tried
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.train = MacroStep(
+            self.model, optimizer, self.loss, micro=self.micro, collate=self.collated, **self.options
+        )
+
+    def collated(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        x = nn.utils.rnn.pad_sequence(samples, batch_first=True).double()
+        self.sizes.append(tuple(x.shape[:2]))
+        return {"x": x, "mask": torch.tensor([[k < len(s) for k in range(x.shape[1])] for s in samples])}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y = model(batch["x"])[..., 0]
+        if y.numel() > self.room:
+            raise torch.OutOfMemoryError(GPU_TEXT)
+        return y.square()[batch["mask"]].mean(), batch["mask"].sum()
+
+
+def test_the_largest_number_of_tokens_that_fits(caplog):
+    """60 tokens with padding in one micro-batch do not fit, nor do 30; 15 do: at 6 wide, two samples at a time."""
+    found = Tokens(by_tokens("auto", len), room=20)
+    found.train(words(LENGTHS))
+    assert found.sizes[0] == (10, 6)
+    assert "out of memory with 60 tokens in a micro-batch" in caplog.text
+    assert caplog.text.count("out of memory") == 2
+    torch.manual_seed(0)
+    other = Tokens(by_tokens(15, len))
+    other.train(words(LENGTHS))
+    assert found.sizes[-len(other.sizes) :] == other.sizes
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), other.model.parameters(), strict=True))
+    found.sizes.clear()
+    found.train(words(LENGTHS, seed=1))
+    assert found.sizes == other.sizes  # it is remembered
+
+
+def test_a_batch_of_tensors_by_the_tokens_that_fit():
+    ids = torch.arange(12).view(4, 3)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0]])
+    tried: list[tuple[int, int]] = []
+    model = nn.Embedding(12, 1)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        tried.append(tuple(batch["input_ids"].shape))
+        if batch["input_ids"].numel() > 4:
+            raise torch.OutOfMemoryError(GPU_TEXT)
+        return model(batch["input_ids"])[..., 0][batch["attention_mask"].bool()].mean(), batch["attention_mask"].sum()
+
+    train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro=by_tokens("auto"))
+    result = train({"input_ids": ids, "attention_mask": mask})
+    assert tried == [(4, 3), (2, 3), (1, 3), (1, 2), (2, 1)]
+    assert result.items.item() == 7
+
+
+def test_more_tokens_are_tried_after_a_while():
+    found = Tokens(by_tokens("auto", len), room=50)
+    for seed in range(51):
+        found.train(words([6] * 10, seed))
+    assert set(found.sizes[1:-2]) == {(5, 6)}
+    assert max(found.sizes[-2:]) == (7, 6)  # half-way to the 60 that did not fit
+
+
+def test_a_sample_that_does_not_fit_alone():
+    found = Tokens(by_tokens("auto", len), room=5)
+    with pytest.raises(FitError, match="not even one sample fits"):
+        found.train(words(LENGTHS))
+    assert found.sizes[-1] == (1, 6)
+
+
+def test_tokens_that_fit_are_kept_in_a_file(tmp_path):
+    options = {"fit_file": tmp_path / "fit.json"}
+    Tokens(by_tokens("auto", len), room=20, options=options).train(words(LENGTHS))
+    again = Tokens(by_tokens("auto", len), room=20, options=options)
+    again.train(words(LENGTHS))
+    assert max(samples * width for samples, width in again.sizes) <= 15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: by_tokens("all"), "a whole number, 1 or more, or .auto."),
+        (lambda: by_tokens("auto", oversize="raise"), "needs a budget"),
+        (lambda: by_tokens("auto").parts(samples_of(torch.zeros(2, 2))), "MacroStep does that"),
+        (lambda: Tokens(by_tokens(10), options={"fit_file": "x"}), "leave it out otherwise"),
+    ],
+)
+def test_wrong_calls_of_tokens_that_fit(wrong, says):
+    with pytest.raises(UsageError, match=says):
+        wrong()
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
 
 
 def test_the_comparison_sees_another_cut_and_another_dropout():

@@ -15,6 +15,7 @@ from macrobatch.transformers import exact
 
 KINDS = ("llama", "gpt2", "mixtral", "bert", "t5")
 WAYS = {"batches": {}, "tokens": {"micro": by_tokens(40)}, "three": {"micro": 3}, "auto": {"micro": "auto"}}
+WAYS["tokens that fit"] = {"micro": by_tokens("auto")}
 # The losses of these models are computed in float32, whatever their weights are.
 ROUNDING = {"bert": 1e-14, "llama": 3e-8, "gpt2": 3e-8, "mixtral": 3e-8, "t5": 3e-8}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from macrobatch._cut.memory import UNLIMITED
 from macrobatch._cut.plans import LengthPerGroup, Part, plan_by_count, plan_few_shapes, plan_sequences
 from macrobatch._cut.samples import SampleList, Samples
 from macrobatch.errors import BatchError, UsageError
@@ -54,22 +55,33 @@ class ByCount:
 class ByTokens:
     """The result of `by_tokens`."""
 
-    budget: int
+    budget: int | Literal["auto"]
     length: Callable[[Any], Any] | None = None
     oversize: Literal["warn", "raise"] = "warn"
     _warnings_given: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by kind
 
     def __post_init__(self) -> None:
-        _check_whole(self.budget, "a token budget must be a whole number, 1 or more")
+        if self.budget != "auto":
+            _check_whole(self.budget, 'a token budget must be a whole number, 1 or more, or "auto"')
         if self.length is not None and not callable(self.length):
             raise UsageError(f"length must be a function that returns the lengths of samples: got {self.length!r}.")
         if self.oversize not in ("warn", "raise"):
             raise UsageError(f'oversize must be "warn" or "raise": got {self.oversize!r}.')
+        if self.budget == "auto" and self.oversize == "raise":
+            raise UsageError('oversize="raise" needs a budget to be above: with "auto" there is none to begin with.')
+
+    def within(self, budget: int) -> ByTokens:
+        """The same with this budget. Nothing is said of samples above it, which nobody has chosen."""
+        sized = ByTokens(budget, self.length)
+        sized._warnings_given.update(self._warnings_given | {"oversize": UNLIMITED})
+        return sized
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The plan for these samples; with `few_shapes`, widths are rounded up."""
+        if self.budget == "auto":
+            raise UsageError('by_tokens("auto") finds its budget by trying: MacroStep does that, with micro=.')
         rows = samples.lengths(self.length)
-        self._check_oversize([sum(row) for row in rows])
+        self._check_oversize([sum(row) for row in rows], self.budget)
         if "untrimmed" not in self._warnings_given and (why := samples.why_untrimmed()) is not None:
             self._warnings_given["untrimmed"] = 1
             logger.warning("by_tokens: %s", why)
@@ -81,12 +93,12 @@ class ByTokens:
             return [Part(indices) for indices in plan]
         return [Part(indices, _widths_of(rows, indices)) for indices in plan]
 
-    def _check_oversize(self, lengths: Sequence[int]) -> None:
+    def _check_oversize(self, lengths: Sequence[int], budget: int) -> None:
         """Warn or raise if a sample is above the budget; warn again only for a larger one."""
         longest = max(lengths, default=0)
-        if longest <= self._warnings_given.get("oversize", self.budget):
+        if longest <= self._warnings_given.get("oversize", budget):
             return
-        found = f"sample {lengths.index(longest)} has {longest} tokens, which is above the budget of {self.budget}"
+        found = f"sample {lengths.index(longest)} has {longest} tokens, which is above the budget of {budget}"
         if self.oversize == "raise":
             raise BatchError(f'{found}. Truncate it, raise the budget, or pass oversize="warn" to run it alone.')
         self._warnings_given["oversize"] = longest
@@ -130,7 +142,10 @@ def by_count(n: int) -> ByCount:
 
 
 def by_tokens(
-    budget: int, length: Callable[[Any], Any] | None = None, *, oversize: Literal["warn", "raise"] = "warn"
+    budget: int | Literal["auto"],
+    length: Callable[[Any], Any] | None = None,
+    *,
+    oversize: Literal["warn", "raise"] = "warn",
 ) -> ByTokens:
     """Cut a batch into micro-batches of samples of similar length, none with more than `budget` tokens.
 
@@ -149,7 +164,8 @@ def by_tokens(
     Args:
         budget: the largest number of tokens in a micro-batch, padding included: number of samples x longest sample. If
             samples have several sequences (chosen and rejected, encoder and decoder), it is summed over them. A longer
-            sample becomes a micro-batch of its own.
+            sample becomes a micro-batch of its own. "auto": the largest budget that fits into memory, found by trying,
+            as ``micro="auto"`` finds a number of samples.
         length: a function that returns the length of a sample of a list, or the lengths of all samples of a batch of
             tensors. All tensors of that width are trimmed to these lengths. A mask that is not 0 beyond them, or a
             label that is not -100, is an error. Default: lengths come from masks and labels.
@@ -179,6 +195,7 @@ class Cut:
         turns: the number of micro-steps, including those that only join the collectives of other ranks.
         is_held: whether gradients stay on their ranks until all ranks have voted.
         is_empty: whether no rank has a sample.
+        size: that of the largest micro-batch: its samples, or its tokens where those are what is made to fit.
     """
 
     samples: Samples
@@ -186,12 +203,8 @@ class Cut:
     turns: int
     is_held: bool
     is_empty: bool
+    size: int
 
     def part_per_turn(self) -> list[Part | None]:
         """One part per turn; extra turns repeat the last part. None: this rank has no part at all."""
         return [self.parts[min(turn, len(self.parts) - 1)] if self.parts else None for turn in range(self.turns)]
-
-    @property
-    def size(self) -> int:
-        """The largest number of samples in a micro-batch."""
-        return max((len(part.samples) for part in self.parts), default=0)

@@ -17,7 +17,8 @@ class Row(NamedTuple):
     """What the other ranks must know of one before a window."""
 
     samples: int = 0
-    parts: int = 0  # micro-batches, where that does not depend on the size that ranks agree on
+    parts: int = 0  # micro-batches
+    size: int = 0  # of the largest one
     proposed: int = 2**62  # the size that it would take; by default no limit
     proven: int = 0  # the size that it knows to fit
     has_spare: int = 0  # whether it has any micro-batch to take part with

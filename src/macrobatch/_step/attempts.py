@@ -12,6 +12,7 @@ from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
+from macrobatch._cut.fitting import Fitting
 from macrobatch._cut.memory import (
     FittingSizes,
     Pressure,
@@ -62,18 +63,20 @@ class Attempts:
     Args:
         engine: which does them.
         agreement: between the ranks.
-        sizes: what is known to fit, where micro-batches may become smaller.
+        fitting: how to cut, where micro-batches may become smaller.
+        sizes: what is known to fit then.
     """
 
-    def __init__(self, engine: Engine, agreement: Agreement, sizes: FittingSizes | None) -> None:
+    def __init__(self, engine: Engine, agreement: Agreement, fitting: Fitting | None, sizes: FittingSizes) -> None:
         self._engine = engine
         self._agreement = agreement
+        self._fitting = fitting
         self._sizes = sizes
         self._pressure: Pressure | None = None
 
     def may_repeat(self, cut: Cut, recordings: Recordings | None) -> bool:
         """Whether this window can be done again."""
-        can_fail = self._sizes is not None or recordings is not None
+        can_fail = self._fitting is not None or recordings is not None
         return can_fail and (cut.is_held or self._agreement.is_alone)
 
     def run(
@@ -91,7 +94,7 @@ class Attempts:
         if cut.is_held:
             engine.backend.hold_window()
         mark = engine.mark()
-        if self._sizes is not None:
+        if self._fitting is not None:
             self._pressure = Pressure(engine.device)
         before, asked, abandoned = None, None, None
         try:
@@ -101,7 +104,7 @@ class Attempts:
         except AbandonedError as error:
             abandoned = error.statuses
         except BaseException as error:
-            could_fit = self._sizes is not None or _holds_memory(recordings)
+            could_fit = self._fitting is not None or _holds_memory(recordings)
             has_begun = before is not None or not may_repeat
             if not (is_out_of_memory(error) and could_fit and has_begun):
                 self._give_up(cut, mark, error)
@@ -111,7 +114,7 @@ class Attempts:
         if asked is not None and before is None:
             self._end_job(cut, asked)
         drops_kept = asked is not None and kept is not None and kept.has_kept
-        shrinks = asked is not None and not drops_kept and self._sizes is not None and cut.size > 1
+        shrinks = asked is not None and not drops_kept and self._fitting is not None and cut.size > 1
         makes_room = asked is not None and not (drops_kept or shrinks) and _holds_memory(recordings)
         can_go_on = drops_kept or shrinks or makes_room
         status = Status.DONE if asked is None else Status.RAN_OUT if can_go_on else Status.TOO_LARGE
@@ -146,13 +149,14 @@ class Attempts:
 
     def note_success(self, cut: Cut, kept: KeptGraphs | None = None) -> None:
         """Remember that this size fits, or that it barely does."""
-        if self._sizes is None or self._pressure is None or not cut.parts:
+        if self._fitting is None or self._pressure is None or not cut.parts:
             return
         barely = cut.size > 1 and self._pressure.has_risen()
         if barely and kept is not None and kept.has_kept:
             kept.refuse(cut.size)
             return
-        (self._sizes.note_failure if barely else self._sizes.note_success)(cut.samples.shape, cut.size)
+        note = self._sizes.note_failure if barely else self._sizes.note_success
+        note(self._fitting.shape(cut.samples), cut.size)
 
     def _vote(self, status: Status) -> list[Status]:
         if status != Status.DONE:
@@ -161,13 +165,13 @@ class Attempts:
             return self._agreement.vote(status)
 
     def _learn(self, cut: Cut, asked: str) -> None:
-        if self._sizes is None:
+        if self._fitting is None:
             return
-        shape = cut.samples.shape
+        shape = self._fitting.shape(cut.samples)
         self._sizes.note_failure(shape, cut.size)
         if cut.size > 1:
-            message = "out of memory with %d samples in a micro-batch (%s more was asked for): going on with %d"
-            logger.warning(message, cut.size, asked, self._sizes.proposal(shape))
+            message = "out of memory with %d %s in a micro-batch (%s more was asked for): going on with %d"
+            logger.warning(message, cut.size, self._fitting.unit, asked, self._sizes.proposal(shape))
 
     def _give_up(self, cut: Cut, mark: Mark, error: BaseException) -> None:
         """Leave nothing of the window behind, and no rank waiting for this one."""
@@ -180,10 +184,11 @@ class Attempts:
     def _end_job(self, cut: Cut, asked: str) -> NoReturn:
         """Other ranks wait for this one where it cannot come any more: the job ends, and the next one knows better."""
         self._learn(cut, asked)
-        remembers = self._sizes is not None and self._sizes.file is not None
+        remembers = self._fitting is not None and self._sizes.file is not None
+        unit = "samples" if self._fitting is None else self._fitting.unit
         why = (
             f"rank {dist.get_rank()} ran out of memory: {asked} more was asked for in a micro-batch of {cut.size} "
-            "samples. Other ranks were waiting for it in a collective, so this window cannot be done again. Start the "
+            f"{unit}. Other ranks were waiting for it in a collective, so this window cannot be done again. Start the "
             "job anew (torchrun --max-restarts does)"
             + (
                 ": it will begin with smaller ones."

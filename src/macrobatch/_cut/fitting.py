@@ -1,0 +1,78 @@
+"""Micro-batches of the largest size that fits into memory: by number of samples ("auto"), or by tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from macrobatch._cut.memory import UNLIMITED
+from macrobatch._cut.plans import Part
+from macrobatch._cut.policies import ByCount, ByTokens
+from macrobatch._cut.samples import Samples, Shape
+
+
+class Sized(NamedTuple):
+    """Micro-batches that keep to a size.
+
+    Attributes:
+        parts: the micro-batches.
+        size: that of the largest, as the size that fits is counted; 1: each has one sample, and none can be smaller.
+    """
+
+    parts: list[Part]
+    size: int
+
+
+class Fitting(Protocol):
+    """How to cut a batch, where the size of micro-batches is found by trying."""
+
+    unit: str
+    """What a size is a number of, for messages."""
+
+    def shape(self, samples: Samples) -> Shape:
+        """What a size that fits is remembered for."""
+
+    def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
+        """Micro-batches of at most that size."""
+
+
+class FittingCount:
+    """``micro="auto"``: the largest number of samples."""
+
+    unit = "samples"
+
+    def shape(self, samples: Samples) -> Shape:
+        """That of a sample: larger ones need more memory each."""
+        return samples.shape
+
+    def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
+        """Micro-batches of that many samples, in their order."""
+        parts = ByCount(size).parts(samples, few_shapes)
+        return Sized(parts, max((len(part.samples) for part in parts), default=0))
+
+
+class FittingTokens:
+    """``by_tokens("auto")``: the largest number of tokens, padding included.
+
+    A sample that is longer than what fits of others is still a micro-batch of its own.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, policy: ByTokens) -> None:
+        self._policy = policy
+
+    def shape(self, samples: Samples) -> Shape:
+        """One for all lengths: tokens need about the same memory, whatever samples they are of."""
+        return Shape(f"tokens of {samples.shape.kind}", ())
+
+    def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
+        """Micro-batches of at most that many tokens. One that is not limited by the size has the size it needs."""
+        parts = self._policy.within(size).parts(samples, few_shapes)
+        if all(len(part.samples) == 1 for part in parts):
+            return Sized(parts, min(len(parts), 1))
+        if len(parts) > 1 and size < UNLIMITED:
+            return Sized(parts, size)
+        rows = samples.lengths(self._policy.length)
+        (part,) = parts
+        widths = map(max, zip(*[rows[sample] for sample in part.samples], strict=True))
+        return Sized(parts, max(len(part.samples) * sum(widths), 2))
