@@ -137,7 +137,7 @@ def _trained(chosen: Settings) -> int:
             raise
         raise FitError(
             f"memory ran out: {requested_memory(error)} more was asked for, with --micro {chosen.micro}. Say --micro "
-            "auto or a smaller --micro, keep fewer activations (--checkpoint-activations), or take a smaller "
+            "auto or a smaller --micro, keep fewer activations (--checkpoint-activations yes), or take a smaller "
             "--seq-len or --model. The last checkpoint, if there is one, is as it was."
         ) from error
     except OSError as error:

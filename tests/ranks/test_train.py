@@ -25,6 +25,8 @@ TWO = {
     "fsdp float64": ("--micro", "tokens:256", "--precision", "float64", "--parallel", "fsdp"),
     "fsdp float32": ("--micro", "3", "--precision", "float32", "--parallel", "fsdp"),
     "checkpointed float64": ("--precision", "float64", "--checkpoint-activations"),
+    "packed float64": ("--precision", "float64", "--pack", "--micro", "tokens:256"),
+    "packed fsdp float32": ("--pack", "--parallel", "fsdp", "--micro", "tokens:128"),
 }
 LOW = {
     "fsdp pure-bf16": ("--precision", "pure-bf16", "--parallel", "fsdp"),
@@ -130,7 +132,7 @@ def test_padding_is_counted_once(place, on_two):
 
 def test_the_first_rank_speaks_for_all(on_two):
     assert on_two.output.count("parameters in float32") == sum(name.endswith("float32") for name in TWO)
-    assert len(re.findall(r"2 on cpu, fsdp", on_two.output)) == 3
+    assert len(re.findall(r"2 on cpu, fsdp", on_two.output)) == 4
     warnings = [line for line in on_two.output.splitlines() if line.startswith("macrobatch: ")]
     assert len(warnings) == len(TWO | LOW) + 1  # one a run, also of "moved"
     assert all("the validation has only 4 samples" in line for line in warnings)

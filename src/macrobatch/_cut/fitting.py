@@ -72,7 +72,4 @@ class FittingTokens:
             return Sized(parts, min(len(parts), 1))
         if len(parts) > 1 and size < UNLIMITED:
             return Sized(parts, size)
-        rows = samples.lengths(self._policy.length)
-        (part,) = parts
-        widths = map(max, zip(*[rows[sample] for sample in part.samples], strict=True))
-        return Sized(parts, max(len(part.samples) * sum(widths), 2))
+        return Sized(parts, max(2, *(self._policy.tokens_of(part, samples) for part in parts)))

@@ -149,6 +149,51 @@ def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int
     return plan, widths
 
 
+def plan_rows(lengths: Sequence[int], width: int) -> Plan:
+    """Samples that share a row of `width` tokens, in as few rows as can be found: each goes into the first with room.
+
+    The longest come first. Within the plan, no sample that begins a row would have fitted into the row before it, so
+    whoever fills rows in this order finds the same ones.
+
+    >>> plan_rows([3, 9, 4, 2, 8], width=10)
+    [[1], [4, 3], [2, 0]]
+    """
+    rows: list[list[int]] = []
+    rooms = FirstRoom(len(lengths), width)
+    for sample in sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample)):
+        row = rooms.place(max(lengths[sample], 1))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+    return rows
+
+
+class FirstRoom:
+    """The first of many rows with room for something: a tree over rows, in which a node knows the most room below it.
+
+    >>> rooms = FirstRoom(3, width=10)
+    >>> [rooms.place(size) for size in (9, 8, 2, 1, 12)]
+    [0, 1, 1, 0, 2]
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        self._first_leaf = 1 << max(count - 1, 0).bit_length()
+        self._rooms = [width] * (2 * self._first_leaf)
+
+    def place(self, size: int) -> int:
+        """Where so much goes; what is larger than a row gets one of its own, if one is left empty."""
+        node = 1
+        size = min(size, self._rooms[1])
+        while node < self._first_leaf:
+            node = 2 * node if self._rooms[2 * node] >= size else 2 * node + 1
+        place = node - self._first_leaf
+        self._rooms[node] -= size
+        while node > 1:
+            node //= 2
+            self._rooms[node] = max(self._rooms[2 * node], self._rooms[2 * node + 1])
+        return place
+
+
 def rounded_up(length: int) -> int:
     """The next of these lengths: 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., four for each doubling.
 

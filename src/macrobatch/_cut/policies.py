@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from macrobatch._cut.memory import UNLIMITED
-from macrobatch._cut.plans import LengthPerGroup, Part, plan_by_count, plan_few_shapes, plan_sequences
+from macrobatch._cut.plans import LengthPerGroup, Part, plan_by_count, plan_few_shapes, plan_rows, plan_sequences
 from macrobatch._cut.samples import SampleList, Samples
 from macrobatch.errors import BatchError, UsageError
 
@@ -72,7 +72,7 @@ class ByTokens:
 
     def within(self, budget: int) -> ByTokens:
         """The same with this budget. Nothing is said of samples above it, which nobody has chosen."""
-        sized = ByTokens(budget, self.length)
+        sized = replace(self, budget=budget)
         sized._warnings_given.update(self._warnings_given | {"oversize": UNLIMITED})
         return sized
 
@@ -93,6 +93,10 @@ class ByTokens:
             return [Part(indices) for indices in plan]
         return [Part(indices, _widths_of(rows, indices)) for indices in plan]
 
+    def tokens_of(self, part: Part, samples: Samples) -> int:
+        """The tokens of a micro-batch, padding included."""
+        return len(part.samples) * sum(_widths_of(samples.lengths(self.length), part.samples))
+
     def _check_oversize(self, lengths: Sequence[int], budget: int) -> None:
         """Warn or raise if a sample is above the budget; warn again only for a larger one."""
         longest = max(lengths, default=0)
@@ -106,6 +110,32 @@ class ByTokens:
             f"{found}: it becomes a micro-batch of its own. (This warning comes again only for a larger sample.)",
             stacklevel=5,
         )
+
+
+@dataclass(frozen=True)
+class PackedRows(ByTokens):
+    """Several samples in each row of a micro-batch, which `collate` lays out in the order in which they come."""
+
+    width: int = 1
+
+    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
+        """As many rows in each micro-batch as the budget allows; with `few_shapes` a power of two in the last ones."""
+        if self.budget == "auto":
+            raise UsageError("the budget is found by trying: MacroStep does that, with micro=.")
+        rows = plan_rows([sum(row) for row in samples.lengths(self.length)], self.width)
+        parts, start, most = [], 0, max(self.budget // self.width, 1)
+        while start < len(rows):
+            count = min(most, len(rows) - start)
+            if few_shapes and count < most:
+                count = 1 << (count.bit_length() - 1)
+            parts.append(Part([sample for row in rows[start : start + count] for sample in row]))
+            start += count
+        return parts
+
+    def tokens_of(self, part: Part, samples: Samples) -> int:
+        """The rows that these samples fill, as if each was full."""
+        lengths = [sum(row) for row in samples.lengths(self.length)]
+        return self.width * len(plan_rows([lengths[sample] for sample in part.samples], self.width))
 
 
 def _widths_of(rows: Sequence[LengthPerGroup], indices: Sequence[int]) -> LengthPerGroup:

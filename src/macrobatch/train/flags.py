@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import re
 import tomllib
@@ -27,6 +28,7 @@ def parsed(arguments: Sequence[str]) -> Settings:
     """The settings of a command line."""
     import tyro
 
+    arguments = _said_in_full(arguments)
     _check_flags(arguments)
     chosen = tyro.cli(Settings, args=list(arguments), default=_basis(arguments), prog="macrobatch train")
     if chosen.epochs is None:
@@ -70,6 +72,23 @@ SYNONYMS = {
 
 
 _FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+YES_OR_NO = ("checkpoint_activations",)  # and more: --name alone says yes, --no-name no; in a file, true and false
+
+
+def _said_in_full(arguments: Sequence[str]) -> list[str]:
+    """The flags with a value for those that may stand without one.
+
+    >>> _said_in_full(["--checkpoint-activations", "--steps", "3", "--no-checkpoint-activations"])
+    ['--checkpoint-activations', 'yes', '--steps', '3', '--checkpoint-activations', 'no']
+    """
+    found: list[str] = []
+    alone = {flag_of(name): (flag_of(name), "yes") for name in YES_OR_NO}
+    alone |= {flag_of(f"no_{name}"): (flag_of(name), "no") for name in YES_OR_NO}
+    for word, following in itertools.pairwise([*arguments, "--"]):
+        flag = word.replace("_", "-") if word.startswith("--") else word
+        is_alone = flag in alone and (following.startswith("--") or flag.startswith("--no-"))
+        found += alone[flag] if is_alone else [word]
+    return found
 
 
 def _check_flags(arguments: Sequence[str]) -> None:
@@ -157,7 +176,9 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _listed(name: str, value: Any) -> Any:
-    """A list as a tuple; and one text where several may stand: data = "texts"."""
+    """A list as a tuple; one text where several may stand: data = "texts"; true where a word may stand too."""
+    if name in YES_OR_NO and isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
         return (value,)
     return tuple(value) if isinstance(value, list) else value

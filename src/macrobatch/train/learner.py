@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import plan_by_tokens
-from macrobatch._cut.policies import by_tokens
-from macrobatch.errors import CheckpointError, NonFiniteError, UsageError
+from macrobatch.errors import CheckpointError, FitError, NonFiniteError, UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
-from macrobatch.train import checkpoint, models
+from macrobatch.train import checkpoint, cutting, models
 from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
 from macrobatch.train.data import Data
+from macrobatch.train.packing import Packer, mask_dtype, require_packable
 from macrobatch.train.record import padded_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
 from macrobatch.train.signals import Signals
 from macrobatch.train.stream import Stream, share
 from macrobatch.train.world import World
+from macrobatch.types import StepResult
 
 logger = logging.getLogger("macrobatch")
 
-MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch, where nothing is said
+VALIDATION_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +105,21 @@ class Learner:
         self.clock = Clock(world.device)
         self.best = Best()
         self.taken = 0  # steps
-        self._widths: dict[int, int] = {}  # of the micro-batch that each sample of this window was last put into
-        kind, size = settings.cut
-        longest = max(plan.lengths)
-        self.micro_size = (
-            max(MICRO_TOKENS[world.device.type], longest) if (kind, size) == ("tokens", None) else size or 0
-        )
+        self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
+        self._packer = self._make_packer(max(plan.lengths)) if settings.pack else None
+        self._recomputes = settings.checkpoint_activations == "yes"
+        self.micro = cutting.micro_of(settings, max(plan.lengths), world.device)
         self._train = MacroStep(
             self.model,
             self.optimizer,
             self._loss,
-            micro=by_tokens(self.micro_size) if kind == "tokens" else "auto" if kind == "auto" else self.micro_size,
+            micro=self.micro,
             collate=self._collated,
             max_norm=settings.max_norm,
             scaler=self.scaler,
             accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
             cuda_graph=settings.cuda_graph,
-            fit_file=_fit_file(settings),
+            fit_file=cutting.fit_file(settings, self.micro),
         )
         self.clock.watch(self._train)
 
@@ -135,7 +133,7 @@ class Learner:
             group["lr"] = self.plan.rate(step)
         self._widths.clear()
         try:
-            result = self._train(samples)
+            result = self._window(samples)
             loss = result.loss.item()
         except NonFiniteError as error:
             raise _blown_up(step) from error
@@ -144,7 +142,7 @@ class Learner:
         with self.clock.part("communication"):
             numbers = [
                 signals.received,
-                sum(self._widths.values()),
+                round(sum(self._widths.values())),
                 result.micro_batches,
                 peak_memory(self.world.device),
             ]
@@ -173,6 +171,18 @@ class Learner:
             row["losses"] = {name: term.item() for name, term in result.losses.items()}
         return row, max(received)
 
+    def _window(self, samples: list[Sample]) -> StepResult:
+        try:
+            return self._train(samples)
+        except FitError as error:
+            if self._recomputes or self.settings.checkpoint_activations != "auto":
+                raise
+            logger.warning("from now on each layer is computed again in the backward, for otherwise %s", error)
+        self._recomputes = True
+        models.checkpoint_activations(self.model)
+        self._widths.clear()
+        return self._train(samples)
+
     @torch.no_grad()
     def validated(self, corpus: Corpus) -> float:
         """The mean loss over these samples, on all ranks."""
@@ -188,7 +198,7 @@ class Learner:
 
     def _validation_batches(self, corpus: Corpus) -> Iterator[tuple[Sample, int]]:
         """This rank's micro-batches, each with 1, or with 0 where it only keeps other ranks company."""
-        plan = plan_by_tokens(corpus.lengths, max(MICRO_TOKENS[self.world.device.type], max(corpus.lengths)))
+        plan = plan_by_tokens(corpus.lengths, max(VALIDATION_TOKENS[self.world.device.type], max(corpus.lengths)))
         for start in range(0, len(plan), self.world.size):
             number = start + self.world.rank
             part = plan[min(number, len(plan) - 1)]
@@ -201,9 +211,19 @@ class Learner:
             return causal_lm_loss(model, batch)
 
     def _collated(self, samples: list[Sample]) -> Sample:
-        batch = collated(samples, few_widths=self.settings.cuda_graph and self.world.device.type == "cuda")
-        self._widths |= dict.fromkeys(map(id, samples), batch["input_ids"].shape[1])  # not added up: some come twice
+        batch = collated(samples, few_widths=self._has_few_shapes) if self._packer is None else self._packer(samples)
+        share = batch["input_ids"].numel() / len(samples)
+        self._widths |= dict.fromkeys(map(id, samples), share)  # not added up: some come twice
         return batch
+
+    @property
+    def _has_few_shapes(self) -> bool:
+        return self.settings.cuda_graph and self.world.device.type == "cuda"
+
+    def _make_packer(self, width: int) -> Packer:
+        packer = Packer(width, mask=mask_dtype(self.model), whole=self._has_few_shapes)
+        require_packable(self.model, packer, self.world.device)
+        return packer
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
@@ -275,23 +295,3 @@ def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
         eps=settings.eps,
         fused=settings.precision != "float64",
     )
-
-
-def _fit_file(settings: Settings) -> Path | None:
-    """Where the sizes that fit into memory are remembered."""
-    return Path(settings.out, "fit.json") if settings.cut[0] == "auto" and settings.out else None
-
-
-def drop_damaged_sizes(settings: Settings, world: World) -> None:
-    """Remove a file of sizes that cannot be read: they are found anew, which costs a few steps some time."""
-    file = _fit_file(settings)
-    if file is None or not world.is_first or not file.exists():
-        return
-    try:
-        if file.is_file():
-            FittingSizes(file)
-            return
-    except (UsageError, RecursionError):
-        pass
-    logger.warning("%s is damaged, and removed: the sizes that fit are found anew.", file)
-    file.unlink()

@@ -255,8 +255,8 @@ def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     model.train()
     model.to(device=world.device, dtype=WEIGHTS.get(settings.precision, torch.float32))
     _widen_norms(model)
-    if settings.checkpoint_activations:
-        _checkpoint_activations(model)
+    if settings.checkpoint_activations == "yes":
+        checkpoint_activations(model)
     if settings.compile:
         for layer in _layers(model):
             layer.compile(dynamic=True)
@@ -299,10 +299,12 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return list(largest)
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise BackendError(f"{type(model).__name__} does not support --checkpoint-activations.")
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+def checkpoint_activations(model: nn.Module) -> None:
+    """Have each layer computed again in the backward."""
+    plain = without_ddp(model)
+    if not getattr(plain, "supports_gradient_checkpointing", False):
+        raise BackendError(f"{type(plain).__name__} does not support --checkpoint-activations.")
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _spread(model: nn.Module, settings: Settings, world: World) -> nn.Module:

@@ -63,7 +63,10 @@ class Settings:
     batch_ramp_start: float = 0.25
     """What part of the batch a ramp begins with."""
     micro: str = "tokens"
-    """How a batch is cut: N samples; tokens:N, at most N tokens with padding; tokens, N is chosen; auto, what fits."""
+    """How a batch is cut: N samples; tokens:N, at most N tokens with padding; tokens, as many tokens as fit into the
+    memory of a GPU, 1024 on a CPU; auto, as many samples as fit."""
+    pack: bool = False
+    """Put several samples into a row, each with its own positions and attention: less padding, the same losses."""
     steps: int | None = None
     """Optimizer steps. If not set: 320."""
     epochs: int | None = None
@@ -98,8 +101,9 @@ class Settings:
     """Compile each layer with torch.compile."""
     cuda_graph: bool = False
     """Record forward and backward as CUDA graphs, and replay them."""
-    checkpoint_activations: bool = False
-    """Compute each layer again in the backward, instead of keeping what it computed."""
+    checkpoint_activations: Literal["no", "yes", "auto"] = "no"
+    """yes: compute each layer again in the backward, instead of keeping what it computed. auto: from when on a single
+    sample does not fit otherwise."""
     parallel: Parallel = "ddp"
     """Between ranks: replicas (ddp), shards (fsdp), or replicas of shards (hsdp)."""
     shard_ranks: int | None = None

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from macrobatch._cut.plans import plan_by_count, plan_by_tokens
-from macrobatch.train import folder, generate, models, report
+from macrobatch.train import cutting, folder, generate, models, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
-from macrobatch.train.learner import Learner, Plan, drop_damaged_sizes
+from macrobatch.train.learner import Learner, Plan
 from macrobatch.train.record import Recorder, Silent
 from macrobatch.train.settings import Settings
 from macrobatch.train.signals import Signals
@@ -39,7 +38,8 @@ def train(settings: Settings) -> int:
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model)
-        world.together(lambda: drop_damaged_sizes(settings, world))
+        micro = cutting.micro_of(settings, max(plan.lengths), world.device)
+        world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, micro), world))
         learner = world.together(lambda: Learner(model, plan, settings, world))
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
         world.together(lambda: stack.enter_context(folder.locked(run)) if world.is_first else None)
@@ -194,9 +194,6 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     world, corpus = learner.world, data.train
     batch = plan.stream().next(plan.steps)
     mine = [plan.lengths[index] for index in share(batch, plan.lengths, 0, world.size)]
-    kind, size = settings.cut[0], learner.micro_size
-    parts = plan_by_tokens(mine, size) if kind == "tokens" else plan_by_count(len(mine), size or len(mine))
-    how = {"tokens": f"by tokens, {size:,} at most", "count": f"of {size} samples", "auto": "the largest that fit"}
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
     tokenizer = settings.tokenizer or learner.origin.tokenizer
@@ -207,7 +204,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
         "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
-        "micro-batches": f"about {len(parts)} on each rank, {how[kind]}",
+        "micro-batches": cutting.described(learner.micro, mine),
         "memory": f"{_bytes(4 * width * learner.num_parameters / shards)} a rank for weights, gradients and AdamW",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",

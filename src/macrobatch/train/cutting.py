@@ -1,0 +1,72 @@
+"""How a run cuts its batches, and where it remembers which sizes fit into memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from macrobatch._cut.memory import FittingSizes
+from macrobatch._cut.plans import plan_by_count, plan_by_tokens, plan_rows
+from macrobatch._cut.policies import ByTokens, PackedRows, by_tokens
+from macrobatch.errors import UsageError
+from macrobatch.train.settings import Settings
+from macrobatch.train.world import World
+
+logger = logging.getLogger("macrobatch")
+
+CPU_TOKENS = 1024  # in a micro-batch: a process on a CPU is killed before it is told that memory has run out
+
+Micro = int | ByTokens | Literal["auto"]
+
+
+def micro_of(settings: Settings, longest: int, device: torch.device) -> Micro:
+    """What ``micro=`` of `MacroStep` becomes, for samples of at most so many tokens."""
+    kind, size = settings.cut
+    if kind == "count":
+        assert size is not None, "the settings have checked it"
+        return size
+    if kind == "auto" and not settings.pack:
+        return "auto"
+    is_tried = kind == "auto" or (size is None and device.type == "cuda")
+    budget: int | Literal["auto"] = "auto" if is_tried else size or max(CPU_TOKENS, longest)
+    return PackedRows(budget, width=longest) if settings.pack else by_tokens(budget)
+
+
+def described(micro: Micro, lengths: Sequence[int]) -> str:
+    """How samples of these lengths are cut, in words."""
+    if isinstance(micro, int):
+        return f"about {len(plan_by_count(len(lengths), micro))} on each rank, of {micro} samples"
+    if micro == "auto":
+        return "as many samples in each as fit"
+    rows = len(plan_rows(lengths, micro.width)) if isinstance(micro, PackedRows) else 0
+    packed = f", in {rows} rows of at most {micro.width} tokens" if isinstance(micro, PackedRows) else ""
+    if micro.budget == "auto":
+        return f"as many tokens in each as fit{packed}"
+    count = len(plan_by_tokens(lengths, micro.budget))
+    if isinstance(micro, PackedRows):
+        count = -(-rows // max(micro.budget // micro.width, 1))
+    return f"about {count} on each rank, by tokens, {micro.budget:,} at most{packed}"
+
+
+def fit_file(settings: Settings, micro: Micro) -> Path | None:
+    """Where the sizes that fit into memory are remembered."""
+    is_tried = micro == "auto" or (isinstance(micro, ByTokens) and micro.budget == "auto")
+    return Path(settings.out, "fit.json") if is_tried and settings.out else None
+
+
+def drop_damaged_sizes(file: Path | None, world: World) -> None:
+    """Remove a file of sizes that cannot be read: they are found anew, which costs a few steps some time."""
+    if file is None or not world.is_first or not file.exists():
+        return
+    try:
+        if file.is_file():
+            FittingSizes(file)
+            return
+    except (UsageError, RecursionError):
+        pass
+    logger.warning("%s is damaged, and removed: the sizes that fit are found anew.", file)
+    file.unlink()

@@ -1,0 +1,135 @@
+"""Several samples in a row: each with positions of its own, and attention that stays inside it.
+
+The loss is that of the samples one by one: no token sees another sample, and the first token of each has no label, as
+nothing before it belongs to it.
+"""
+
+# mypy: untyped-calls-exclude="torch,transformers"
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch._cut.padding import IGNORED
+from macrobatch._torch.modules import without_ddp
+from macrobatch.errors import UsageError
+from macrobatch.train.corpus import Sample
+
+MASKS = {"sdpa": torch.bool, "eager": torch.float32}  # what each implementation of attention takes for a mask
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+
+
+class Packer:
+    """Lays samples out in rows.
+
+    >>> samples = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in ([7, 8], [9], [5, 6])]
+    >>> batch = Packer(width=3)(samples)
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["labels"].tolist()
+    ([[7, 8, 9], [5, 6, 0]], [[0, 1, 0], [0, 1, 0]], [[-100, 8, -100], [-100, 6, -100]])
+    >>> batch["attention_mask"][0, 0].int().tolist()           # who sees whom
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+    Args:
+        width: the most tokens in a row, unless one sample has more.
+        mask: of this dtype: bool says what is seen, a floating-point one is added to the scores.
+        whole: whether rows are filled up to the width, so that there are few shapes; else to the longest row.
+    """
+
+    def __init__(self, width: int, *, mask: torch.dtype = torch.bool, whole: bool = False) -> None:
+        self.width, self._mask, self._whole = width, mask, whole
+
+    def __call__(self, samples: Sequence[Sample]) -> Sample:
+        rows = self._rows(samples)
+        width = max(sum(len(sample["input_ids"]) for sample in row) for row in rows)
+        shape = len(rows), max(width, self.width) if self._whole else width
+        ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        labels, segments = torch.full(shape, IGNORED), torch.full(shape, -1)
+        for number, row in enumerate(rows):
+            start = 0
+            for segment, sample in enumerate(row):
+                size = len(sample["input_ids"])
+                place = number, slice(start, start + size)
+                ids[place], labels[place], segments[place] = sample["input_ids"], sample["labels"], segment
+                positions[place] = torch.arange(size)
+                labels[number, start] = IGNORED
+                start += size
+            positions[number, start:] = torch.arange(shape[1] - start)  # padding is like one more sample
+        return {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_mask": _as_mask(_seen(segments), self._mask),
+            "labels": labels,
+        }
+
+    def _rows(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        rows: list[list[Sample]] = []
+        room = 0
+        for sample in samples:
+            size = len(sample["input_ids"])
+            if not rows or size > room:
+                rows.append([])
+                room = self.width
+            rows[-1].append(sample)
+            room -= size
+        return rows
+
+
+def _seen(segments: Tensor) -> Tensor:
+    """(rows, 1, width, width): whether a token sees another one, of its own sample and not after it."""
+    width = segments.shape[1]
+    same = segments.unsqueeze(1) == segments.unsqueeze(2)
+    return (same & torch.ones(width, width, dtype=torch.bool).tril()).unsqueeze(1)
+
+
+def _as_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bool:
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def mask_dtype(model: nn.Module) -> torch.dtype:
+    """The mask that the attention of this model takes. Refuses one that takes none."""
+    implementation = getattr(getattr(without_ddp(model), "config", None), "_attn_implementation", None)
+    if implementation not in MASKS:
+        raise UsageError(
+            f"--pack needs attention that takes a mask of its own ({', '.join(MASKS)}): this model has "
+            f"{implementation!r}. Leave out --pack."
+        )
+    return MASKS[implementation]
+
+
+@torch.no_grad()
+def require_packable(model: nn.Module, packer: Packer, device: torch.device) -> None:
+    """Refuse a model that sees more, or less, of a sample when it shares its row: its own answers are compared.
+
+    With a row as long as they come: what looks back over so many tokens only (a sliding window) differs from there on.
+    """
+    lengths = [packer.width - packer.width // 3, packer.width // 3]
+    vocabulary = without_ddp(model).get_input_embeddings().weight.shape[0]
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths if length]
+    was_training = model.training
+    model.eval()
+    packed = packer([{"input_ids": part, "labels": part} for part in ids])
+    together = _logits(model, packed, device)[0]
+    start, worst, size = 0, 0.0, 0.0
+    for part in ids:
+        alone = _logits(model, {"input_ids": part.unsqueeze(0)}, device)[0]
+        worst = max(worst, (together[start : start + len(part)] - alone).abs().max().item())
+        size = max(size, alone.abs().max().item())
+        start += len(part)
+    model.train(was_training)
+    if not worst <= TOLERANCE[next(model.parameters()).dtype] * size:
+        raise UsageError(
+            f"--pack: {type(without_ddp(model)).__name__} computes something else for a sample that shares its row "
+            f"with another (logits differ by {worst:.2g}): it takes no notice of positions or of the mask, or looks "
+            "back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
+        )
+
+
+def _logits(model: nn.Module, batch: Sample, device: torch.device) -> Tensor:
+    inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+    logits: Tensor = model(**inputs).logits
+    return logits.double()

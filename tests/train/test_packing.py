@@ -1,0 +1,213 @@
+"""Samples that share a row have the losses and gradients that they have alone; other models are refused."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.reference import relative_error
+from macrobatch import MacroStep
+from macrobatch._cut.plans import plan_rows
+from macrobatch._cut.policies import PackedRows
+from macrobatch._cut.samples import samples_of
+from macrobatch.errors import FitError, UsageError
+from macrobatch.losses import causal_lm_loss
+from macrobatch.train.corpus import Sample, collated
+from macrobatch.train.flags import parsed
+from macrobatch.train.models import _widen_norms
+from macrobatch.train.packing import Packer, mask_dtype, require_packable
+from macrobatch.train.trainer import train
+
+WORDS = 40
+SMALL = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS = {
+    "llama": SMALL | {"intermediate_size": 24, "num_key_value_heads": 1},
+    "gpt2": {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen2": SMALL | {"intermediate_size": 24, "num_key_value_heads": 2},
+}
+CPU = torch.device("cpu")
+
+
+def model_of(kind: str, attention: str = "sdpa", **more) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **KINDS.get(kind, SMALL | {"intermediate_size": 24}) | more)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    _widen_norms(model)
+    return model
+
+
+def samples(*lengths: int) -> list[Sample]:
+    draw = torch.Generator().manual_seed(len(lengths))
+    found = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(0, WORDS, (length,), generator=draw)
+        labels = ids.clone()
+        labels[: number % 3] = -100  # some have a prompt
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, 20))
+def test_rows_hold_each_sample_once_and_are_found_again_by_whoever_fills_them(lengths, width):
+    rows = plan_rows(lengths, width)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(len(row) == 1 or sum(lengths[i] for i in row) <= width for row in rows)
+    in_order = [{"input_ids": torch.zeros(lengths[i]), "labels": i} for row in rows for i in row]
+    assert [[sample["labels"] for sample in row] for row in Packer(width)._rows(in_order)] == rows
+    half = [sum(lengths[i] for i in row) <= width / 2 for row in rows]
+    assert sum(half) <= 1  # two rows that are half empty would be one
+
+
+@pytest.mark.parametrize("few_shapes", [False, True])
+def test_micro_batches_of_rows(few_shapes):
+    given = samples(*[5] * 11)  # two in a row of 10: six rows, of which 4 in a micro-batch
+    parts = PackedRows(40, width=10).parts(samples_of(given, Packer(10)), few_shapes)
+    assert [len(part.samples) for part in parts] == [8, 3]
+    batch = Packer(10, whole=few_shapes)([given[i] for i in parts[1].samples])
+    assert batch["input_ids"].shape == (2, 10)
+    parts = PackedRows(40, width=10).parts(samples_of(samples(*[10] * 7), Packer(10)), few_shapes)
+    assert [len(part.samples) for part in parts] == ([4, 2, 1] if few_shapes else [4, 3])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_packed_losses_and_gradients_are_those_of_the_samples_alone(kind, attention, dtype, tolerance):
+    tolerance = max(tolerance, 1e-6 if attention == "eager" else 0)  # its softmax is in float32
+    model = model_of(kind, attention).to(dtype)
+    given = samples(9, 3, 14, 2, 7, 5, 1, 11)
+    losses, gradients = [], []
+    for packer in (None, Packer(14, mask=mask_dtype(model)), Packer(16, mask=mask_dtype(model), whole=True)):
+        loss, items = causal_lm_loss(model, collated(given) if packer is None else packer(given))
+        losses.append((loss.item(), items.item()))
+        gradients.append(dict(zip(range(99), torch.autograd.grad(loss, list(model.parameters())), strict=False)))
+    alone = [causal_lm_loss(model, collated([sample])) for sample in given]
+    by_hand = sum((loss * items).item() for loss, items in alone) / sum(items.item() for _, items in alone)
+    for (loss, items), gradient in zip(losses, gradients, strict=True):
+        assert loss == pytest.approx(by_hand, rel=tolerance)
+        assert items == sum(items.item() for _, items in alone)
+        assert relative_error(gradient, gradients[0]) <= tolerance
+
+
+@pytest.mark.parametrize("micro", ["auto", 40])
+def test_a_window_of_packed_rows_is_that_of_the_samples(micro):
+    weights = []
+    for policy, collate in ((1, collated), (PackedRows(micro, width=14), Packer(14))):
+        model = model_of("llama").double()
+        step = MacroStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), causal_lm_loss, micro=policy, collate=collate
+        )
+        for seed in range(2):
+            step(samples(9, 3, 14, 2, 7, 5, 1, 11, 4, 4, 6)[seed:])
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert relative_error(weights[1], weights[0]) <= 1e-12
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_keep_samples_apart_are_packed(kind):
+    require_packable(model_of(kind), Packer(32), CPU)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
+    model = model_of("mistral", num_key_value_heads=2, sliding_window=24)
+    if width < 24:
+        require_packable(model, Packer(width), CPU)
+    else:
+        with pytest.raises(UsageError, match="looks back over a limited number"):
+            require_packable(model, Packer(width), CPU)
+
+
+class Deaf(nn.Module):
+    """Takes a mask, and makes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WORDS)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, **_):
+        from types import SimpleNamespace
+
+        return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
+
+
+def test_a_model_that_ignores_the_mask_is_refused():
+    with pytest.raises(UsageError, match="computes something else"):
+        require_packable(Deaf(), Packer(12), CPU)
+
+
+def test_attention_without_a_mask_is_refused():
+    model = model_of("llama")
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(UsageError, match="takes a mask of its own"):
+        mask_dtype(model)
+
+
+# ---------------------------------------------------------------------------------------------------------- the trainer
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("packing") / "data.jsonl"
+    lines = [{"prompt": f"{n} and {n}", "completion": "is " + "more " * (n % 7)} for n in range(60)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(data, out, *more: str) -> list[dict]:
+    """The lines of a run's metrics."""
+    flags = ["--model", "tiny", "--data", str(data), "--steps", "6", "--seq-len", "48", "--precision", "float64"]
+    flags += ["--vocabulary-size", "300", "--sample-tokens", "0", "--out", str(out)]
+    assert train(parsed([*flags, *more])) == 0
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("micro", ["tokens:128", "tokens", "auto", "4"])
+def test_a_packed_run_has_the_losses_of_another(data, tmp_path, micro):
+    plain, packed = run(data, tmp_path / "plain"), run(data, tmp_path / "packed", "--pack", "--micro", micro)
+    assert [row["loss"] for row in packed] == pytest.approx([row["loss"] for row in plain], rel=1e-10)
+    assert all(row["padded_tokens"] >= row["tokens"] for row in packed)
+    if micro == "tokens:128":
+        assert sum(row["padded_tokens"] for row in packed) < 1.25 * sum(row["tokens"] for row in packed)
+
+
+# ------------------------------------------------------------------------------- activations that are computed again
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """In which not even one sample fits, unless layers are computed again."""
+
+    def loss(model, batch):
+        if torch.is_grad_enabled() and not model.is_gradient_checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return causal_lm_loss(model, batch)
+
+    monkeypatch.setattr("macrobatch.train.learner.causal_lm_loss", loss)
+
+
+@pytest.mark.parametrize("more", [(), ("--pack",)])
+def test_layers_are_computed_again_where_a_sample_does_not_fit(data, tmp_path, little_memory, caplog, more):
+    found = run(data, tmp_path / "auto", "--micro", "auto", "--checkpoint-activations", "auto", *more)
+    assert "each layer is computed again in the backward, for otherwise not even one sample fits" in caplog.text
+    assert caplog.text.count("computed again") == 1
+    kept = run(data, tmp_path / "yes", "--checkpoint-activations", "yes", *more)
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in kept], rel=1e-10)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_else_a_sample_that_does_not_fit_ends_the_run(data, tmp_path):
+    with pytest.raises(FitError, match="not even one sample fits"):
+        run(data, tmp_path / "no", "--micro", "auto")
