@@ -1,6 +1,7 @@
 """Samples that share a row have the losses and gradients that they have alone; other models are refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from macrobatch.losses import causal_lm_loss
 from macrobatch.train.corpus import Sample, collated
 from macrobatch.train.flags import parsed
 from macrobatch.train.models import _widen_norms
-from macrobatch.train.packing import Packer, mask_dtype, require_packable
+from macrobatch.train.packing import Packer, mask_dtype, masked, require_packable
 from macrobatch.train.trainer import train
 
 WORDS = 40
@@ -83,8 +84,9 @@ def test_packed_losses_and_gradients_are_those_of_the_samples_alone(kind, attent
     model = model_of(kind, attention).to(dtype)
     given = samples(9, 3, 14, 2, 7, 5, 1, 11)
     losses, gradients = [], []
-    for packer in (None, Packer(14, mask=mask_dtype(model)), Packer(16, mask=mask_dtype(model), whole=True)):
-        loss, items = causal_lm_loss(model, collated(given) if packer is None else packer(given))
+    for packer in (None, Packer(14), Packer(16, whole=True)):
+        batch = collated(given) if packer is None else masked(packer(given), mask_dtype(model))
+        loss, items = causal_lm_loss(model, batch)
         losses.append((loss.item(), items.item()))
         gradients.append(dict(zip(range(99), torch.autograd.grad(loss, list(model.parameters())), strict=False)))
     alone = [causal_lm_loss(model, collated([sample])) for sample in given]
@@ -98,11 +100,14 @@ def test_packed_losses_and_gradients_are_those_of_the_samples_alone(kind, attent
 @pytest.mark.parametrize("micro", ["auto", 40])
 def test_a_window_of_packed_rows_is_that_of_the_samples(micro):
     weights = []
-    for policy, collate in ((1, collated), (PackedRows(micro, width=14), Packer(14))):
+
+    def packed_loss(model, batch):
+        return causal_lm_loss(model, masked(batch))
+
+    ways = ((1, collated, causal_lm_loss), (PackedRows(micro, width=14), Packer(14), packed_loss))
+    for policy, collate, loss in ways:
         model = model_of("llama").double()
-        step = MacroStep(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), causal_lm_loss, micro=policy, collate=collate
-        )
+        step = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro=policy, collate=collate)
         for seed in range(2):
             step(samples(9, 3, 14, 2, 7, 5, 1, 11, 4, 4, 6)[seed:])
         weights.append({name: p.detach() for name, p in model.named_parameters()})
@@ -130,6 +135,8 @@ def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
 class Deaf(nn.Module):
     """Takes a mask, and makes nothing of it."""
 
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WORDS)
@@ -138,8 +145,6 @@ class Deaf(nn.Module):
         return self.embedding
 
     def forward(self, input_ids, **_):
-        from types import SimpleNamespace
-
         return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
 
 

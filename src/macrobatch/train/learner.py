@@ -22,7 +22,7 @@ from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
 from macrobatch.train.data import Data
-from macrobatch.train.packing import Packer, mask_dtype, require_packable
+from macrobatch.train.packing import SEGMENTS, Packer, mask_dtype, masked, require_packable
 from macrobatch.train.record import padded_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
@@ -106,6 +106,7 @@ class Learner:
         self.best = Best()
         self.taken = 0  # steps
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
+        self._mask_dtype = torch.bool
         self._packer = self._make_packer(max(plan.lengths)) if settings.pack else None
         self._recomputes = settings.checkpoint_activations == "yes"
         self.micro = cutting.micro_of(settings, max(plan.lengths), world.device)
@@ -207,6 +208,8 @@ class Learner:
     def _loss(self, model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
         device, dtype = self.world.device, models.AUTOCAST.get(self.settings.precision)
         batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        if SEGMENTS in batch:
+            batch = masked(batch, self._mask_dtype)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             return causal_lm_loss(model, batch)
 
@@ -221,7 +224,8 @@ class Learner:
         return self.settings.cuda_graph and self.world.device.type == "cuda"
 
     def _make_packer(self, width: int) -> Packer:
-        packer = Packer(width, mask=mask_dtype(self.model), whole=self._has_few_shapes)
+        self._mask_dtype = mask_dtype(self.model)
+        packer = Packer(width, whole=self._has_few_shapes)
         require_packable(self.model, packer, self.world.device)
         return packer
 

@@ -21,24 +21,26 @@ MASKS = {"sdpa": torch.bool, "eager": torch.float32}  # what each implementation
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
 
+SEGMENTS = "segments"  # in a packed batch: which sample of its row a token belongs to
+
+
 class Packer:
-    """Lays samples out in rows.
+    """Lays samples out in rows, and says in a mask who sees whom.
 
     >>> samples = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in ([7, 8], [9], [5, 6])]
     >>> batch = Packer(width=3)(samples)
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["labels"].tolist()
     ([[7, 8, 9], [5, 6, 0]], [[0, 1, 0], [0, 1, 0]], [[-100, 8, -100], [-100, 6, -100]])
-    >>> batch["attention_mask"][0, 0].int().tolist()           # who sees whom
+    >>> masked(batch)["attention_mask"][0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
     Args:
         width: the most tokens in a row, unless one sample has more.
-        mask: of this dtype: bool says what is seen, a floating-point one is added to the scores.
         whole: whether rows are filled up to the width, so that there are few shapes; else to the longest row.
     """
 
-    def __init__(self, width: int, *, mask: torch.dtype = torch.bool, whole: bool = False) -> None:
-        self.width, self._mask, self._whole = width, mask, whole
+    def __init__(self, width: int, *, whole: bool = False) -> None:
+        self.width, self._whole = width, whole
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
         rows = self._rows(samples)
@@ -56,12 +58,7 @@ class Packer:
                 labels[number, start] = IGNORED
                 start += size
             positions[number, start:] = torch.arange(shape[1] - start)  # padding is like one more sample
-        return {
-            "input_ids": ids,
-            "position_ids": positions,
-            "attention_mask": _as_mask(_seen(segments), self._mask),
-            "labels": labels,
-        }
+        return {"input_ids": ids, "position_ids": positions, SEGMENTS: segments, "labels": labels}
 
     def _rows(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         rows: list[list[Sample]] = []
@@ -76,17 +73,26 @@ class Packer:
         return rows
 
 
+def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
+    """A packed batch with the mask that a model takes; made where the batch is, as it is large.
+
+    Args:
+        batch: what a `Packer` returned.
+        dtype: bool says what is seen, a floating-point mask is added to the scores.
+    """
+    inputs = {name: value for name, value in batch.items() if name != SEGMENTS}
+    seen = _seen(batch[SEGMENTS])
+    if dtype != torch.bool:
+        hidden = torch.finfo(dtype).min
+        return {**inputs, "attention_mask": seen.new_zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)}
+    return {**inputs, "attention_mask": seen}
+
+
 def _seen(segments: Tensor) -> Tensor:
     """(rows, 1, width, width): whether a token sees another one, of its own sample and not after it."""
-    width = segments.shape[1]
-    same = segments.unsqueeze(1) == segments.unsqueeze(2)
-    return (same & torch.ones(width, width, dtype=torch.bool).tril()).unsqueeze(1)
-
-
-def _as_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.bool:
-        return seen
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    places = torch.arange(segments.shape[1], device=segments.device)
+    is_before = places.unsqueeze(0) <= places.unsqueeze(1)
+    return ((segments.unsqueeze(1) == segments.unsqueeze(2)) & is_before).unsqueeze(1)
 
 
 def mask_dtype(model: nn.Module) -> torch.dtype:
@@ -112,7 +118,7 @@ def require_packable(model: nn.Module, packer: Packer, device: torch.device) -> 
     ids = [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths if length]
     was_training = model.training
     model.eval()
-    packed = packer([{"input_ids": part, "labels": part} for part in ids])
+    packed = masked(packer([{"input_ids": part, "labels": part} for part in ids]), mask_dtype(model))
     together = _logits(model, packed, device)[0]
     start, worst, size = 0, 0.0, 0.0
     for part in ids:
