@@ -65,6 +65,11 @@ SYNONYMS = {
     "save_steps": "save_every",
     "eval_steps": "validate_every",
     "patience": "early_stop",
+    "metric_for_best_model": "best",
+    "compute_metrics": "evaluate",
+    "report_to": "track",
+    "logger": "track",
+    "wandb_project": "track_project",
     "resume_from_checkpoint": "resume",
 }
 
@@ -158,6 +163,6 @@ def _check_name(name: str, where: str) -> None:
 
 def _listed(name: str, value: Any) -> Any:
     """A list as a tuple; and one text where several may stand: data = "texts"."""
-    if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
+    if isinstance(value, str) and typing.get_origin(typing.get_type_hints(Settings)[name]) is tuple:
         return (value,)
     return tuple(value) if isinstance(value, list) else value
