@@ -288,8 +288,10 @@ class Trackio:
 
     def close(self, state: State) -> None:
         """Write what is waiting."""
+        import trackio
+
         self._run.log({"state": state}, step=self._step)
-        self._run.finish()
+        trackio.finish()  # of the run that it counts as the present one: this
 
 
 # ------------------------------------------------------------------------------------------------------ all of them
