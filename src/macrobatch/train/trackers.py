@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,6 @@ Numbers = Mapping[str, float]
 
 IDS = "trackers.json"  # what each tracker calls the run
 PATIENCE = 60.0  # seconds for an upload when a run has ended
-PAUSE = 1.0  # seconds between requests to MLflow
 
 logger = logging.getLogger("macrobatch")
 
@@ -207,7 +207,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow. It keeps all values of a step: those that are taken anew come after those that were."""
+    """A run of MLflow. It keeps all values of a step: those that are taken anew come after those that were.
+
+    A thread of its own sends the numbers: requests take time, and where the server is gone they are repeated for minutes.
+    """
 
     STATES: Mapping[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
     MOST_PARAMETERS, MOST_METRICS, LONGEST = 100, 1000, 6000  # in one request, and of a parameter
@@ -224,8 +227,12 @@ class MLflow:
             self.id = run.id
             self._client.update_run(self.id, status="RUNNING")
         self._describe(run.config)
+        self._news = threading.Condition()  # of what follows
         self._waiting: list[Any] = []
-        self._sent = -math.inf  # when
+        self._state: State | None = None
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._send, name="macrobatch-mlflow", daemon=True)
+        self._thread.start()
 
     def _describe(self, config: Mapping[str, Any]) -> None:
         """Settings are parameters, which cannot be changed any more."""
@@ -237,25 +244,41 @@ class MLflow:
             self._client.log_batch(self.id, params=part)
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Log these numbers, with those that were waiting."""
+        """Hand these numbers to the thread; raises where it could not send earlier ones."""
         from mlflow.entities import Metric
 
+        if self._failure is not None:
+            raise self._failure
         now = time.time_ns() // 1_000_000
         named = {re.sub(r"[^\w./: -]", "_", name): value for name, value in numbers.items()}
-        self._waiting += [Metric(name, float(value), now, step) for name, value in named.items()]
-        if time.monotonic() - self._sent >= PAUSE:
-            self._send()
-
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for part in _parts(waiting, self.MOST_METRICS):
-            self._client.log_batch(self.id, metrics=part)
-        self._sent = time.monotonic()
+        with self._news:
+            self._waiting += [Metric(name, float(value), now, step) for name, value in named.items()]
+            self._news.notify()
 
     def close(self, state: State) -> None:
-        """Log what is waiting, and how the run has ended."""
-        self._send()
-        self._client.set_terminated(self.id, status=self.STATES[state])
+        """Wait until all is sent, for a while."""
+        with self._news:
+            self._state = state
+            self._news.notify()
+        self._thread.join(PATIENCE)
+        if self._failure is not None:
+            raise self._failure
+        if self._thread.is_alive():
+            raise TimeoutError(f"it has not taken the last numbers within {PATIENCE:.0f} seconds")
+
+    def _send(self) -> None:
+        """Send whatever is waiting, until the run has ended."""
+        try:
+            is_open = True
+            while is_open:
+                with self._news:
+                    self._news.wait_for(lambda: self._waiting or self._state)
+                    waiting, self._waiting, is_open = self._waiting, [], self._state is None
+                for part in _parts(waiting, self.MOST_METRICS):
+                    self._client.log_batch(self.id, metrics=part)
+            self._client.set_terminated(self.id, status=self.STATES[self._state or "finished"])
+        except Exception as error:
+            self._failure = error
 
 
 def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
