@@ -133,8 +133,9 @@ def test_an_error_in_a_callback_is_raised_after_a_checkpoint(settings, plain, ca
         if event.step == 3:
             raise LookupError("mine")
 
-    with pytest.raises(LookupError, match="mine"):
+    with pytest.raises(LookupError, match="mine") as raised:
         train(settings, callbacks=[wrong])
+    assert raised.value.__notes__ == ["It was raised by a callback, after step 3."]
     run = Path(settings.out)
     assert checkpoints(run) == ["step-00000003"]
     assert "a callback or the evaluation failed: ended after step 3, with a checkpoint" in capsys.readouterr().err
@@ -263,8 +264,9 @@ def test_an_evaluation_that_fails_later_loses_no_step(settings, plain):
             raise LookupError("mine")
         return {"a": 1.0}
 
-    with pytest.raises(LookupError, match="mine"):
+    with pytest.raises(LookupError, match="mine") as raised:
         train(settings, evaluate=fails)
+    assert raised.value.__notes__ == ["It was raised by the evaluation fails."]
     assert checkpoints(Path(settings.out)) == ["step-00000004"]
     assert train(replaced(settings, resume=True), evaluate=lambda *_: {"a": 1.0}).steps == 6
     assert losses(Path(settings.out)) == losses(plain)

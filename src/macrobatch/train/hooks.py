@@ -102,6 +102,11 @@ class Hooks:
         return self._evaluate is not None
 
     @property
+    def _name(self) -> str:
+        """Of the evaluation, as its author knows it."""
+        return self._settings.evaluate or str(getattr(self._evaluate, "__name__", "evaluate"))
+
+    @property
     def is_over(self) -> bool:
         """Whether the run has to end."""
         return self.is_stopped or self.failure is not None
@@ -116,6 +121,7 @@ class Hooks:
             except StopTraining:
                 self.is_stopped = True
             except Exception as error:
+                error.add_note(f"It was raised by a callback, after step {event.step}.")
                 self.failure = error
                 break
         stopped, failed = self._world.gathered([self.is_stopped, self.failure is not None])[0]
@@ -155,9 +161,12 @@ class Hooks:
                 torch.autocast(device.type, dtype=dtype, enabled=dtype is not None),
             ):
                 returned = self._evaluate(without_ddp(model), self._tokenizer)
+        except Exception as error:
+            error.add_note(f"It was raised by the evaluation {self._name}.")
+            raise
         finally:
             model.train()
-        found = _checked(returned, self._settings.evaluate or str(getattr(self._evaluate, "__name__", "evaluate")))
+        found = _checked(returned, self._name)
         best, _ = self._settings.best_number
         if best not in (*OWN[1:], *found):
             raise UsageError(

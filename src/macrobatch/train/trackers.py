@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import json
 import logging
-import math
 import os
 import re
 import threading
@@ -209,7 +208,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow. It keeps all values of a step: those that are taken anew come after those that were.
 
-    A thread of its own sends the numbers: requests take time, and where the server is gone they are repeated for minutes.
+    A thread of its own sends the numbers: requests take time, and are repeated for minutes where the server is gone.
     """
 
     STATES: Mapping[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
