@@ -177,7 +177,7 @@ def test_an_evaluation(settings, plain):
     assert "of the validation at step 6" in page
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:this model has dropout")
 def test_random_numbers_of_an_evaluation_are_not_missing_in_the_training(settings, tmp_path):
     """A model with dropout draws the same masks without it."""
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 300}

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -254,6 +255,20 @@ def test_a_run_that_is_thrown_out_says_so(data, tmp_path, monkeypatch, kind):
     with pytest.raises(kind, match="thrown"):
         train(Settings(model="tiny", data=(str(data),), out=str(tmp_path / "run"), track=("wandb",)))
     assert noted.states == ["failed" if kind is ValueError else "interrupted"]
+
+
+def test_a_run_that_is_interrupted_says_so(data, tmp_path, monkeypatch):
+    as_kind(monkeypatch, noted := Ended())
+
+    def interrupt(event):
+        if event.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    settings = Settings(model="tiny", data=(str(data),), out=str(tmp_path / "run"), track=("wandb",))
+    outcome = train(settings, callbacks=[interrupt])
+    assert outcome == 128 + signal.SIGTERM
+    assert outcome.steps == 3
+    assert noted.states == ["interrupted"]
 
 
 def test_one_that_cannot_be_opened(data, tmp_path, monkeypatch, capsys, caplog):

@@ -167,7 +167,8 @@ def described(
 
 def _command() -> str:
     """How the run was begun: by the command, or by another program."""
-    is_ours = Path(sys.argv[0]).name in ("macrobatch", "__main__.py")
+    program = Path(sys.argv[0])
+    is_ours = program.name == "macrobatch" or program.parts[-2:] == ("macrobatch", "__main__.py")
     return shlex.join(["macrobatch" if is_ours else sys.argv[0], *sys.argv[1:]])
 
 

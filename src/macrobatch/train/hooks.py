@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Event:
 
 
 Callback = Callable[[Event], object]
-Evaluate = Callable[[nn.Module, Any], Mapping[str, float]]
+Evaluate = Callable[[Any, Any], Mapping[str, SupportsFloat]]  # of a model and a tokenizer
 
 
 class Hooks:

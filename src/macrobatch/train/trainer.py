@@ -84,7 +84,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
             `StopTraining` ends the run after that step, with a checkpoint. Any other error is raised here, after a
             checkpoint.
         evaluate: a function of the model and a tokenizer of transformers that returns a dict of numbers, called on
-            every rank in each validation, instead of the one that the settings name.
+            every rank in each validation; where the settings name none.
 
     Returns:
         the exit status as a number: 0, or 128 and the number of the signal that ended it; with the run folder.
