@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import logging
 import math
@@ -13,12 +12,13 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import macrobatch
 from macrobatch import bench
+from macrobatch._io.functions import function_named
 from macrobatch.errors import FitError, MacrobatchError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
     from macrobatch import verify
 
-    function = _function(parsed.target)
+    function = function_named(parsed.target)
     try:
         model, loss_fn, batch, step = _returned(function(), parsed.target)
         report = verify(model, loss_fn, batch, step=step, windows=parsed.windows)
@@ -220,26 +220,6 @@ def _verify(parsed: argparse.Namespace) -> int:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         print(json.dumps(report.to_dict(), indent=2) if parsed.json else report)
     return RIGHT if report.ok else WRONG
-
-
-def _function(target: str) -> Callable[[], Any]:
-    module_name, separator, name = target.partition(":")
-    if not separator or not module_name or not name:
-        raise UsageError(f"{target!r} is not MODULE:FUNCTION. For check() in training.py, say training:check.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not (module_name + ".").startswith(f"{error.name}."):
-            raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed.") from None
-        raise UsageError(f"there is no module {module_name!r} in {os.getcwd()} or among what is installed.") from None
-    function = getattr(module, name, None)
-    if function is None:
-        raise UsageError(f"module {module_name!r} has no function {name!r}.")
-    if not callable(function):
-        raise UsageError(f"{target} is not a function: got {type(function).__name__}.")
-    called: Callable[[], Any] = function
-    return called
 
 
 def _returned(returned: object, target: str) -> tuple[Any, Any, Any, Any]:

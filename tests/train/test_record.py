@@ -68,7 +68,7 @@ def test_a_number_that_is_none_is_null(tmp_path):
 def test_validation_has_its_own_file(tmp_path):
     with Recorder(tmp_path, total_steps=2, resume_step=None, console=Console(quiet=True)) as recorder:
         recorder.step(row(1))
-        recorder.validation(1, 4.5)
+        recorder.validation(1, {"loss": 4.5})
         recorder.step(row(2))
     assert steps_in(tmp_path) == [1, 2]
     assert rows(tmp_path / "validation.jsonl") == [{"step": 1, "loss": 4.5}]
@@ -91,8 +91,8 @@ def test_a_resumed_run_takes_later_steps_anew(tmp_path, checkpoint, kept):
 
 def test_a_resumed_run_drops_later_validations(tmp_path):
     with Recorder(tmp_path, total_steps=9, resume_step=None, console=Console(quiet=True)) as recorder:
-        recorder.validation(2, 4.0)
-        recorder.validation(4, 3.0)
+        recorder.validation(2, {"loss": 4.0})
+        recorder.validation(4, {"loss": 3.0})
     recorded(tmp_path, [], resume=3)
     assert rows(tmp_path / "validation.jsonl") == [{"step": 2, "loss": 4.0}]
 
@@ -171,7 +171,7 @@ def test_tensorboard_can_read_the_run(tmp_path):
     with Recorder(tmp_path, total_steps=2, resume_step=None, console=Console(quiet=True)) as recorder:
         recorder.step(row(1, loss=6.0, time={"forward": 0.5}))
         recorder.step(row(2, loss=5.0, grad_norm=math.nan))
-        recorder.validation(2, 4.0)
+        recorder.validation(2, {"loss": 4.0})
     found = scalars(tmp_path)
     assert found["train/loss"] == [(1, 6.0), (2, 5.0)]
     assert found["train/grad_norm"] == [(1, 1.5)]
@@ -304,7 +304,7 @@ with Recorder(Path(sys.argv[1]), total_steps=6, resume_step=None) as recorder:
         recorder.step({"step": step, "epoch": step / 4, "loss": 5.0 - step, "tokens_per_second": 1234.0})
         recorder.say(f"said {step}")
         logging.getLogger("macrobatch").warning("warned")
-    recorder.validation(6, 2.5)
+    recorder.validation(6, {"loss": 2.5})
     recorder.finish(["report: here"])
 """
 
@@ -339,7 +339,7 @@ def test_other_ranks_leave_nothing(tmp_path, capsys):
     with Silent() as recorder:
         recorder.derived({"a": "b"})
         recorder.step(row(1))
-        recorder.validation(1, 1.0)
+        recorder.validation(1, {"loss": 1.0})
         recorder.flush()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""

@@ -190,6 +190,18 @@ def test_where_a_report_cannot_go(tmp_path, out, said):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_numbers_of_ones_own(tmp_path):
+    """Have a chart and a tile in a report, and a row where runs are compared, of which another may not have them."""
+    own, plain = a_run(tmp_path / "own"), a_run(tmp_path / "plain")
+    rows = [{"step": step, "loss": 5.0, "perplexity": 148.4, "<i>accuracy": step / 256} for step in (0, 64)]
+    (own / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = written(own).read_text()
+    assert "&lt;i&gt;accuracy</span><b>0.25</b><small>of the validation at step 64" in page
+    assert "<i>accuracy" not in page
+    both = written(own, plain).read_text()
+    assert "<th>&lt;i&gt;accuracy</th><td>0.25</td><td>-</td>" in both
+
+
 def test_several_runs_in_one_report(tmp_path):
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "<other>", steps=60)
     with_facts(other, settings={"lr": 0.002, "model": {"layers": 4}, "data": ["/a/very/long/path" * 20]})

@@ -35,6 +35,26 @@ def test_flags():
     assert found == wanted
 
 
+def test_trackers():
+    assert parsed(["--track", "wandb", "mlflow", "--lr", "1"]).trackers == ("wandb", "mlflow")
+    assert parsed([]).trackers == ()
+    assert parsed(["--track", "none"]).trackers is None
+
+
+@pytest.mark.parametrize(
+    ("best", "found"),
+    [
+        ("loss", ("loss", False)),
+        ("accuracy:max", ("accuracy", True)),
+        ("wer:min", ("wer", False)),
+        ("a:b", ("a:b", False)),
+        ("a:b:max", ("a:b", True)),
+    ],
+)
+def test_which_number_tells_the_best(best, found):
+    assert Settings(best=best).best_number == found
+
+
 def test_what_tyro_refuses_ends_with_status_2(capsys):
     for flags in (["--steps", "many"], ["--precision", "int4"], ["free"]):
         with pytest.raises(SystemExit) as ended:
@@ -119,6 +139,9 @@ def test_large_numbers_are_told_with_their_digits():
         ({"precision": "int4"}, "--precision must be one of float32"),
         ({"data": "text.txt"}, "--data must be a list"),
         ({"data": (3,)}, "--data must be a list"),
+        ({"track": ("wandb", "excel")}, "--track must be some of tensorboard, wandb, mlflow, trackio, none: got"),
+        ({"track": ("wandb", "none")}, "--track none stands alone"),
+        ({"best": ":max"}, "--best must name a number"),
     ],
 )
 def test_refused(values, said):

@@ -1,1 +1,25 @@
-"""`macrobatch train`: a trainer for causal language models on top of `MacroStep`. `trainer` has its main path."""
+"""`macrobatch train`: a trainer for causal language models on top of `MacroStep`. `trainer` has its main path.
+
+``from macrobatch.train import Settings, train`` is the same for programs. What needs torch and transformers is imported
+when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from macrobatch.train.hooks import Event, StopTraining
+    from macrobatch.train.settings import Settings
+    from macrobatch.train.trainer import Outcome, train
+
+__all__ = ["Event", "Outcome", "Settings", "StopTraining", "train"]
+
+_HOMES = {"Event": "hooks", "Outcome": "trainer", "Settings": "settings", "StopTraining": "hooks", "train": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass
 class Best:
-    """The lowest validation loss, after which step, and how many validations ago.
+    """The best value of one number in validations, after which step, and how many validations ago.
 
     >>> best = Best()
     >>> best.is_improved(100, 4.0), best.is_improved(200, 5.0), best.step, best.is_over(1)
     (True, False, 100, True)
+
+    Attributes:
+        name: of the number.
+        is_higher_better: whether the highest is the best, not the lowest.
     """
 
+    name: str = "loss"
+    is_higher_better: bool = False
     step: int = 0
-    loss: float | None = None
+    value: float | None = None
     since: int = 0
 
-    def is_improved(self, step: int, loss: float) -> bool:
+    def is_improved(self, step: int, value: float) -> bool:
         """Take note of a validation. Returns whether none was better."""
-        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
-            self.step, self.loss, self.since = step, loss, 0
+        if math.isfinite(value) and (self.value is None or self._is_better(value, self.value)):
+            self.step, self.value, self.since = step, value, 0
             return True
         self.since += 1
         return False
+
+    def _is_better(self, value: float, than: float) -> bool:
+        return value > than if self.is_higher_better else value < than
 
     def is_over(self, patience: int | None) -> bool:
         """Whether so many validations in a row were no better."""
@@ -35,9 +44,16 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        return asdict(self)
+        return {"of": self._of, "step": self.step, "value": self.value, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there; from nothing, where that was about another number."""
+        if state.get("of", "loss:min") != self._of:
+            return
+        value = state["value"] if "value" in state else state["loss"]  # as checkpoints called it, once
         self.step, self.since = int(state["step"]), int(state["since"])
-        self.loss = None if state["loss"] is None else float(state["loss"])
+        self.value = None if value is None else float(value)
+
+    @property
+    def _of(self) -> str:
+        return f"{self.name}:{'max' if self.is_higher_better else 'min'}"

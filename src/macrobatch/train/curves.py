@@ -32,6 +32,16 @@ def total(steps: Iterable[Row], name: str) -> float:
     return sum(value for _, value in values(steps, name))
 
 
+def own_numbers(validations: Iterable[Row]) -> list[str]:
+    """What validations have beside the loss and its perplexity: the numbers of the user's own evaluation.
+
+    >>> own_numbers([{"step": 1, "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5}])
+    ['accuracy']
+    """
+    names = dict.fromkeys(name for row in validations for name in row)
+    return [name for name in names if name not in ("step", "loss", "perplexity")]
+
+
 def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
     """What is drawn of a run."""
     losses = values(steps, "loss")
@@ -41,9 +51,12 @@ def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
         lines.append(Line("train, smoothed", smooth, "train"))
     if measured := values(validations, "loss"):
         lines.append(Line("validation", measured, "validation"))
+    own = own_numbers(validations)
     charts = [
         Chart("Loss", "nats a token", lines, switch=True),
         Chart("Terms", "the mean of each, which add up to the loss", terms(steps), switch=True),
+        Chart("Perplexity", "of the validation", [Line("perplexity", values(validations, "perplexity"), "validation")]),
+        *(Chart(name, "of the validation", [Line(name, values(validations, name), "validation")]) for name in own),
         Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
         Chart(
             "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
@@ -100,10 +113,14 @@ def of_several(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list
             for number, ((run, _, _), points) in enumerate(zip(runs, found, strict=True))
         ]
 
-    measured = [Line(run, values(rows, "loss"), f"run{number}") for number, (run, _, rows) in enumerate(runs)]
+    def measured(name: str) -> list[Line]:
+        return [Line(run, values(rows, name), f"run{number}") for number, (run, _, rows) in enumerate(runs)]
+
+    own = dict.fromkeys(name for _, _, rows in runs for name in own_numbers(rows))
     charts = [
         Chart("Loss", "smoothed, nats a token", lines("loss", smooth=True), switch=True),
-        Chart("Validation", "nats a token", measured, switch=True),
+        Chart("Validation", "nats a token", measured("loss"), switch=True),
+        *(Chart(name, "of the validation", measured(name)) for name in own),
         Chart("Throughput", "smoothed, tokens a second", lines("tokens_per_second", smooth=True), zero=True),
         Chart("Learning rate", "", lines("lr"), zero=True),
         Chart("Gradient norm", "smoothed, before clipping", lines("grad_norm", smooth=True), may_be_log=True),

@@ -1,50 +1,49 @@
-"""TensorBoard's events of a run. What cannot be written there is in the run's own lines too, and ends nothing."""
+"""TensorBoard's events of a run, the tracker of every run that names no other."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import math
 import threading
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-logger = logging.getLogger("macrobatch")
+if TYPE_CHECKING:
+    from macrobatch.train.trackers import Numbers, State, Tracked
+
+EVENTS = "tensorboard"  # a folder in that of the run
 
 
 class Events:
-    """A folder of events.
+    """A folder of events; those of steps that are taken anew are purged. It is a `Tracker`."""
 
-    Args:
-        folder: where they go.
-        resume_step: events of later steps are purged; None: there are none.
-    """
+    id = None
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, run: Tracked) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer: Any = SummaryWriter(str(run.folder / EVENTS), purge_step=purge, flush_secs=10)
+        self._step = run.resume_step or 0
         self._excepthook = threading.excepthook
-        self._writer = _writer(folder, resume_step)
-        if self._writer is not None:
-            threading.excepthook = self._thread_failed
+        threading.excepthook = self._thread_failed
+        if run.config:
+            lines = [f"    {name} = {json.dumps(value)}" for name, value in run.config.items()]  # a block of Markdown
+            self._writer.add_text("settings", "\n".join(lines), self._step)
 
-    def add(self, step: int, numbers: Iterable[tuple[str, float]]) -> None:
-        """Write these numbers; where that fails, none any more."""
-        if self._writer is None:
-            return
-        try:
-            for name, value in numbers:
-                self._writer.add_scalar(name, value, step)
-        except OSError as error:
-            logger.warning("TensorBoard's events are no longer written: %s", error.strerror or error)
-            self.close()
+    def add(self, step: int, numbers: Numbers) -> None:
+        """Write these numbers."""
+        self._step = step
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Write what is waiting."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(OSError):
-                writer.close()
-            threading.excepthook = self._excepthook
+    def close(self, state: State) -> None:
+        """Write what is waiting, and how the run has ended."""
+        with contextlib.ExitStack() as last:
+            last.callback(setattr, threading, "excepthook", self._excepthook)
+            last.callback(self._writer.close)
+            self._writer.add_text("state", state, self._step)
 
     def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
         """Its thread stores what happened, for whoever writes next, and would print a traceback besides."""
@@ -53,7 +52,11 @@ class Events:
 
 
 def numbers_in(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str, float]]:
-    """What TensorBoard can draw."""
+    """What trackers can draw.
+
+    >>> numbers_in({"step": 3, "loss": 2.5, "grad_norm": math.nan, "time": {"data": 0.5}})
+    [('train/loss', 2.5), ('time/data', 0.5)]
+    """
     found: list[tuple[str, float]] = []
     for name, value in row.items():
         if isinstance(value, Mapping):
@@ -61,14 +64,3 @@ def numbers_in(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str
         elif isinstance(value, int | float) and name != "step" and math.isfinite(value):
             found.append((prefix + name, value))
     return found
-
-
-def _writer(folder: Path, resume_step: int | None) -> Any:
-    """TensorBoard's writer; None where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.warning("tensorboard is not installed: no events are written. pip install 'macrobatch[train]'")
-        return None
-    purge = None if resume_step is None else resume_step + 1
-    return SummaryWriter(str(folder), purge_step=purge, flush_secs=10)

@@ -67,6 +67,11 @@ SYNONYMS = {
     "save_steps": "save_every",
     "eval_steps": "validate_every",
     "patience": "early_stop",
+    "metric_for_best_model": "best",
+    "compute_metrics": "evaluate",
+    "report_to": "track",
+    "logger": "track",
+    "wandb_project": "track_project",
     "resume_from_checkpoint": "resume",
 }
 
@@ -179,6 +184,6 @@ def _listed(name: str, value: Any) -> Any:
     """A list as a tuple; one text where several may stand: data = "texts"; true where a word may stand too."""
     if name in YES_OR_NO and isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, str) and typing.get_type_hints(Settings)[name] == tuple[str, ...]:
+    if isinstance(value, str) and typing.get_origin(typing.get_type_hints(Settings)[name]) is tuple:
         return (value,)
     return tuple(value) if isinstance(value, list) else value

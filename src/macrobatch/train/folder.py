@@ -158,11 +158,18 @@ def described(
         "identity": identity,
         "launch": launch(),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
-        "command": shlex.join(["macrobatch", *sys.argv[1:]]),
+        "command": _command(),
     }
     if past is not None:
         content |= {"saved": past.is_saved, "earlier": list(past.owners)}
     replace_whole(folder / DESCRIPTION, json.dumps(content, indent=2))
+
+
+def _command() -> str:
+    """How the run was begun: by the command, or by another program."""
+    program = Path(sys.argv[0])
+    is_ours = program.name == "macrobatch" or program.parts[-2:] == ("macrobatch", "__main__.py")
+    return shlex.join(["macrobatch" if is_ours else sys.argv[0], *sys.argv[1:]])
 
 
 def note_saved(folder: Path) -> None:

@@ -103,7 +103,7 @@ class Learner:
         self.optimizer = adamw(self.model, settings)
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)
-        self.best = Best()
+        self.best = Best(*settings.best_number)
         self.taken = 0  # steps
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
         self._mask_dtype = torch.bool

@@ -1,7 +1,8 @@
 """`Recorder`: what a run leaves behind and shows while it goes on.
 
-In the run folder: ``metrics.jsonl`` with a line for each optimizer step, ``validation.jsonl`` with one for each
-validation, and TensorBoard's events. On the screen: what was derived, then a bar; in a log file a line now and then.
+In the run folder: ``metrics.jsonl`` with a line for each optimizer step, and ``validation.jsonl`` with one for each
+validation. Trackers, by default TensorBoard, get all numbers too. On the screen: what was derived, then a bar; in a log
+file a line now and then.
 
 A line is appended whole or not at all. A run that is resumed from a checkpoint drops the lines of later steps, which it
 takes anew.
@@ -28,15 +29,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from macrobatch.errors import printable
-from macrobatch.train.events import Events, numbers_in
+from macrobatch.train.events import numbers_in
 from macrobatch.train.files import Lines
+from macrobatch.train.trackers import State, Tracked, Tracker, open_trackers
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
-EVENTS = "tensorboard"
 
 LINES = 20  # that a whole run leaves in a log file, or one in
 SECONDS = 30.0  # where that is sooner
+SHOWN = {"loss", "perplexity"}  # of a validation, beside the bar
 RECENT = 50  # steps whose speed tells the time that is left
 
 
@@ -60,23 +62,24 @@ class Silent:
         memory_bytes (`peak_memory`), time (the parts of a `Lap`), losses (the mean of each term, of several).
         """
 
-    def validation(self, step: int, loss: float) -> None:
-        """Record the loss on samples that are not trained on, after that many steps."""
+    def validation(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Record a validation after that many steps: loss, perplexity, and what the user's own function returned."""
 
-    def finish(self, lines: Sequence[str]) -> None:
-        """The run has ended well: say this, and the last numbers."""
+    def finish(self, lines: Sequence[str], state: State = "finished") -> None:
+        """The run has ended in order, or was interrupted: say this, and the last numbers."""
 
     def flush(self) -> None:
         """See to it that all lines are on the disk: before a checkpoint is, which counts on them."""
 
-    def close(self) -> None:
-        """The run has ended, or is interrupted."""
+    def close(self, state: State | None = None) -> None:
+        """The run has ended; in the state that `finish` told of, where none is given."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        failed: State = "failed" if kind is not None and issubclass(kind, Exception) else "interrupted"
+        self.close(None if kind is None else failed)
 
 
 class Screen(Console):
@@ -102,6 +105,7 @@ class Recorder(Silent):
         folder: of the run; it exists.
         total_steps: of the whole run.
         resume_step: the step of the checkpoint that the run goes on from, 0 where it had none; None for a new run.
+        tracker: what gets the numbers besides; by default TensorBoard, in the folder.
         console: where to print.
         unread: called once, where nobody reads any more: a pipe or a terminal was closed.
     """
@@ -112,6 +116,7 @@ class Recorder(Silent):
         *,
         total_steps: int,
         resume_step: int | None,
+        tracker: Tracker | None = None,
         console: Console | None = None,
         unread: Callable[[], None] = lambda: None,
     ) -> None:
@@ -120,7 +125,8 @@ class Recorder(Silent):
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
-        self._events = Events(folder / EVENTS, resume_step)
+        self._tracker = tracker or open_trackers((), Tracked(folder=folder, resume_step=resume_step))
+        self._state: State = "finished"
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
         self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
@@ -143,18 +149,22 @@ class Recorder(Silent):
     def step(self, row: Mapping[str, Any]) -> None:
         self._metrics.append(row)
         step = int(row["step"])
-        self._events.add(step, numbers_in(row))
+        self._tracker.add(step, dict(numbers_in(row)))
         self._show(step, row)
 
-    def validation(self, step: int, loss: float) -> None:
-        self._validation.append({"step": step, "loss": loss})
-        if math.isfinite(loss):
-            self._events.add(step, [("validation/loss", loss)])
-        self._last_validation = f"validation {loss:.3f}  "
-        if self._bar is None:
-            self.say(f"step {step}  validation loss {loss:.4f}")
+    def validation(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._validation.append({"step": step, **numbers})
+        self._tracker.add(step, dict(numbers_in(numbers, "validation/")))
+        if "loss" in numbers:
+            more = f" (perplexity {numbers['perplexity']:.4g})" if "perplexity" in numbers else ""
+            self._last_validation = f"validation {numbers['loss']:.3f}{more}  "
+        if self._bar is None or numbers.keys() - SHOWN:
+            said = [f"validation loss {numbers['loss']:.4f}"] if "loss" in numbers else []
+            said += [f"{name} {value:.6g}" for name, value in numbers.items() if name != "loss"]
+            self.say(f"step {step}  {'  '.join(said)}")
 
-    def finish(self, lines: Sequence[str]) -> None:
+    def finish(self, lines: Sequence[str], state: State = "finished") -> None:
+        self._state = state
         self._stop_bar()
         for line in lines:
             self.say(line)
@@ -165,13 +175,13 @@ class Recorder(Silent):
         self._metrics.sync()
         self._validation.sync()
 
-    def close(self) -> None:
+    def close(self, state: State | None = None) -> None:
         if self._bar is not None:
             self._stop_bar()
             self.say(self._line())
         self._metrics.close()
         self._validation.close()
-        self._events.close()
+        self._tracker.close(state or self._state)
 
     # ------------------------------------------------------------------------------------------ on the screen
 

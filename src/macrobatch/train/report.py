@@ -181,7 +181,8 @@ def _ending(run: Run) -> str:
     if taken >= steps:
         return "finished"
     if status == 0:
-        return f"stopped early, after {taken:,} of {steps:,} steps: validations got no better"
+        why = run.facts.get("stopped") or "validations got no better"
+        return f"stopped early, after {taken:,} of {steps:,} steps: {why}"
     by = ""
     if isinstance(status, int) and status - 128 in set(signal.Signals):
         by = f" by {signal.Signals(status - 128).name}"
@@ -198,6 +199,8 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
         best = min(measured, key=lambda point: point[1])
         tiles.append(("validation loss", f"{measured[-1][1]:.3f}", f"best {best[1]:.3f} at step {best[0]:,}"))
         tiles.append(("perplexity", _perplexity(measured[-1][1]), f"of the validation; best {_perplexity(best[1])}"))
+    own = [(name, values(validations, name)[-1:]) for name in curves.own_numbers(validations)]
+    tiles += [(name, f"{last:.4g}", f"of the validation at step {at:,}") for name, one in own for at, last in one]
     if speeds := values(steps, "tokens_per_second"):
         tiles.append(("tokens a second", short(statistics.median(speed for _, speed in speeds)), "median of the steps"))
     tiles += _padding_tile(steps)
@@ -230,7 +233,8 @@ def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
 def _comparison(runs: Sequence[Run]) -> str:
     """The last numbers of each, and in which settings they differ."""
     columns = [_last_numbers(run) for run in runs]
-    table = {name: [column[name] for column in columns] for name in columns[0]}
+    names = dict.fromkeys(name for column in columns for name in column)
+    table = {name: [column.get(name, "-") for column in columns] for name in names}
     settings = [_used_settings(run.facts) for run in runs]
     for name in dict.fromkeys(name for one in settings for name in one):
         if len({_text(one[name]) for one in settings if name in one}) > 1:
@@ -252,6 +256,7 @@ def _setting(settings: Mapping[str, Any], name: str) -> str:
 def _last_numbers(run: Run) -> dict[str, str]:
     losses, measured = values(run.steps, "loss"), values(run.validations, "loss")
     speeds = [speed for _, speed in values(run.steps, "tokens_per_second")]
+    own = {name: values(run.validations, name) for name in curves.own_numbers(run.validations)}
     return {
         "steps": f"{run.steps[-1]['step']:,}",
         "ending": _ending(run) or "-",
@@ -260,6 +265,7 @@ def _last_numbers(run: Run) -> dict[str, str]:
         "best validation": f"{min(loss for _, loss in measured):.3f}" if measured else "-",
         "tokens a second": short(statistics.median(speeds)) if speeds else "-",
         "training": clock_time(total(run.steps, "seconds")),
+        **{name: f"{found[-1][1]:.4g}" for name, found in own.items() if found},
     }
 
 

@@ -16,6 +16,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16", "pure-bf16", "float64"]
 Parallel = Literal["ddp", "fsdp", "hsdp"]
+Track = Literal["tensorboard", "wandb", "mlflow", "trackio", "none"]
 
 DEFAULT_BATCH = 16  # samples
 DEFAULT_STEPS = 320
@@ -53,6 +54,10 @@ class Settings:
     """End the run after so many validations in a row that were no better than the best one."""
     validate_every: int = 100
     """Steps between validations; there is one in the end too. 0: only that."""
+    evaluate: str | None = None
+    """MODULE:FUNCTION: called with model and tokenizer in every validation, it returns a dict of numbers to record."""
+    best: str = "loss"
+    """The number of a validation that tells the best checkpoint: the lowest, or the highest as in accuracy:max."""
 
     batch_size: int | None = None
     """Samples in the batch of one optimizer step, over all ranks. If not set: 16."""
@@ -121,6 +126,10 @@ class Settings:
     """Steps between checkpoints; there is one in the end too. 0: only that."""
     keep: int = 2
     """How many of the last checkpoints are kept; the one with the best validation stays besides."""
+    track: tuple[Track, ...] = ()
+    """Where all numbers go besides the run folder; several may be named, or none. If not set: tensorboard."""
+    track_project: str = "macrobatch"
+    """The project, or experiment, that trackers put the run into."""
     prompt: str | None = None
     """What the text that is printed in the end begins with. If not set: the beginning of a sample."""
     sample_tokens: int = 96
@@ -153,6 +162,19 @@ class Settings:
             f"--micro must be a number of samples, tokens, tokens:NUMBER or auto: got {self.micro!r}. E.g. --micro 16, "
             "or --micro tokens:4096."
         )
+
+    @property
+    def best_number(self) -> tuple[str, bool]:
+        """The name of the number that tells the best checkpoint, and whether a higher one is better."""
+        name, colon, order = self.best.rpartition(":")
+        if not colon or order not in ("min", "max"):
+            name, order = self.best, "min"
+        return name, order == "max"
+
+    @property
+    def trackers(self) -> tuple[str, ...] | None:
+        """The trackers that were named; empty: the default; None: there are to be none."""
+        return None if "none" in self.track else self.track
 
     @property
     def lasting(self) -> dict[str, Any]:
@@ -194,7 +216,7 @@ def _is_of(value: object, wanted: Any) -> bool:
     if typing.get_origin(wanted) is Literal:
         return value in typing.get_args(wanted)
     if typing.get_origin(wanted) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(_is_of(item, typing.get_args(wanted)[0]) for item in value)
     if isinstance(wanted, types.UnionType):
         return any(_is_of(value, choice) for choice in typing.get_args(wanted))
     if wanted is float:
@@ -209,8 +231,10 @@ def _words(wanted: Any) -> str:
         return "one of " + ", ".join(typing.get_args(wanted))
     if isinstance(wanted, types.UnionType):
         return " or ".join(_words(choice) for choice in typing.get_args(wanted) if choice is not types.NoneType)
-    if typing.get_origin(wanted) is tuple:
+    if wanted == tuple[str, ...]:
         return "a list of texts"
+    if typing.get_origin(wanted) is tuple:
+        return _words(typing.get_args(wanted)[0]).replace("one", "some", 1)
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[wanted]
 
 
@@ -261,8 +285,13 @@ def _number(value: float) -> str:
 def _check_together(settings: Settings) -> None:
     if settings.validation is not None and settings.validation_data:
         raise UsageError("--validation and --validation-data say the same thing in two ways: give one of them.")
-    if settings.early_stop is not None and settings.validation == 0:
+    best, _ = settings.best_number
+    if not best:
+        raise UsageError(f"--best must name a number: got {settings.best!r}. E.g. --best loss, or --best accuracy:max.")
+    if settings.early_stop is not None and settings.validation == 0 and best in ("loss", "perplexity"):
         raise UsageError("--early-stop needs something to validate on, and --validation is 0.")
+    if len(settings.track) > 1 and "none" in settings.track:
+        raise UsageError(f"--track none stands alone: got {' '.join(settings.track)}.")
     for one, other in ALTERNATIVES:
         if getattr(settings, one) is not None and getattr(settings, other) is not None:
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} say the same thing in two ways: give one of them.")

@@ -10,6 +10,7 @@ import math
 import shlex
 import shutil
 import signal
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,21 +19,83 @@ from typing import Any
 import torch
 from torch import nn
 
-from macrobatch.train import cutting, folder, generate, models, report
+from macrobatch.train import cutting, folder, generate, models, report, trackers
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
+from macrobatch.train.files import rows
+from macrobatch.train.hooks import Callback, Evaluate, Event, Hooks, perplexity_of
 from macrobatch.train.learner import Learner, Plan
-from macrobatch.train.record import Recorder, Silent
+from macrobatch.train.record import METRICS, VALIDATION, Recorder, Silent
 from macrobatch.train.settings import Settings
 from macrobatch.train.signals import Signals
 from macrobatch.train.stream import share
 from macrobatch.train.world import World, joined
 
 
-def train(settings: Settings) -> int:
-    """Train as the settings say. Returns the exit status: 0, or 128 and the number of the signal that ended it."""
+class Outcome(int):
+    """How a run has ended: the exit status as a number, and where to find what it left.
+
+    >>> outcome = Outcome(0, run=Path("runs/tiny-1"), steps=20)
+    >>> outcome == 0, outcome.steps, str(outcome.model)
+    (True, 20, 'runs/tiny-1/model')
+
+    Attributes:
+        run: the run folder.
+        steps: how many steps the run has taken, with those before it was resumed.
+    """
+
+    run: Path
+    steps: int
+
+    def __new__(cls, status: int, *, run: Path, steps: int) -> Outcome:
+        """A number with attributes."""
+        made = super().__new__(cls, status)
+        made.run, made.steps = run, steps
+        return made
+
+    def __repr__(self) -> str:
+        return f"Outcome({int(self)}, run={str(self.run)!r}, steps={self.steps})"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The numbers of every step."""
+        return rows(self.run / METRICS)
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """The numbers of every validation."""
+        return rows(self.run / VALIDATION)
+
+    @property
+    def model(self) -> Path:
+        """The exported model, for ``from_pretrained`` of transformers."""
+        return self.run / "model"
+
+
+def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: Evaluate | None = None) -> Outcome:
+    """Train as the settings say.
+
+    See docs/train.md for an example. Under torchrun every rank calls it.
+
+    Args:
+        settings: what the flags of ``macrobatch train`` say.
+        callbacks: functions of an `Event`, called on the first rank after every step and validation. One that raises
+            `StopTraining` ends the run after that step, with a checkpoint. Any other error is raised here, after a
+            checkpoint.
+        evaluate: a function of the model and a tokenizer of transformers that returns a dict of numbers, called on
+            every rank in each validation; where the settings name none.
+
+    Returns:
+        the exit status as a number: 0, or 128 and the number of the signal that ended it; with the run folder.
+
+    Raises:
+        MacrobatchError: what the command would print.
+    """
     with joined(settings) as world, ExitStack() as stack:
         world.together(lambda: models.check(settings, world))
+        world.together(lambda: trackers.require_installed(settings.trackers or ()) if world.is_first else None)
+        hooks = world.together(lambda: Hooks(settings, world, callbacks, evaluate))
+        hooks.agree()
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
         data = world.together(lambda: Data.read(settings), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
@@ -41,6 +104,7 @@ def train(settings: Settings) -> int:
         micro = cutting.micro_of(settings, max(plan.lengths), world.device)
         world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, micro), world))
         learner = world.together(lambda: Learner(model, plan, settings, world))
+        baseline = {} if found else hooks.check(learner.model, data.vocabulary)
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
         world.together(lambda: stack.enter_context(folder.locked(run)) if world.is_first else None)
         past = world.together(lambda: _past(found, run, identity, settings))  # only now: nobody else writes there
@@ -59,24 +123,29 @@ def train(settings: Settings) -> int:
             if past is None:
                 data.warn_of_few()
             else:
-                folder.note(run, status=None)  # it goes on
+                folder.note(run, status=None, stopped=None)  # it goes on
             if past is None or plan.steps != past.steps:
                 unused = ["vocabulary_size"] if settings.tokenizer or learner.origin.tokenizer else []
                 folder.described(run, settings=settings, derived=derived, identity=identity, past=past, unused=unused)
         recorder: Silent = Silent()
         with Signals(say=lambda text: recorder.say(text)) as signals:
-            recorder = stack.enter_context(_recorder(run, plan.steps, first if past else None, world, signals))
+            resume_step = first if past else None
+            recorder = world.together(lambda: _recorder(run, plan.steps, resume_step, settings, world, signals))
+            stack.enter_context(recorder)
             recorder.derived(derived)
+            if baseline:
+                recorder.validation(0, baseline)
             if first == plan.steps:  # what a killed process may not have finished is made again
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
-            status = _loop(learner, data, first, checkpoints, recorder, signals)
-            return _ended(learner, data, run, recorder, checkpoints, status)
+            status = _loop(learner, data, first, checkpoints, recorder, signals, hooks)
+            _ended(learner, data, run, recorder, checkpoints, status, hooks.is_stopped)
+            return Outcome(status, run=run, steps=learner.taken)
 
 
 def _loop(
-    learner: Learner, data: Data, first: int, checkpoints: Checkpoints, recorder: Silent, signals: Signals
+    learner: Learner, data: Data, first: int, checkpoints: Checkpoints, recorder: Silent, signals: Signals, hooks: Hooks
 ) -> int:
-    settings, steps = learner.settings, learner.plan.steps
+    settings, steps, run = learner.settings, learner.plan.steps, checkpoints.folder.parent
     best = learner.best
     for done in range(first + 1, steps + 1):
         if best.is_over(settings.early_stop):
@@ -84,29 +153,52 @@ def _loop(
             return 0
         row, received = learner.step(done - 1, data.train, signals)
         recorder.step(row)
+        hooks.tell(Event(kind="step", step=done, numbers=row, run=run))
         is_best = False
-        if len(data.validation) and _is_due(done, settings.validate_every, done == steps):
+        if (len(data.validation) or hooks.evaluates) and _is_due(done, settings.validate_every, done == steps):
             with learner.clock.aside("validation"):
-                loss = learner.validated(data.validation)
-                recorder.validation(done, loss)
-                is_best = best.is_improved(done, loss) and settings.save_every > 0
-        is_last = done == steps or received > 0 or best.is_over(settings.early_stop)
+                numbers = _validated(learner, data, hooks)
+                if numbers:
+                    recorder.validation(done, numbers)
+                    hooks.tell(Event(kind="validation", step=done, numbers={"step": done, **numbers}, run=run))
+                if best.name in numbers:
+                    is_best = best.is_improved(done, numbers[best.name]) and settings.save_every > 0
+        is_last = done == steps or received > 0 or hooks.is_over or best.is_over(settings.early_stop)
         if is_best or _is_due(done, settings.save_every, is_last):
             with learner.clock.aside("checkpoint"):
                 recorder.flush()
                 learner.save(checkpoints, done)
                 if learner.world.is_first:
-                    folder.note_saved(checkpoints.folder.parent)
+                    folder.note_saved(run)
+        if hooks.failure is not None:
+            recorder.warn(f"a callback or the evaluation failed: {_ended_after(done, run)}")
+            raise hooks.failure
         if received:
-            _say_ended(recorder, received, done, checkpoints.folder.parent)
+            _say_ended(recorder, received, done, run)
             return 128 + received
+        if hooks.is_stopped:
+            recorder.say(f"a callback asked to stop: {_ended_after(done, run)}")
+            return 0
     return 0
+
+
+def _validated(learner: Learner, data: Data, hooks: Hooks) -> Mapping[str, float]:
+    """The numbers of a validation: those that can be had."""
+    numbers: dict[str, float] = {}
+    if len(data.validation):
+        loss = learner.validated(data.validation)
+        numbers = {"loss": loss, "perplexity": perplexity_of(loss)}
+    return numbers | hooks.evaluated(learner.model, data.vocabulary)
+
+
+def _ended_after(step: int, run: Path) -> str:
+    again = f"macrobatch train --resume --out {shlex.quote(str(run))}"
+    return f"ended after step {step}, with a checkpoint. To go on from there: {again}"
 
 
 def _say_ended(recorder: Silent, received: int, step: int, run: Path) -> None:
     """What happened, and how to go on; beside the screen, where nobody reads that any more."""
-    again = f"macrobatch train --resume --out {shlex.quote(str(run))}"
-    text = f"ended after step {step}, with a checkpoint. To go on from there: {again}"
+    text = _ended_after(step, run)
     if received == signal.SIGPIPE:
         recorder.warn(f"nobody reads the output any more, as a pipe or terminal was closed: {text}")
     else:
@@ -117,7 +209,15 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
     return is_last or (every > 0 and step % every == 0)
 
 
-def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, checkpoints: Checkpoints, status: int) -> int:
+def _ended(
+    learner: Learner,
+    data: Data,
+    run: Path,
+    recorder: Silent,
+    checkpoints: Checkpoints,
+    status: int,
+    is_stopped: bool,
+) -> None:
     """What a run leaves for people: the model, the best one too where that is another, a report, a text."""
     exported = models.exported(learner.model, run / "model", data.vocabulary, learner.kept, learner.world)
     said = [f"model: {exported}"]
@@ -128,10 +228,10 @@ def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, checkpoint
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
         sample = _sample(learner, data, exported) if status == 0 else None
-        folder.note(run, status=status, sample=sample)
+        folder.note(run, status=status, sample=sample, stopped="by a callback" if is_stopped else None)
         said.append(f"report: {report.written(run)}")
-        recorder.finish([*said, *([f"\n{sample}\n"] if sample else [])])
-    return status
+        state: trackers.State = "interrupted" if status else "finished"
+        recorder.finish([*said, *([f"\n{sample}\n"] if sample else [])], state)
 
 
 def _sample(learner: Learner, data: Data, exported: Path) -> str | None:
@@ -182,11 +282,18 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
     }
 
 
-def _recorder(run: Path, steps: int, resume_step: int | None, world: World, signals: Signals) -> Silent:
+def _recorder(
+    run: Path, steps: int, resume_step: int | None, settings: Settings, world: World, signals: Signals
+) -> Silent:
     if not world.is_first:
         return Silent()
     unread = partial(signals.receive, signal.SIGPIPE)
-    return Recorder(run, total_steps=steps, resume_step=resume_step, unread=unread)
+    told = trackers.Tracked(
+        folder=run, project=settings.track_project, config=settings.lasting, resume_step=resume_step
+    )
+    named = settings.trackers
+    tracker = trackers.Trackers({}) if named is None else trackers.open_trackers(named, told)
+    return Recorder(run, total_steps=steps, resume_step=resume_step, tracker=tracker, unread=unread)
 
 
 def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:

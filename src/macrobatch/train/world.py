@@ -81,13 +81,15 @@ class World:
 
 @contextmanager
 def joined(settings: Settings) -> Iterator[World]:
-    """All ranks that torchrun started, connected; or this process alone."""
+    """All ranks that torchrun started, connected; or this process alone. A program may have connected them itself."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = _device(settings, local)
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
+    is_connected = dist.is_initialized()
+    if not is_connected and "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
         yield World(rank=0, size=1, local_rank=0, local_size=1, device=device)
         return
-    _connect(device)
+    if not is_connected:
+        _connect(device)
     try:
         group = dist.group.WORLD
         yield World(
@@ -99,7 +101,8 @@ def joined(settings: Settings) -> Iterator[World]:
             host_group=collectives.host_group(group) if dist.get_world_size() > 1 else None,
         )
     finally:
-        dist.destroy_process_group()
+        if not is_connected:
+            dist.destroy_process_group()
 
 
 def _device(settings: Settings, local_rank: int) -> torch.device:
