@@ -319,12 +319,12 @@ def restore(checkpoints: Checkpoints, path: Path, model: nn.Module, optimizer: t
 
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by the names of the plain model. Tied weights are one."""
+    """Weights and buffers by the names of the plain model. Tied weights are one; nothing changes frozen ones."""
     plain = unwrapped(model, REPLICATED)
     everything = plain.state_dict()  # first: FSDP takes back here what a forward left gathered
-    names = {name for name, _ in plain.named_parameters()}
-    twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - names
-    return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in twice}
+    trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    others = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - trained
+    return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in others}
 
 
 def _optimized(

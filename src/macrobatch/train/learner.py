@@ -100,6 +100,10 @@ class Learner:
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.num_trained = sum(p.numel() for p in trained)
+        self.fixed_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.fixed_bytes += sum(3 * p.numel() * p.element_size() for p in trained)  # gradients, and AdamW's two states
         self.optimizer = adamw(self.model, settings)
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from macrobatch._cut.plans import plan_by_count, plan_by_tokens
-from macrobatch.train import folder, generate, models, report
+from macrobatch._torch.modules import without_ddp
+from macrobatch.train import adapters, folder, generate, models, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
 from macrobatch.train.learner import Learner, Plan, drop_damaged_sizes
@@ -38,7 +39,7 @@ def train(settings: Settings) -> int:
         data = world.together(lambda: Data.read(settings), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
-        identity = _identity(settings, plan, data, model)
+        identity = _identity(settings, plan, data, model) | _identity_of_adapter(model, world)
         world.together(lambda: drop_damaged_sizes(settings, world))
         learner = world.together(lambda: Learner(model, plan, settings, world))
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
@@ -119,12 +120,13 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
 
 def _ended(learner: Learner, data: Data, run: Path, recorder: Silent, checkpoints: Checkpoints, status: int) -> int:
     """What a run leaves for people: the model, the best one too where that is another, a report, a text."""
-    exported = models.exported(learner.model, run / "model", data.vocabulary, learner.kept, learner.world)
-    said = [f"model: {exported}"]
+    exported, *adapter = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world)
+    said = [f"model: {exported}", *(f"adapter: {folder}" for folder in adapter)]
     if learner.best.step == learner.taken and learner.world.is_first:
-        shutil.rmtree(run / "model-best", ignore_errors=True)  # of before it was extended
+        for name in ("model-best", "adapter-best"):
+            shutil.rmtree(run / name, ignore_errors=True)  # of before it was extended
     if status == 0 and learner.restored_best(checkpoints):
-        best = models.exported(learner.model, run / "model-best", data.vocabulary, learner.kept, learner.world)
+        best, *_ = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world, which="-best")
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
         sample = _sample(learner, data, exported) if status == 0 else None
@@ -182,6 +184,13 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
     }
 
 
+def _identity_of_adapter(model: nn.Module, world: World) -> dict[str, Any]:
+    """What else they depend on where an adapter is trained. Checkpoints do not hold the frozen weights."""
+    adapter = adapters.described(model)
+    frozen = adapters.frozen_fingerprint(model) if adapter and world.is_first else ""
+    return {"lora": adapter, "frozen": world.told(frozen) or None}
+
+
 def _recorder(run: Path, steps: int, resume_step: int | None, world: World, signals: Signals) -> Silent:
     if not world.is_first:
         return Silent()
@@ -200,19 +209,28 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
     tokenizer = settings.tokenizer or learner.origin.tokenizer
-    width = torch.finfo(next(learner.model.parameters()).dtype).bits // 8
     return {
         "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
+        **_trained(learner),
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
         "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": f"about {len(parts)} on each rank, {how[kind]}",
-        "memory": f"{_bytes(4 * width * learner.num_parameters / shards)} a rank for weights, gradients and AdamW",
+        "memory": f"{_bytes(learner.fixed_bytes / shards)} a rank for weights, gradients and AdamW",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
     }
+
+
+def _trained(learner: Learner) -> dict[str, str]:
+    """How many parameters are trained, where not all are."""
+    adapter = adapters.described(without_ddp(learner.model))
+    if adapter is None:
+        return {}
+    part = f"{learner.num_trained:,} of {learner.num_parameters:,} parameters"
+    return {"trained": f"LoRA of rank {adapter['rank']}: {part} ({learner.num_trained / learner.num_parameters:.2%})"}
 
 
 def _named(settings: Settings, learner: Learner) -> str:
