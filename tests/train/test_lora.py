@@ -380,7 +380,10 @@ def test_files_of_adapters_that_are_not_read(adapter, begins, capsys, run):
         (("--lora-targets", "q_proj"), "--lora-targets is for --lora"),
         (("--lora", "--lora-rank", 0), "--lora-rank must be at least 1"),
         (("--lora", "--lora-dropout", 1), "--lora-dropout must be between 0 and"),
-        (("--lora", "--lora-targets", "q_proj", "nothing"), "no linear layer 'nothing'. There are down_proj, gate_proj"),
+        (
+            ("--lora", "--lora-targets", "q_proj", "nothing"),
+            "no linear layer 'nothing'. There are down_proj",
+        ),
         (("--lora", "--lora-targets", "embed_tokens"), "no linear layer 'embed_tokens'"),
         (("--lora", "--lora-targets", "lm_head"), "'lm_head' shares its weights with embed_tokens"),
     ],
@@ -408,5 +411,3 @@ def test_named_layers_only(begins, tmp_path):
 def test_without_peft(begins, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     refused(begins("--lora"), capsys, "peft", "pip install 'macrobatch[train]'")
-
-

@@ -229,7 +229,7 @@ def frozen_fingerprint(model: nn.Module) -> str:
         name, tensor = named
         head = f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return hashlib.sha256(head + hashlib.sha256(content).digest()).digest()
+        return hashlib.sha256(head + hashlib.sha256(content.data).digest()).digest()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing does not hold Python's lock
         return hashlib.sha256(b"".join(pool.map(digest, frozen))).hexdigest()

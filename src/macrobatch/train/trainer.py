@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from macrobatch._cut.plans import plan_by_count, plan_by_tokens
