@@ -4,6 +4,7 @@ All commands run one after the other under one torchrun; their losses are compar
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ ADAPTERS = {
     "hsdp float64": (*HSDP, "--micro", "5"),
     "fsdp pure-bf16": FSDP,
 }
+OPTIMIZERS = {
+    "ddp muon": ("--optimizer", "muon"),
+    "fsdp muon": ("--optimizer", "muon", *FSDP),
+    "hsdp muon": ("--optimizer", "muon", "--optimizer-options", "nesterov=false", *HSDP),
+    "ddp adafactor": ("--optimizer", "adafactor"),
+    "fsdp sgd": ("--optimizer", "sgd", "--optimizer-options", "momentum=0.9", *FSDP),
+}
+RESUMED = ("fsdp float64", "fsdp muon", "ddp adafactor")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,10 @@ def with_adapter(place: Path, out: str, precision: str, *more: object) -> list[s
     return run(place, out, *LORA, place / "base" / "model", "--precision", precision, *more)
 
 
+def with_optimizer(place: Path, out: str, *more: object) -> list[str]:
+    return run(place, out, "--precision", "float64", "--micro", "7", "--save-every", 4, *more)
+
+
 @pytest.fixture(scope="module")
 def alone(place) -> dict[str, list[float]]:
     """The losses of one process, in each precision."""
@@ -61,15 +74,40 @@ def alone(place) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def on_two(place) -> ranks.Launch:
-    """All of them, and one of them resumed from the middle."""
+    """All of them, and some again from the middle, from what was saved there."""
     named = {name: with_adapter(place, f"two {name}", name.split()[-1], *how) for name, how in ADAPTERS.items()}
-    file = place / "commands.json"
-    file.write_text(json.dumps(list(named.values())))
-    launch = ranks.torchrun(
-        2, Path(commands.__file__), file, directory=place, imported=["harness.ranks", *commands.IMPORTED]
-    )
+    named |= {name: with_optimizer(place, f"two {name}", *how) for name, how in OPTIMIZERS.items()}
+    launched(place, "first", list(named.values()))
+    for name in RESUMED:
+        shutil.copytree(place / f"two {name}", place / f"again {name}")
+        shutil.rmtree(place / f"again {name}" / "checkpoints" / f"step-{STEPS:08d}")
+    return launched(place, "again", [["train", "--resume", "--out", str(place / f"again {name}")] for name in RESUMED])
+
+
+def launched(place: Path, name: str, all_commands: list[list[str]]) -> ranks.Launch:
+    file = place / f"{name}.json"
+    file.write_text(json.dumps(all_commands))
+    imported = ["harness.ranks", *commands.IMPORTED]
+    launch = ranks.torchrun(2, Path(commands.__file__), file, directory=place, imported=imported)
     assert launch.exit_code == 0, launch.output[-6000:]
+    for rank in range(2):
+        assert set(json.loads(Path(f"{file}.{rank}").read_text())) == {0}, launch.output[-6000:]
     return launch
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resuming_is_bitwise(place, on_two, name):
+    assert losses(place / f"again {name}") == losses(place / f"two {name}")
+    for file in (place / f"two {name}").rglob("model/*.safetensors"):
+        assert (place / f"again {name}" / file.relative_to(place / f"two {name}")).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_on_two_ranks(place, on_two, name):
+    alone = place / f"alone {name}"
+    how = [word for word in OPTIMIZERS[name] if word not in (*FSDP, *HSDP)]
+    assert main(with_optimizer(place, alone.name, *how)) == 0
+    assert farthest(losses(place / f"two {name}"), losses(alone)) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

@@ -66,6 +66,8 @@ SYNONYMS = {
     "eval_steps": "validate_every",
     "patience": "early_stop",
     "resume_from_checkpoint": "resume",
+    "optim": "optimizer",
+    "optim_args": "optimizer_options",
     "use_peft": "lora",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",

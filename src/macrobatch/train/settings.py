@@ -81,8 +81,12 @@ class Settings:
     """Steps in which the learning rate rises. If not set: a tenth of all steps."""
     final_lr: float = 0.1
     """What part of the learning rate is left in the end."""
+    optimizer: str = "adamw"
+    """adamw, muon, adafactor, adamw-8bit (bitsandbytes), sgd, or MODULE:CLASS for an optimizer of your own."""
+    optimizer_options: tuple[str, ...] = ()
+    """Options of the optimizer, as NAME=VALUE."""
     weight_decay: float = 0.1
-    """Weight decay of AdamW, on matrices only."""
+    """Weight decay, on matrices only."""
     beta1: float = 0.9
     """beta1 of AdamW."""
     beta2: float = 0.95

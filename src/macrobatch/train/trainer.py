@@ -19,7 +19,7 @@ from torch import nn
 
 from macrobatch._cut.plans import plan_by_count, plan_by_tokens
 from macrobatch._torch.modules import without_ddp
-from macrobatch.train import adapters, folder, generate, models, report
+from macrobatch.train import adapters, folder, generate, models, optimizers, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
 from macrobatch.train.learner import Learner, Plan, drop_damaged_sizes
@@ -33,6 +33,7 @@ from macrobatch.train.world import World, joined
 def train(settings: Settings) -> int:
     """Train as the settings say. Returns the exit status: 0, or 128 and the number of the signal that ended it."""
     with joined(settings) as world, ExitStack() as stack:
+        world.together(lambda: optimizers.check(settings))
         world.together(lambda: models.check(settings, world))
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
         data = world.together(lambda: Data.read(settings), alone_first=True)
@@ -177,6 +178,7 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
         "batch_ramp": [settings.batch_ramp, settings.batch_ramp_start],
         "steps": plan.steps,
         "learning_rate": [plan.rate.peak, plan.rate.warmup, plan.rate.schedule, plan.rate.final],
+        "optimizer": _identity_of_optimizer(settings),
         "adamw": [settings.beta1, settings.beta2, settings.eps, settings.weight_decay],
         "max_norm": str(settings.max_norm),
         "precision": settings.precision,
@@ -188,6 +190,12 @@ def _identity_of_adapter(model: nn.Module, world: World) -> dict[str, Any]:
     adapter = adapters.described(model)
     frozen = adapters.frozen_fingerprint(model) if adapter and world.is_first else ""
     return {"lora": adapter, "frozen": world.told(frozen) or None}
+
+
+def _identity_of_optimizer(settings: Settings) -> dict[str, Any] | None:
+    """None for AdamW as it is, as in runs of before there was a choice."""
+    options = optimizers.options_of(settings)
+    return None if settings.optimizer == "adamw" and not options else {"name": settings.optimizer, **options}
 
 
 def _recorder(run: Path, steps: int, resume_step: int | None, world: World, signals: Signals) -> Silent:
@@ -208,6 +216,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
     tokenizer = settings.tokenizer or learner.origin.tokenizer
+    fixed, counted = optimizers.fixed_bytes(learner.model, settings)
     return {
         "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
         **_trained(learner),
@@ -216,7 +225,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": f"about {len(parts)} on each rank, {how[kind]}",
-        "memory": f"{_bytes(learner.fixed_bytes / shards)} a rank for weights, gradients and AdamW",
+        "memory": f"{_bytes(fixed / shards)} a rank for {counted}",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
