@@ -144,8 +144,9 @@ def test_losses_are_those_of_a_plain_loop(name, begins, base, data, tmp_path):
     assert wanted[-1] < wanted[0]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "float32") for name in OPTIMIZERS), ("muon", "fp16"), ("one's own", "fp16")]
+)
 def test_resuming_is_bitwise(name, begins, tmp_path, precision):
     flags = (*OPTIMIZERS[name][0], "--precision", precision)
     assert main(begins(*flags, "--save-every", 2, "--keep", 9)) == 0
