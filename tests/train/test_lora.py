@@ -19,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 300}
 GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+MIXTURE = {"model_type": "deepseek_v2", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32}
+MIXTURE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8}
+MIXTURE |= {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4}
+MIXTURE |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
 LORA = ("--lora", "--lora-rank", 4)
 
 
@@ -380,6 +384,17 @@ def test_wrong_flags(begins, capsys, tmp_path, flags, said):
 
 def test_new_weights_have_nothing_to_adapt(begins, capsys):
     refused(begins("--lora", model="tiny"), capsys, "--lora", "existing weights", "tiny")
+
+
+def test_experts_are_no_linear_layers(begins, data, capsys, tmp_path):
+    """peft takes layers of these names for the experts, which are one tensor."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    assert main(arguments(data, tmp_path / "mixture", "--model", tmp_path / "config.json", "--steps", 1)) == 0
+    refused(begins("--lora", model=tmp_path / "mixture"), capsys, "mlp.experts", "--lora-targets")
+    assert main(begins(*LORA, "--lora-targets", "q_b_proj", "o_proj", "--lr", 0.1, model=tmp_path / "mixture")) == 0
+    ours = logits(tmp_path / "out" / "model")
+    wanted = logits(tmp_path / "mixture" / "model", tmp_path / "out" / "adapter")
+    assert torch.allclose(ours, wanted, atol=1e-6, rtol=0)
 
 
 def test_an_adapter_has_its_rank(begins, run, capsys):

@@ -104,7 +104,7 @@ def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: O
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        _inject(model, config, origin.said)
+        _inject(model, config, origin.said, " Name other layers with --lora-targets.")
 
 
 def merge(model: nn.Module, folder: Path, said: str) -> None:
@@ -156,14 +156,24 @@ def _load(model: nn.Module, folder: Path, said: str) -> None:
         parameter.data.copy_(saved[name])
 
 
-def _inject(model: nn.Module, config: Any, said: str) -> None:
-    """Put an adapter beside the layers that its configuration names; everything else is frozen."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds out itself
+def _inject(model: nn.Module, config: Any, said: str, hint: str = "") -> None:
+    """Put an adapter beside the linear layers that its configuration names; everything else is frozen."""
+    peft = _peft()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         try:
-            _peft().inject_adapter_in_model(config, model, adapter_name=NAME)
+            peft.inject_adapter_in_model(config, model, adapter_name=NAME)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise UsageError(f"{said}: the adapter cannot be added to the model: {reason(error)}") from error
+            raise UsageError(f"{said}: the adapter cannot be added to the model: {reason(error)}{hint}") from error
+    for name, layer in _adapted(model):
+        if not isinstance(layer, peft.tuners.lora.Linear):
+            raise UsageError(
+                f"{said}: the adapter cannot be added to the model: peft would put it beside {name}, which is no "
+                f"linear layer, but experts of a mixture or the like.{hint}"
+            )
+    for one in heard:
+        if "fan_in_fan_out" not in str(one.message):  # which peft finds out itself
+            warnings.warn(f"{said}: {one.message}", stacklevel=2)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(OWN.search(name) is not None)
 
