@@ -111,7 +111,8 @@ class Problem:
 def problem(sizes: Sizes) -> Problem:
     from macrobatch.train import models
     from macrobatch.train.data import Data
-    from macrobatch.train.learner import Plan, adamw
+    from macrobatch.train.learner import Plan
+    from macrobatch.train.optimizers import optimizers_of
     from macrobatch.train.settings import Settings
     from macrobatch.train.world import World
 
@@ -121,7 +122,7 @@ def problem(sizes: Sizes) -> Problem:
     plan = Plan.made(settings, data, world)
     model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
-    optimizer = adamw(model, settings)
+    (optimizer,) = optimizers_of(model, settings, LEARNING_RATE)
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]
     return Problem(
         model=model,

@@ -64,9 +64,9 @@ def test_a_file_of_weights_is_in_a_folder(model, begins, capsys):
     refused(begins(model / "model.safetensors"), capsys, f"name its folder: --model {model}")
 
 
-def test_an_adapter_is_not_a_model(model, begins, capsys):
+def test_an_adapter_without_a_base_is_not_a_model(model, begins, capsys):
     (model / "adapter_config.json").write_text("{}")
-    refused(begins(model), capsys, "adapter", "Merge it")
+    refused(begins(model), capsys, "adapter", "does not name its base")
 
 
 def test_weights_without_a_tokenizer(model, begins, capsys, tmp_path):

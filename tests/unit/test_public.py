@@ -40,7 +40,7 @@ ROOMS["subcommands"] = CORE | {"bench", "train", "verify", "__init__"}
 ROOMS["cli"] = {"errors", "subcommands"}
 ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
 ROOMS["__main__"] = {"cli"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "rich", "tyro", "datasets", "wandb", "mlflow", "trackio"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "peft", "rich", "tyro", "datasets", "wandb", "mlflow", "trackio"}
 EXTRAS = {name: {name} for name in ("accelerate", "transformers", "lightning")} | {"train": TRAIN}
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from macrobatch._torch.modules import REPLICATED, plain_name, unwrapped
 from macrobatch.errors import BackendError, CheckpointError, UsageError
@@ -54,6 +55,8 @@ from macrobatch.train.storage import (
 FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: written again, beside one that was there
 PARTIAL = re.compile(r"step-\d{8,}(?:-\d+)?\.partial-[0-9a-f]+")
 RANDOM = "random."  # names of tensors that every rank has its own of
+NUMBER = "#"  # ends the name of what an optimizer keeps as a number, and not as a tensor
+WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class Checkpoints:
@@ -272,26 +275,32 @@ def _flush_folder(folder: Path) -> None:
 # ------------------------------------------------------------------------------------ a model and its optimizer
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors that a run goes on from: weights, buffers, the optimizer's state, this rank's random numbers.
+def state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Tensor]:
+    """All tensors that a run goes on from: weights, buffers, the optimizers' state, this rank's random numbers.
 
-    The model may be plain, DDP, FSDP2 or HSDP, compiled or not: names and whole shapes are those of the plain one. An
-    optimizer that has not stepped yet has no state. What its groups hold (learning rate, betas) is for the facts.
+    The model may be plain, DDP, FSDP2 or HSDP, compiled or not: names and whole shapes are those of the plain one.
+    Frozen parameters are left out: nothing changes them. An optimizer that has not stepped yet has no state. What its
+    groups hold (learning rate, betas) is for the facts.
     """
     tensors = _of_model(model)
-    for name, _, parameter in _optimized(model, optimizer):
+    for name, optimizer, _, parameter in _optimized(model, optimizers):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
+                _require_known_sharding(key, value.shape, parameter)
                 tensors[f"optimizer.{name}.{key}"] = value
+            elif isinstance(value, bool | int | float):
+                tensors[f"optimizer.{name}.{key}{NUMBER}"] = torch.tensor(value, dtype=WIDEST[type(value)])
             elif value is not None:
                 raise BackendError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}, which is not "
-                    "saved: only tensors are. Use another optimizer."
+                    "saved: only tensors and numbers are. Use another optimizer."
                 )
     return tensors | _random()
 
 
-def restore(checkpoints: Checkpoints, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Json:
+def restore(
+    checkpoints: Checkpoints, path: Path, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> Json:
     """Put back what `state` gave, on as many ranks as there are now; return the facts.
 
     On the same number of ranks the run goes on bitwise. A rank that was not there before draws random numbers of its
@@ -302,42 +311,56 @@ def restore(checkpoints: Checkpoints, path: Path, model: nn.Module, optimizer: t
     for name, like in held.items():
         of_parameter[name.rpartition(".")[0]][name.rpartition(".")[2]] = like
     tensors = _of_model(model)
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    for name, group, parameter in _optimized(model, optimizer):
+    states: list[tuple[Optimizer, nn.Parameter, dict[str, Tensor]]] = []
+    for name, optimizer, group, parameter in _optimized(model, optimizers):
         prefix = f"optimizer.{name}"
         room = {key: _room(key, *like, parameter, group) for key, like in of_parameter[prefix].items()}
         tensors |= {f"{prefix}.{key}": value for key, value in room.items()}
         if room:
-            states[parameter] = room
+            states.append((optimizer, parameter, room))
     own = [name for name in _random() if name in held] or [name for name in held if name == f"{RANDOM}0.cpu"]
     random = {name: torch.empty(held[name][1], dtype=held[name][0]) for name in own}
     facts = checkpoints.load(path, tensors | random)
-    optimizer.state.clear()
-    optimizer.state.update(states)
+    for optimizer in _listed(optimizers):
+        optimizer.state.clear()
+    for optimizer, parameter, room in states:
+        optimizer.state[parameter] = {
+            key.removesuffix(NUMBER): value.item() if key.endswith(NUMBER) else value for key, value in room.items()
+        }
     _set_random(random)
     return facts
 
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by the names of the plain model. Tied weights are one."""
+    """Weights and buffers by the names of the plain model. Tied weights are one; nothing changes frozen ones."""
     plain = unwrapped(model, REPLICATED)
     everything = plain.state_dict()  # first: FSDP takes back here what a forward left gathered
-    names = {name for name, _ in plain.named_parameters()}
-    twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - names
-    return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in twice}
+    trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    others = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - trained
+    return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in others}
+
+
+def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
 
 
 def _optimized(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, dict[str, Any], nn.Parameter]]:
-    """Name, group and parameter of everything that the optimizer steps."""
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
+    """Name, optimizer, group and parameter of everything that is stepped."""
     plain = unwrapped(model, REPLICATED)
     names = {parameter: plain_name(plain, name) for name, parameter in plain.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise UsageError("The optimizer holds a parameter that the model has not: make it after wrapping.")
-            yield names[parameter], group, parameter
+    for optimizer in _listed(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise UsageError("The optimizer holds a parameter that the model has not: make it after wrapping.")
+                yield names[parameter], optimizer, group, parameter
+        if others := [key for key in optimizer.state if key not in names]:
+            raise BackendError(
+                f"{type(optimizer).__name__} keeps a state of its own ({others[0]!r}) besides that of each parameter, "
+                "which is not saved. Use another optimizer."
+            )
 
 
 def _room(key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -345,14 +368,20 @@ def _room(key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Paramet
     if key == "step":  # on the host, but for optimizers that read it on the device
         on_device = group.get("fused") or group.get("capturable")
         return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if key.endswith(NUMBER):
+        return torch.empty(shape, dtype=dtype)
     if shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor):
+    _require_known_sharding(key, shape, parameter)
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _require_known_sharding(key: str, shape: torch.Size, parameter: nn.Parameter) -> None:
+    if key != "step" and shape != parameter.shape and isinstance(parameter, DTensor):
         raise BackendError(
             f"The optimizer's {key!r} has shape {tuple(shape)}, its parameter {tuple(parameter.shape)}: "
-            "how the former is sharded is not known here. Use AdamW or SGD."
+            "how the former is sharded is not known here. Use AdamW, Muon or SGD, or replicas (DDP)."
         )
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
 def _random() -> dict[str, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,20 @@ def replace_whole(path: Path, text: str) -> None:
     """Write a file that only this run writes."""
     with replacing(path, shared=False) as file:
         file.write(text)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which then takes the place of another. That one is there until this is whole."""
+    aside, before = (folder.with_name(f"{folder.name}.{how}") for how in ("partial", "before"))
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)  # of a process that was killed just here
+        folder.rename(before)
+    aside.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 class Lines:

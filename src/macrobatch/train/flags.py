@@ -73,6 +73,11 @@ SYNONYMS = {
     "logger": "track",
     "wandb_project": "track_project",
     "resume_from_checkpoint": "resume",
+    "optim": "optimizer",
+    "optim_args": "optimizer_options",
+    "use_peft": "lora",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_targets",
 }
 
 

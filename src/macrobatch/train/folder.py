@@ -280,13 +280,13 @@ LISTS = {
     "adamw": ("beta1", "beta2", "eps", "weight-decay"),
     "batch_ramp": ("batch-ramp", "batch-ramp-start"),
 }
-DIGESTS = ("data", "vocabulary")
+DIGESTS = {"data": "the data is", "vocabulary": "the vocabulary is", "frozen": "the frozen weights are"}
 
 
 def _differences(name: str, was: Any, now: Any) -> Iterator[str]:
     """What two identities differ in, in words."""
     if name in DIGESTS:
-        yield f"the {name} is not the same"
+        yield f"{DIGESTS[name]} not the same"
     elif isinstance(was, list) and isinstance(now, list) and name in LISTS:
         for part, before, after in zip(LISTS[name], was, now, strict=False):
             if before != after:

@@ -21,7 +21,7 @@ def text_from(
     origin = in_folder(run)
     if not origin.has_weights:
         raise UsageError(f"{run} holds the configuration of a model, and no weights.")
-    model, vocabulary = models.loaded(origin), Vocabulary.load(origin.path)
+    model, vocabulary = models.merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
     models.require_causal(model, origin)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]

@@ -16,7 +16,7 @@ from macrobatch._cut.plans import plan_by_tokens
 from macrobatch.errors import CheckpointError, FitError, NonFiniteError, UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
-from macrobatch.train import checkpoint, cutting, models
+from macrobatch.train import checkpoint, cutting, models, optimizers
 from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
@@ -100,7 +100,8 @@ class Learner:
         self.stream = plan.stream()
         self.model = models.prepared(model, settings, world)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        self.optimizer = adamw(self.model, settings)
+        self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.optimizers = optimizers.optimizers_of(self.model, settings, models.learning_rate(settings))
         self.scaler = torch.amp.GradScaler(world.device.type) if settings.precision == "fp16" else None
         self.clock = Clock(world.device)
         self.best = Best(*settings.best_number)
@@ -112,7 +113,7 @@ class Learner:
         self.micro = cutting.micro_of(settings, max(plan.lengths), world.device)
         self._train = MacroStep(
             self.model,
-            self.optimizer,
+            self.optimizers,
             self._loss,
             micro=self.micro,
             collate=self._collated,
@@ -130,8 +131,7 @@ class Learner:
             batch = self.stream.next(step)
             mine = share(batch, self.plan.lengths, self.world.rank, self.world.size)
             samples = [corpus[index] for index in mine]
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate(step)
+        optimizers.set_rates(self.optimizers, self.plan.rate(step))
         self._widths.clear()
         try:
             result = self._window(samples)
@@ -239,8 +239,9 @@ class Learner:
             "stream": self.stream.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "best": self.best.state_dict(),
+            "groups": optimizers.numbers_of(self.optimizers, self.settings),
         }
-        checkpoints.save(step, checkpoint.state(self.model, self.optimizer), facts, spared=self.best.step)
+        checkpoints.save(step, checkpoint.state(self.model, self.optimizers), facts, spared=self.best.step)
 
     def resumed(self, checkpoints: Checkpoints) -> int:
         """Go on from the newest checkpoint. Returns its step; 0 where there is none."""
@@ -252,13 +253,14 @@ class Learner:
         return 0
 
     def _restored(self, checkpoints: Checkpoints, path: Path) -> int:
-        facts = checkpoint.restore(checkpoints, path, self.model, self.optimizer)
+        facts = checkpoint.restore(checkpoints, path, self.model, self.optimizers)
         try:
             self._train.load_state_dict(facts["accumulator"])
             self.stream.load_state_dict(facts["stream"])
             if self.scaler is not None:
                 self.scaler.load_state_dict(facts["scaler"])
             self.taken = int(facts["step"])
+            optimizers.put_back(self.optimizers, facts.get("groups", ()))
             if "best" in facts:
                 self.best.load_state_dict(facts["best"])
             return self.taken
@@ -271,7 +273,7 @@ class Learner:
         if path is None or self.best.step in (0, self.taken):
             return False
         try:
-            checkpoint.restore(checkpoints, path, self.model, self.optimizer)
+            checkpoint.restore(checkpoints, path, self.model, self.optimizers)
         except CheckpointError as error:
             checkpoints.pass_over(path, error)
             return False
@@ -282,20 +284,4 @@ def _blown_up(step: int) -> NonFiniteError:
     return NonFiniteError(
         f"the loss or its gradient is infinite or NaN after {step} steps, and the run has ended. Its last checkpoint, "
         "if it has one, is as it was. Look at the data, or begin again with a lower --lr or a longer --warmup."
-    )
-
-
-def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """Decay is for matrices. The fused kernel cannot divide gradients in float64, so it is not used there."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=models.learning_rate(settings),
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=settings.precision != "float64",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.train import adapters
+from macrobatch.train.files import replacing_folder
 from macrobatch.train.pretrained import (
+    ADAPTER,
     CONFIG,
     GENERATION,
     INDEX,
@@ -69,6 +71,7 @@ def check(settings: Settings, world: World) -> None:
         _config_of(origin)
     elif origin.kind == "hub":
         _check_hub(origin)
+    adapters.check(settings, origin)
     if origin.kind == "weights" and settings.tokenizer is None and origin.tokenizer is None:
         raise UsageError(
             f"--model {settings.model} has weights and no tokenizer: without the one that they were trained with, they "
@@ -113,8 +116,20 @@ def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
     if origin.kind == "size":
         size = SIZES[settings.model]
         return made(_llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len), settings.seed)
-    model = loaded(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
+    if settings.lora:
+        model = loaded(origin)
+        adapters.add(model, blocks_of(model), settings, origin)
+    else:
+        model = merged(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
     require_causal(model, origin)
+    return model
+
+
+def merged(origin: Origin) -> nn.Module:
+    """The model in a folder with weights; that of an adapter is its base, with the adapter added to its weights."""
+    model = loaded(origin)
+    if origin.adapter is not None:
+        adapters.merge(model, origin.adapter, origin.said)
     return model
 
 
@@ -137,6 +152,8 @@ def learning_rate(settings: Settings) -> float:
     """The one that was asked for, or one that suits the model."""
     if settings.lr is not None:
         return settings.lr
+    if settings.lora:
+        return adapters.RATE
     if settings.model in RATES:
         return RATES[settings.model]
     return 5e-5 if origin_of(settings).has_weights else 1e-3
@@ -193,12 +210,14 @@ def _check_hub(origin: Origin) -> None:
 
     try:
         AutoConfig.from_pretrained(origin.name, trust_remote_code=False, local_files_only=hub_is_out_of_reach())
-        index = origin.file(INDEX)
+        index, adapter = origin.file(INDEX), origin.file(ADAPTER)
     except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
         raise UsageError(
             f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
             f"hub that can be reached: {reason(error)}"
         ) from error
+    if adapter is not None:
+        raise UsageError(f"--model {origin.name} is an adapter on the hub. Download it, and name its folder.")
     if index is not None:
         check_index(index)
 
@@ -253,12 +272,12 @@ def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     """The model as it is trained."""
     _warn_of_dropout(model)
     model.train()
-    model.to(device=world.device, dtype=WEIGHTS.get(settings.precision, torch.float32))
+    adapters.move(model, world.device, WEIGHTS.get(settings.precision, torch.float32))
     _widen_norms(model)
     if settings.checkpoint_activations == "yes":
         checkpoint_activations(model)
     if settings.compile:
-        for layer in _layers(model):
+        for layer in blocks_of(model):
             layer.compile(dynamic=True)
     return _spread(model, settings, world)
 
@@ -288,7 +307,7 @@ def _widen_norms(model: nn.Module) -> None:
                 setattr(parent, name, norm)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that a decoder is a stack of."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     largest = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
@@ -317,7 +336,7 @@ def _spread(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     mesh = _mesh(settings, world)
     reduced = torch.float32 if settings.precision == "pure-bf16" else None
     policy = MixedPrecisionPolicy(reduce_dtype=reduced)
-    for layer in _layers(model):
+    for layer in blocks_of(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
@@ -334,23 +353,30 @@ def _mesh(settings: Settings, world: World) -> Any:
 # --------------------------------------------------------------------------------------------------------- for others
 
 
-def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept, world: World) -> Path:
+def exported(
+    model: nn.Module, run: Path, vocabulary: Vocabulary, kept: Kept, world: World, *, which: str = ""
+) -> list[Path]:
     """Write the model as transformers does, with its tokenizer: ``AutoModelForCausalLM.from_pretrained`` reads it.
 
     Weights that were loaded keep the dtype they had on disk. All ranks take part, as each may hold a shard only. An
-    earlier export is there until the new one is whole.
+    earlier export is there until the new one is whole. An adapter is merged, and written alone besides. Returns the
+    folders, whose names end with `which`.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if world.is_first:
-        plain = without_ddp(model)
-        aside = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in plain.named_parameters()}
-        own = {n: v.contiguous() for n, v in weights.items() if n not in tied and isinstance(v, torch.Tensor)}
+    plain = without_ddp(model)
+    folders = [run / f"model{which}", *([run / f"adapter{which}"] if adapters.is_adapted(plain) else [])]
+    if not world.is_first:
+        return folders
+    tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in plain.named_parameters()}
+    own = {n: v.contiguous() for n, v in weights.items() if n not in tied and isinstance(v, torch.Tensor)}
+    for folder in folders[1:]:
+        with replacing_folder(folder) as aside:
+            adapters.write(plain, own, kept.base, aside)
+            vocabulary.save(aside)
+    with replacing_folder(folders[0]) as aside:
         dtype = kept.dtype or next(plain.parameters()).dtype
-        own = {name: _as_saved(tensor, dtype) for name, tensor in own.items()}
+        own = {name: _as_saved(tensor, dtype) for name, tensor in adapters.merged(plain, own).items()}
         save_file(own, aside / "model.safetensors", metadata={"format": "pt"})
         config: Any = copy.deepcopy(plain.config)
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
@@ -361,13 +387,7 @@ def exported(model: nn.Module, folder: Path, vocabulary: Vocabulary, kept: Kept,
         if kept.generation is not None:
             (aside / GENERATION).write_bytes(kept.generation)
         vocabulary.save(aside)
-        before = folder.with_name(f"{folder.name}.before")
-        if folder.exists():
-            shutil.rmtree(before, ignore_errors=True)  # of a process that was killed just here
-            folder.rename(before)
-        aside.rename(folder)
-        shutil.rmtree(before, ignore_errors=True)
-    return folder
+    return folders
 
 
 def _as_saved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from macrobatch.train.storage import NAMED
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-ADAPTER = "adapter_config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Weights in formats that hold code, or that are not read here.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
 NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}  # that a trainer leaves beside them
@@ -42,10 +42,15 @@ Kind = Literal["size", "config", "weights", "hub"]
 
 @dataclass(frozen=True)
 class Kept:
-    """What an export keeps of the weights that a run began with: their dtype on disk, and how to generate."""
+    """What an export keeps of the weights that a run began with: their dtype on disk, how to generate, where they are.
+
+    Attributes:
+        base: the name that an adapter finds its base under, from any folder.
+    """
 
     dtype: torch.dtype | None
     generation: bytes | None
+    base: str
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ class Origin:
         kind: one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub.
         path: of the configuration, or of the folder with weights; of the others, just the name.
         flag: what the user named it with, for messages.
+        adapter: the folder of an adapter; `path` is then that of its base.
     """
 
     name: str
     kind: Kind
     path: Path
     flag: str = "--model "
+    adapter: Path | None = None
 
     @property
     def said(self) -> str:
@@ -89,9 +96,8 @@ class Origin:
         """Where its tokenizer is; None: it has none."""
         if self.kind == "hub":
             return self.name
-        if self.folder is not None and any((self.folder / name).is_file() for name in TOKENIZERS):
-            return str(self.folder)
-        return None
+        folders = [folder for folder in (self.adapter, self.folder) if folder is not None]
+        return next((str(one) for one in folders if any((one / name).is_file() for name in TOKENIZERS)), None)
 
     def file(self, name: str) -> Path | None:
         """One of its files; None where it has none of that name."""
@@ -107,7 +113,8 @@ class Origin:
     def kept(self) -> Kept:
         """What an export keeps of it. Read before the training: hours later it may be gone, or out of reach."""
         generation = self.file(GENERATION)
-        return Kept(self._dtype(), None if generation is None else generation.read_bytes())
+        base = str(self.path.resolve()) if self.kind == "weights" else self.name
+        return Kept(self._dtype(), None if generation is None else generation.read_bytes(), base)
 
     def _dtype(self) -> torch.dtype | None:
         """Of most of its weights, as they are saved; None where there are none."""
@@ -148,13 +155,10 @@ def find(name: str) -> Origin:
 
 def in_folder(path: Path, *, name: str | None = None) -> Origin:
     """The model in a folder, or in that of a run; `name` is what the user gave as --model, if that was it."""
-    folder = model_folder(path)
+    folder = path if (path / ADAPTER).exists() else model_folder(path)
     origin = Origin(str(path), "weights", folder, flag="") if name is None else Origin(name, "weights", folder)
     if (folder / ADAPTER).exists():
-        raise UsageError(
-            f"{origin.said}: this folder holds an adapter ({ADAPTER}), which is not read here. Merge it into its "
-            "model first (merge_and_unload of peft, then save_pretrained)."
-        )
+        return _with_base(origin)
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         weight_files(folder)
         return origin
@@ -167,6 +171,33 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
             f"save_pretrained(folder, safe_serialization=True){new}."
         )
     return replace(origin, kind="config", path=folder / CONFIG)
+
+
+def _with_base(adapter: Origin) -> Origin:
+    """The base of an adapter, with the adapter beside it."""
+    said, folder = adapter.said, adapter.path
+    config = read_json(folder / ADAPTER)
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not name or not isinstance(name, str):
+        raise UsageError(f"{said} is an adapter, and its {ADAPTER} does not name its base (base_model_name_or_path).")
+    base = Path(name).expanduser()
+    if not base.is_dir():
+        raise UsageError(
+            f"{said} is an adapter, and its base {name} is no folder here. Write where it is as "
+            f"base_model_name_or_path into {folder / ADAPTER}."
+        )
+    if (base / ADAPTER).exists():
+        raise UsageError(f"{said}: its base {name} is an adapter itself. Merge that into its model first.")
+    if not (folder / ADAPTER_WEIGHTS).exists() and (others := sorted(folder.glob("adapter_model*"))):
+        raise UsageError(
+            f"{said}: its weights are in {others[0].name}, which is not read here: only {ADAPTER_WEIGHTS} is, as it "
+            "holds no code. Where you trust the file, load it with peft and write it with save_pretrained."
+        )
+    _plain_file(folder / ADAPTER_WEIGHTS)
+    found = in_folder(base)
+    if not found.has_weights:
+        raise UsageError(f"{said}: its base {name} holds the configuration of a model, and no weights.")
+    return replace(adapter, path=found.path, adapter=folder)
 
 
 def model_folder(folder: Path) -> Path:

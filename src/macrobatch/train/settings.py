@@ -89,8 +89,12 @@ class Settings:
     """Steps in which the learning rate rises. If not set: a tenth of all steps."""
     final_lr: float = 0.1
     """What part of the learning rate is left in the end."""
+    optimizer: str = "adamw"
+    """adamw, muon, adafactor, adamw-8bit (bitsandbytes), sgd, or MODULE:CLASS for an optimizer of your own."""
+    optimizer_options: tuple[str, ...] = ()
+    """Options of the optimizer, as NAME=VALUE."""
     weight_decay: float = 0.1
-    """Weight decay of AdamW, on matrices only."""
+    """Weight decay, on matrices only."""
     beta1: float = 0.9
     """beta1 of AdamW."""
     beta2: float = 0.95
@@ -99,6 +103,17 @@ class Settings:
     """epsilon of AdamW."""
     max_norm: float = 1.0
     """Gradients are clipped to this norm; "inf" for not at all."""
+
+    lora: bool = False
+    """Train adapters of existing weights (LoRA), and freeze the weights."""
+    lora_rank: int | None = None
+    """The rank of adapters. If not set: 16."""
+    lora_alpha: float | None = None
+    """Adapters are multiplied by alpha / rank. If not set: twice the rank."""
+    lora_dropout: float | None = None
+    """Dropout of what adapters take in. If not set: 0."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the layers that get an adapter. If not set: all linear layers of the decoder's blocks."""
 
     precision: Precision = "float32"
     """bf16, fp16: weights in float32, products in less. pure-bf16: weights in less too, gradients summed in float32."""
@@ -260,6 +275,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "beta2": (0, 1 - 1e-9),
     "eps": (0, 1),
     "max_norm": (1e-30, math.inf),
+    "lora_rank": (1, math.inf),
+    "lora_alpha": (1e-30, 1e30),
+    "lora_dropout": (0, 1 - 1e-9),
     "shard_ranks": (1, math.inf),
     "seed": (0, 2**63 - 1),
     "save_every": (0, math.inf),
@@ -299,6 +317,9 @@ def _check_together(settings: Settings) -> None:
         raise UsageError("--lr-scale linear or sqrt and --reference-batch belong together: give both, or none.")
     if settings.shard_ranks is not None and settings.parallel != "hsdp":
         raise UsageError(f"--shard-ranks is for --parallel hsdp: got --parallel {settings.parallel}.")
+    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"):
+        if not settings.lora and getattr(settings, name) not in (None, ()):
+            raise UsageError(f"{flag_of(name)} is for --lora, which is not given.")
     if not settings.model:
         raise UsageError("--model must not be empty.")
 

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from macrobatch.train import cutting, folder, generate, models, report, trackers
+from macrobatch._torch.modules import without_ddp
+from macrobatch.train import adapters, cutting, folder, generate, models, optimizers, report, trackers
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
 from macrobatch.train.files import rows
@@ -92,6 +92,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         MacrobatchError: what the command would print.
     """
     with joined(settings) as world, ExitStack() as stack:
+        world.together(lambda: optimizers.check(settings))
         world.together(lambda: models.check(settings, world))
         world.together(lambda: trackers.require_installed(settings.trackers or ()) if world.is_first else None)
         hooks = world.together(lambda: Hooks(settings, world, callbacks, evaluate))
@@ -100,7 +101,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         data = world.together(lambda: Data.read(settings), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
-        identity = _identity(settings, plan, data, model)
+        identity = _identity(settings, plan, data, model) | _identity_of_adapter(model, world)
         micro = cutting.micro_of(settings, max(plan.lengths), world.device)
         world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, micro), world))
         learner = world.together(lambda: Learner(model, plan, settings, world))
@@ -219,12 +220,13 @@ def _ended(
     is_stopped: bool,
 ) -> None:
     """What a run leaves for people: the model, the best one too where that is another, a report, a text."""
-    exported = models.exported(learner.model, run / "model", data.vocabulary, learner.kept, learner.world)
-    said = [f"model: {exported}"]
+    exported, *adapter = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world)
+    said = [f"model: {exported}", *(f"adapter: {folder}" for folder in adapter)]
     if learner.best.step == learner.taken and learner.world.is_first:
-        shutil.rmtree(run / "model-best", ignore_errors=True)  # of before it was extended
+        for name in ("model-best", "adapter-best"):
+            shutil.rmtree(run / name, ignore_errors=True)  # of before it was extended
     if status == 0 and learner.restored_best(checkpoints):
-        best = models.exported(learner.model, run / "model-best", data.vocabulary, learner.kept, learner.world)
+        best, *_ = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world, which="-best")
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
         sample = _sample(learner, data, exported) if status == 0 else None
@@ -276,10 +278,24 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
         "batch_ramp": [settings.batch_ramp, settings.batch_ramp_start],
         "steps": plan.steps,
         "learning_rate": [plan.rate.peak, plan.rate.warmup, plan.rate.schedule, plan.rate.final],
+        "optimizer": _identity_of_optimizer(settings),
         "adamw": [settings.beta1, settings.beta2, settings.eps, settings.weight_decay],
         "max_norm": str(settings.max_norm),
         "precision": settings.precision,
     }
+
+
+def _identity_of_adapter(model: nn.Module, world: World) -> dict[str, Any]:
+    """What else they depend on where an adapter is trained. Checkpoints do not hold the frozen weights."""
+    adapter = adapters.described(model)
+    frozen = adapters.frozen_fingerprint(model) if adapter and world.is_first else ""
+    return {"lora": adapter, "frozen": world.told(frozen) or None}
+
+
+def _identity_of_optimizer(settings: Settings) -> dict[str, Any] | None:
+    """None for AdamW as it is, as in runs of before there was a choice."""
+    options = optimizers.options_of(settings)
+    return None if settings.optimizer == "adamw" and not options else {"name": settings.optimizer, **options}
 
 
 def _recorder(
@@ -304,19 +320,29 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
     tokenizer = settings.tokenizer or learner.origin.tokenizer
-    width = torch.finfo(next(learner.model.parameters()).dtype).bits // 8
+    fixed, counted = optimizers.fixed_bytes(learner.model, settings)
     return {
         "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
+        **_trained(learner),
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
         "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": cutting.described(learner.micro, mine),
-        "memory": f"{_bytes(4 * width * learner.num_parameters / shards)} a rank for weights, gradients and AdamW",
+        "memory": f"{_bytes(fixed / shards)} a rank for {counted}",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
     }
+
+
+def _trained(learner: Learner) -> dict[str, str]:
+    """How many parameters are trained, where not all are."""
+    adapter = adapters.described(without_ddp(learner.model))
+    if adapter is None:
+        return {}
+    part = f"{learner.num_trained:,} of {learner.num_parameters:,} parameters"
+    return {"trained": f"LoRA of rank {adapter['rank']}: {part} ({learner.num_trained / learner.num_parameters:.2%})"}
 
 
 def _named(settings: Settings, learner: Learner) -> str:

@@ -1,0 +1,299 @@
+"""LoRA through peft: small matrices beside the linear layers are trained, and the weights of the model are frozen.
+
+peft changes the layers of a model in place, so the model keeps its class, and everything else here works as with any
+model. peft is imported only where an adapter is made or read.
+"""
+
+# mypy: untyped-calls-exclude="peft,torch,transformers"
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from macrobatch.errors import UsageError
+from macrobatch.train.pretrained import ADAPTER, ADAPTER_WEIGHTS, Origin, read_json, reason
+from macrobatch.train.settings import Settings, flag_of
+
+RANK = 16  # where nothing is said
+RATE = 2e-4  # a learning rate that suits adapters
+NAME = "default"  # of the one adapter, in peft
+PREFIX = "base_model.model."  # of names in files that peft reads
+OWN = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of its tensors, in the model
+
+# Entries of an adapter's configuration that are used; all others must say nothing, or what is given here.
+USED = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "fan_in_fan_out",
+)
+WITHOUT_EFFECT = {
+    "peft_type",
+    "task_type",
+    "base_model_name_or_path",
+    "inference_mode",
+    "revision",
+    "auto_mapping",
+    "peft_version",
+    "init_lora_weights",  # of new adapters
+    "megatron_core",  # only used with megatron_config
+    "qalora_group_size",  # only used with use_qalora
+    "runtime_config",
+}
+PLAIN: dict[str, Any] = {"bias": "none"}
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga")  # ways to begin that change the frozen weights
+
+
+def check(settings: Settings, origin: Origin) -> None:
+    """Refuse what can be seen to be wrong before anything has been read."""
+    if origin.adapter is not None:
+        config_in(origin.adapter, origin.said)
+        named = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout")
+        if given := [name for name in named if getattr(settings, name) not in (None, ())]:
+            raise UsageError(f"{flag_of(given[0])}: {origin.said} is an adapter, which has its own. Leave it out.")
+    if not settings.lora:
+        return
+    if not origin.has_weights:
+        raise UsageError(
+            f"--lora trains adapters of existing weights, and {origin.said} makes new ones. Name a folder with "
+            "weights, the folder of a run, or a model on the hub."
+        )
+    _peft()
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UsageError("adapters need peft, which is not installed: pip install 'macrobatch[train]'.") from None
+    return peft
+
+
+# ------------------------------------------------------------------------------------------------- made or loaded
+
+
+def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: Origin) -> None:
+    """Add the adapter that is trained, and freeze the rest: a new one, or the one that `origin` names."""
+    if origin.adapter is not None:
+        _load(model, origin.adapter, origin.said)
+        return
+    rank = settings.lora_rank or RANK
+    config = _peft().LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if settings.lora_alpha is None else settings.lora_alpha,
+        lora_dropout=settings.lora_dropout or 0.0,
+        target_modules=_targets(model, blocks, settings.lora_targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        _inject(model, config, origin.said, " Name other layers with --lora-targets.")
+
+
+def merge(model: nn.Module, folder: Path, said: str) -> None:
+    """Add the adapter in a folder to the weights of its model."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _load(model, folder, said)
+    for name, layer in list(_adapted(model)):
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    del model.peft_config
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+
+def config_in(folder: Path, said: str) -> Any:
+    """The configuration of a plain LoRA. Refuses entries that would change more, or that are not known."""
+    found = read_json(folder / ADAPTER)
+    if found.get("peft_type") != "LORA":
+        raise UsageError(f"{said} is an adapter of the type {found.get('peft_type')}, and only LORA is read here.")
+    for name, value in found.items():
+        is_unknown = value not in (None, False, [], {}, PLAIN.get(name)) and name not in {*USED, *WITHOUT_EFFECT}
+        if is_unknown or (name == "init_lora_weights" and str(value).startswith(CHANGES_BASE)):
+            raise UsageError(
+                f"{said} is no plain LoRA: {name} is {value!r} in its {ADAPTER}. Merge it into its model first "
+                "(merge_and_unload of peft, then save_pretrained)."
+            )
+    used = {name: found[name] for name in USED if found.get(name) is not None}
+    try:
+        return _peft().LoraConfig(**used, task_type="CAUSAL_LM")
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{said}: its {ADAPTER} cannot be used: {reason(error)}") from error
+
+
+def _load(model: nn.Module, folder: Path, said: str) -> None:
+    _inject(model, config_in(folder, said), said)
+    saved = {_inside(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if others := sorted(saved.keys() - own.keys()):
+        raise UsageError(f"{said}: {others[0]} in {ADAPTER_WEIGHTS} is not in the model with this adapter.")
+    if missing := sorted(own.keys() - saved.keys()):
+        raise UsageError(f"{said}: its weights lack {len(missing)} tensors, {missing[0]} for one.")
+    for name, parameter in own.items():
+        if saved[name].shape != parameter.shape:
+            raise UsageError(
+                f"{said}: {name} has another shape, {list(saved[name].shape)}, than the adapter of its {ADAPTER}, "
+                f"{list(parameter.shape)}."
+            )
+        parameter.data.copy_(saved[name])
+
+
+def _inject(model: nn.Module, config: Any, said: str, hint: str = "") -> None:
+    """Put an adapter beside the linear layers that its configuration names; everything else is frozen."""
+    peft = _peft()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            raise UsageError(f"{said}: the adapter cannot be added to the model: {reason(error)}{hint}") from error
+    for name, layer in _adapted(model):
+        if not isinstance(layer, peft.tuners.lora.Linear):
+            raise UsageError(
+                f"{said}: the adapter cannot be added to the model: peft would put it beside {name}, which is no "
+                f"linear layer, but experts of a mixture or the like.{hint}"
+            )
+    for one in heard:
+        if "fan_in_fan_out" not in str(one.message):  # which peft finds out itself
+            warnings.warn(f"{said}: {one.message}", stacklevel=2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(OWN.search(name) is not None)
+
+
+def _targets(model: nn.Module, blocks: list[nn.Module], wanted: tuple[str, ...]) -> list[str]:
+    """Names of layers, as peft wants them: those that the user named, or of all linear layers of the blocks."""
+    from transformers.pytorch_utils import Conv1D
+
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    inside = {id(module) for block in blocks for module in block.modules()}
+    chosen = [name for name, module in linear.items() if id(module) in inside]
+    short = sorted({name.rpartition(".")[2] for name in chosen})
+    for target in wanted:
+        found = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise UsageError(
+                f"--lora-targets: the model has no linear layer {target!r}. There are {', '.join(short)}; a longer "
+                f"name, such as {chosen[0] if chosen else target}, stands for a single one."
+            )
+        _require_untied(model, target, linear[found[0]])
+    if wanted:
+        return list(wanted)
+    if not chosen:
+        raise UsageError(f"--lora: the blocks of {type(model).__name__} have no linear layers. Name --lora-targets.")
+    is_plain = {name for name in linear if name.rpartition(".")[2] in short} == set(chosen)
+    return short if is_plain else chosen
+
+
+def _require_untied(model: nn.Module, target: str, layer: nn.Module) -> None:
+    others = [name for name, p in model.named_parameters() if p is layer.weight]
+    if others and others[0].removesuffix(".weight").rpartition(".")[2] != target.rpartition(".")[2]:
+        name = others[0].removesuffix(".weight").rpartition(".")[2]
+        raise UsageError(f"--lora-targets: {target!r} shares its weights with {name}: merged, both would change.")
+
+
+# ------------------------------------------------------------------------------------------------------ while training
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether an adapter is trained."""
+    return hasattr(model, "peft_config")
+
+
+def described(model: nn.Module) -> dict[str, Any] | None:
+    """The adapter that a run trains, as JSON has it: part of what makes it this run."""
+    if not is_adapted(model):
+        return None
+    config: Any = model.peft_config[NAME]  # type: ignore[index]
+    targets = config.target_modules
+    return {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "dropout": config.lora_dropout,
+        "targets": targets if isinstance(targets, str) else sorted(targets),
+    }
+
+
+def frozen_fingerprint(model: nn.Module) -> str:
+    """The same for the same frozen weights, bit by bit. Checkpoints do not hold them."""
+    frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
+
+    def digest(named: tuple[str, Tensor]) -> bytes:
+        name, tensor = named
+        head = f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return hashlib.sha256(head + hashlib.sha256(content.data).digest()).digest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing does not hold Python's lock
+        return hashlib.sha256(b"".join(pool.map(digest, frozen))).hexdigest()
+
+
+def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move the model, but let its adapter keep float32 where the rest becomes narrower: its updates are small."""
+    wide = {p: p.detach().clone() for p in model.parameters() if p.requires_grad} if is_adapted(model) else {}
+    model.to(device=device, dtype=dtype)
+    for parameter, value in wide.items():
+        parameter.data = value.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------- for others
+
+
+def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the plain model, of all weights of the adapted one; they may be those of all shards, gathered."""
+    own = {name: tensor for name, tensor in weights.items() if not OWN.search(name)}
+    for name, layer in _adapted(model):
+        for part in [part for part in own if part.startswith(f"{name}.base_layer.")]:
+            own[part.replace(f"{name}.base_layer.", f"{name}.")] = own.pop(part)
+        a, b = (weights[f"{name}.lora_{letter}.{NAME}.weight"] for letter in "AB")
+        delta = (b @ a) * layer.scaling[NAME]
+        base = own[f"{name}.weight"]
+        wide = base.to(torch.promote_types(base.dtype, delta.dtype))
+        own[f"{name}.weight"] = (wide + (delta.T if layer.fan_in_fan_out else delta)).contiguous()
+    return own
+
+
+def write(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Path) -> None:
+    """Write the adapter alone: ``PeftModel.from_pretrained`` reads it, for the model `base`."""
+    own = {_outside(name): tensor.contiguous() for name, tensor in weights.items() if OWN.search(name)}
+    save_file(own, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config: Any = model.peft_config[NAME]  # type: ignore[index]
+    before = config.base_model_name_or_path, config.inference_mode
+    config.base_model_name_or_path, config.inference_mode = base, True
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.base_model_name_or_path, config.inference_mode = before
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that peft has changed, by name."""
+    layers = model.named_modules() if is_adapted(model) else ()
+    return ((name, layer) for name, layer in layers if NAME in getattr(layer, "lora_A", ()))
+
+
+def _outside(name: str) -> str:
+    """As files have it."""
+    return PREFIX + name.replace(f".{NAME}.weight", ".weight")
+
+
+def _inside(name: str) -> str:
+    """As the model has it."""
+    return name.removeprefix(PREFIX).removesuffix(".weight") + f".{NAME}.weight"
