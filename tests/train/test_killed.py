@@ -112,6 +112,25 @@ def test_killed_at_every_use_of_a_file(command, settings, undisturbed):
     same(run, undisturbed(1))
 
 
+def test_an_adapter_killed_at_uses_of_files(command, settings, undisturbed):
+    """Its checkpoints hold no frozen weights, and its export is two folders."""
+    adapted = [*settings, "--model", undisturbed(1) / "model", "--lora", "--optimizer", "muon"]
+    wanted, run, uses, killed = command.folder / "adapted", command.folder / "crashed adapter", 5, 0
+    command.run(*adapted, "--out", wanted)
+    while True:
+        started = command.start(*adapted, "--out", run, *again(run), crash=(str(run), uses))
+        status = started.wait()
+        assert status in ([-signal.SIGKILL], [0]), started.output
+        if status == [0]:
+            break
+        killed += 1
+        uses += 17
+    assert killed >= 4
+    same(run, wanted)
+    files = [one / "adapter" / "adapter_model.safetensors" for one in (run, wanted)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_killed_ranks_come_back_by_themselves(command, settings, undisturbed):
     """By torchrun --max-restarts, without --resume: first one rank is killed, then the other. In the end it is torchrun
     that gets a signal, and passes it on.

@@ -387,7 +387,7 @@ def test_new_weights_have_nothing_to_adapt(begins, capsys):
 
 
 def test_experts_are_no_linear_layers(begins, data, capsys, tmp_path):
-    """The library peft takes layers of these names for the experts, which are one tensor."""
+    """Layers of these names are experts to peft, which are one tensor."""
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
     assert main(arguments(data, tmp_path / "mixture", "--model", tmp_path / "config.json", "--steps", 1)) == 0
     refused(begins("--lora", model=tmp_path / "mixture"), capsys, "mlp.experts", "--lora-targets")

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def _require_unset(settings: Settings, name: str, problem: str) -> None:
 
 
 def options_of(settings: Settings) -> Options:
-    """The options by name. Numbers, true, false and none are read as such, and so are lists of numbers: 0.9,0.99."""
+    """The options by name. Numbers, true, false and none are read as such, and so are lists of them: 0.9,0.99."""
     found: Options = {}
     for text in settings.optimizer_options:
         name, equals, value = text.partition("=")
@@ -92,10 +92,10 @@ def _value(text: str) -> Any:
         return plain[text.lower()]
     if "," in text:
         return tuple(_value(part.strip()) for part in text.split(","))
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------- classes

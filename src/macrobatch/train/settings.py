@@ -78,7 +78,7 @@ class Settings:
     """How often to go through the data, instead of steps."""
 
     lr: float | None = None
-    """The highest learning rate. If not set: chosen by model size, or 5e-5 from existing weights."""
+    """The highest learning rate. If not set: chosen by model size; 5e-5 from existing weights, 2e-4 with --lora."""
     lr_scale: Scaling = "none"
     """Multiply lr by batch / reference_batch, or by the square root of that."""
     reference_batch: int | None = None
