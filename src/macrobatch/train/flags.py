@@ -42,6 +42,8 @@ SYNONYMS = {
     "dataset": "data",
     "train_file": "data",
     "train_data": "data",
+    "dataset_text_field": "text_field",
+    "field_mapping": "fields",
     "validation_file": "validation_data",
     "val_data": "validation_data",
     "model_name_or_path": "model",

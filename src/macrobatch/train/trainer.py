@@ -10,6 +10,7 @@ import math
 import shlex
 import shutil
 import signal
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from macrobatch._cut.plans import plan_by_count, plan_by_tokens
 from macrobatch.train import folder, generate, models, report
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
+from macrobatch.train.documents import Say
 from macrobatch.train.learner import Learner, Plan, drop_damaged_sizes
 from macrobatch.train.record import Recorder, Silent
 from macrobatch.train.settings import Settings
@@ -35,7 +37,7 @@ def train(settings: Settings) -> int:
     with joined(settings) as world, ExitStack() as stack:
         world.together(lambda: models.check(settings, world))
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
-        data = world.together(lambda: Data.read(settings), alone_first=True)
+        data = world.together(lambda: Data.read(settings, _say_of(world)), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model)
@@ -150,6 +152,11 @@ def _model(settings: Settings, data: Data) -> nn.Module:
     model = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
     data.fits(models.vocabulary_size_of(model), getattr(model.config, "max_position_embeddings", None))
     return model
+
+
+def _say_of(world: World) -> Say | None:
+    """Where to say how far it is, before there is a record: beside the screen of the run, on the first rank only."""
+    return (lambda text: print(f"macrobatch: {text}", file=sys.stderr, flush=True)) if world.is_first else None
 
 
 def _begun(settings: Settings, world: World) -> Path | None:
