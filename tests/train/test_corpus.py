@@ -114,9 +114,7 @@ def test_another_field(tmp_path):
 
 def test_a_record_that_can_be_read_in_two_ways_is_refused_until_one_is_named(tmp_path):
     path = written(tmp_path / "data.jsonl", '{"prompt": "p", "completion": "c", "text": "pc"}\n')
-    with pytest.raises(
-        BatchError, match=r"line 1: .* as 'text' or as 'prompt' and 'completion'; found.*--fields prompt"
-    ):
+    with pytest.raises(BatchError, match=r"line 1: .* 'text' or as 'prompt' and 'completion'; found.*--fields prompt"):
         documents([path])
     (pair,) = documents([path], fields=["prompt=prompt", "completion=completion"])
     (text,) = documents([path], fields=["text=text"])

@@ -1,7 +1,7 @@
 """Conversations as text, by a chat template; and which of its characters are the assistant's, which are learnt.
 
-A template may mark them itself, with ``{% generation %}``. If it does not, an answer is what a conversation up to it has
-more than the one before it with the prompt for an answer. A template for which that does not hold is refused.
+A template may mark them itself, with ``{% generation %}``. If it does not, an answer is what the conversation up to it
+has more than the one before it with the prompt for an answer. A template for which that does not hold is refused.
 """
 
 # mypy: untyped-calls-exclude="transformers"
@@ -20,7 +20,7 @@ from macrobatch.errors import BatchError, UsageError
 from macrobatch.train.cache import digest
 from macrobatch.train.records import ASSISTANT, Document, Message
 
-START, STOP = "<|im_start|>", "<|im_end|>"
+STOP = "<|im_end|>"
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -94,7 +94,7 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------------------- spans
 
     def _by_marks(
-        self, messages: list[Message], tools: list[Any] | None, source: str, where: str
+        self, messages: Sequence[Message], tools: list[Any] | None, source: str, where: str
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -108,7 +108,7 @@ class ChatTemplate:
         return texts[0], [(first, last) for first, last in spans[0]]
 
     def _by_prefixes(
-        self, messages: list[Message], tools: list[Any] | None, where: str
+        self, messages: Sequence[Message], tools: list[Any] | None, where: str
     ) -> tuple[str, list[tuple[int, int]]]:
         whole = self._text(messages, tools, where)
         spans = []
@@ -149,7 +149,7 @@ class ChatTemplate:
             raise BatchError(f"{where}: there is no chat template for it: {str(error).splitlines()[0]}") from None
         return found
 
-    def _text(self, messages: list[Message], tools: list[Any] | None, where: str, *, asks: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], tools: list[Any] | None, where: str, *, asks: bool = False) -> str:
         try:
             text: str = self._renderer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=asks
@@ -174,6 +174,15 @@ def _not_rendered(error: Exception, where: str) -> BatchError:
     return BatchError(f"{where}: the chat template cannot write this conversation: {said}")
 
 
+def tokens_in(template: str) -> list[str]:
+    """What is written like a special token in a template, each once.
+
+    >>> tokens_in(CHATML)
+    ['<|im_start|>', '<|im_end|>']
+    """
+    return list(dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>", template)))
+
+
 def named_template(name: str) -> str:
     """What ``--chat-template`` names."""
     if name == "chatml":
@@ -184,7 +193,7 @@ def named_template(name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"--chat-template {name} must be chatml, or a file in Jinja, and cannot be read: {reason}."
+            f"--chat-template {name} is neither chatml, nor a file in Jinja that can be read: {reason}."
         ) from None
 
 

@@ -93,7 +93,7 @@ class Corpus:
     @cached_property
     def largest_id(self) -> int:
         """What a model's vocabulary must be larger than; -1 where there is no token."""
-        return max((int(_ids(block).max()) for block in self.codes.split(_BLOCK) if len(block)), default=-1)
+        return max((int(_ids(block).max()) for block in torch.split(self.codes, _BLOCK) if len(block)), default=-1)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -172,9 +172,9 @@ class Corpus:
             raise BatchError(f"there is nothing to train on: {len(found)} documents made no token to predict.")
         if corpus.truncated:
             logger.warning(
-                "%d of %d prompts and completions%s are longer than %d tokens: what did not fit of the prompt, and then "
-                "of the completion%s, was left out.", corpus.truncated, len(found),
-                *((" or conversations", seq_len, ", or of the end of a conversation") if template else ("", seq_len, "")),
+                "%d of %d %s are longer than %d tokens: what did not fit of %s, was left out.", corpus.truncated,
+                len(found), "conversations" if template else "prompts and completions", seq_len,
+                "their end" if template else "the prompt, and then of the completion",
             )  # fmt: skip
         return corpus
 

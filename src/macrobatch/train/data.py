@@ -10,7 +10,7 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import models
 from macrobatch.train.cache import cache_folder
-from macrobatch.train.chat import named_template
+from macrobatch.train.chat import CHATML, named_template
 from macrobatch.train.corpus import Corpus
 from macrobatch.train.documents import Say, documents
 from macrobatch.train.settings import DEFAULT_VALIDATION, Settings
@@ -38,10 +38,12 @@ class Data:
         texts = read(settings.data)
         name = _tokenizer(settings)
         if name is None:
-            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache)
+            vocabulary = Vocabulary.trained(
+                texts, settings.vocabulary_size, cache=cache, template=template or CHATML
+            )
         else:
             vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
-        vocabulary = vocabulary if template is None else vocabulary.with_chat(template)
+            vocabulary = vocabulary if template is None else vocabulary.with_chat(template)
         corpus = Corpus.made(texts, vocabulary, seq_len=settings.seq_len, cache=cache)
         if settings.validation_data:
             held_out = read(settings.validation_data)

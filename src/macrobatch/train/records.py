@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,10 +158,8 @@ class _Record:
         """A list; or one as a string of JSON, for tables."""
         value = self.value(name)
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)
-            except (ValueError, RecursionError):
-                pass
         if not isinstance(value, list):
             column = self._columns.of_name(name)
             raise BatchError(f"{self.where}: the field {column!r} must be a list: found {kind_of(value)}.")
@@ -241,8 +240,8 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     weight = rest.get("weight")
     if weight is not None and (weight not in (0, 1) or (weight and role != ASSISTANT)):
         raise BatchError(
-            f"{where}: weight must be 0 or 1, and 1 only for the assistant's messages, as nothing else is learnt: found "
-            f"{weight!r} for the {role}."
+            f"{where}: weight must be 0 or 1, and 1 only for the assistant's messages, as nothing else is learnt: "
+            f"found {weight!r} for the {role}."
         )
     return {"role": role, **({} if content is None else {"content": _content(content, where)}), **rest}
 
@@ -251,12 +250,10 @@ def _content(value: Any, where: str) -> str:
     """The text of a message, which may be a list of parts."""
     if not isinstance(value, list):
         return _string(value, "the content", where)
-    texts = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in value
-    ]
-    if None in texts:
+    is_text = [isinstance(part, Mapping) and part.get("type", "text") == "text" for part in value]
+    if not all(is_text):
         raise BatchError(f"{where}: a part of the content is not text, and only text is learnt here.")
-    return "".join(_string(text, "the content", where) for text in texts)
+    return "".join(_string(part.get("text"), "the content", where) for part in value)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -36,8 +36,7 @@ class Settings:
     model: str = "small"
     """tiny, small, medium or large; a config.json of transformers; a folder with weights; a run; a name on the hub."""
     data: tuple[str, ...] = ()
-    """Files of text, JSONL, CSV or parquet, also packed; folders of them, or saved by `datasets`. If not set: the Python
-    standard library."""
+    """Files of text, JSONL, CSV or parquet; folders of them, or of `datasets`. If not set: the standard library."""
     text_field: str = "text"
     """The field of a record that holds the text."""
     fields: tuple[str, ...] = ()

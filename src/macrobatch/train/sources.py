@@ -31,7 +31,10 @@ _ROWS = 256  # of a table that are made objects at once
 _LARGEST_CELL = 2**31 - 1  # characters; the library's own limit is 131,072
 _UNREAD = {".zip", ".7z", ".tar", ".tgz", ".rar", ".xls", ".xlsx"}
 _TABLES = {".parquet", ".arrow", ".feather"}
-_INSTEAD = "Unpack archives, and write tables as .csv, .parquet or JSONL, for instance with to_json(..., lines=True) of pandas."
+_INSTEAD = (
+    "Unpack archives, and write tables as .csv, .parquet or JSONL, for instance with pandas: "
+    "to_json(..., orient='records', lines=True)."
+)
 
 
 def read(source: Path, columns: Columns, *, warn: bool = True) -> Iterator[Document]:

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from macrobatch.errors import UsageError
 from macrobatch.train.cache import digest, kept
-from macrobatch.train.chat import CHATML, START, STOP, ChatTemplate, Marked, special_tokens, templates_in
+from macrobatch.train.chat import CHATML, STOP, ChatTemplate, Marked, special_tokens, templates_in, tokens_in
 from macrobatch.train.documents import Document, Documents
 from macrobatch.train.pretrained import read_json, reason
 from macrobatch.train.sources import blocks
@@ -73,7 +73,7 @@ class Vocabulary:
         self.pad = end if pad is None else pad
         self.start = _before_a_text(tokenizer)
         found = templates_in(self._config, self._templates)
-        self.chat = None if found is None else ChatTemplate(tokenizer, found, special_tokens(self._config))
+        self.chat = None if found is None else ChatTemplate(tokenizer, found, special_tokens(self._told()))
 
     def __len__(self) -> int:
         return self.size
@@ -147,6 +147,14 @@ class Vocabulary:
         """Write it so that `load`, and ``AutoTokenizer`` of transformers, can read it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(self._told(), indent=2) + "\n", encoding="utf-8")
+        for place, template in self._templates.items():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_text(template, encoding="utf-8")
+
+    def _told(self) -> dict[str, Any]:
+        """What its tokenizer_config.json says."""
         name = self._tokenizer.id_to_token
         defaults = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -154,12 +162,7 @@ class Vocabulary:
             "eos_token": name(self.end),
             "pad_token": name(self.pad),
         }
-        config = {**defaults, **self._config}
-        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for place, template in self._templates.items():
-            (folder / place).parent.mkdir(exist_ok=True)
-            (folder / place).write_text(template, encoding="utf-8")
+        return {**defaults, **self._config}
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
@@ -185,7 +188,9 @@ class Vocabulary:
     # ------------------------------------------------------------------------------------------------------ training
 
     @classmethod
-    def trained(cls, documents: Iterable[Document], size: int, cache: Path | None = None) -> Vocabulary:
+    def trained(
+        cls, documents: Iterable[Document], size: int, cache: Path | None = None, *, template: str = CHATML
+    ) -> Vocabulary:
         """A byte-pair encoding of at most `size` ids, made of these documents: the same ones make the same one.
 
         It can write any text, for every byte is an id. Little text makes fewer ids than were asked for. Where there are
@@ -193,21 +198,24 @@ class Vocabulary:
 
         Args:
             documents: what to train on; of very many, some from all over.
-            size: at least 257, or 258 where there are conversations.
+            size: at least 257; where there are conversations, a few more.
             cache: a folder in which to keep it.
+            template: how to write conversations, where there are some. What looks like <|this|> in it becomes an id.
         """
         documents = Documents.of(documents)
-        special = [STOP, START] if documents.has_conversations else [END]
+        marks = tokens_in(template) if documents.has_conversations else []
+        end_of_text = STOP if STOP in marks else END  # an answer ends like a text, so that generating stops there
+        special = list(dict.fromkeys([end_of_text, *marks]))
         smallest = _BYTES + len(special)
         if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
-            raise UsageError(f"a vocabulary has at least {smallest} ids, one for each byte and the end: got {size!r}.")
+            raise UsageError(f"a vocabulary has at least {smallest} ids, for each byte, the end and the like: got {size!r}.")
         texts = _some(documents)
         name = f"vocabulary-{size}-{digest([*special, str(_WORD), *texts])}"
         content = kept(cache, name, lambda: _byte_pairs(texts, size, special).to_str().encode())
         tokenizer = Tokenizer.from_str(content.decode())
         end = tokenizer.token_to_id(special[0])
         assert end is not None, "it was trained with it"
-        templates = {"chat_template.jinja": CHATML} if documents.has_conversations else {}
+        templates = {"chat_template.jinja": template} if documents.has_conversations else {}
         return cls(tokenizer, end=end, templates=templates)
 
 
