@@ -38,9 +38,7 @@ class Data:
         texts = read(settings.data)
         name = _tokenizer(settings)
         if name is None:
-            vocabulary = Vocabulary.trained(
-                texts, settings.vocabulary_size, cache=cache, template=template or CHATML
-            )
+            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)
         else:
             vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
             vocabulary = vocabulary if template is None else vocabulary.with_chat(template)

@@ -106,9 +106,13 @@ def _file(path: Path, columns: Columns) -> Iterator[Document]:
 
 @contextmanager
 def _zstandard(path: Path) -> Iterator[IO[bytes]]:
-    unpacking = _library("zstandard", path).ZstdDecompressor(max_window_size=2**31)
+    zstandard = _library("zstandard", path)
+    unpacking = zstandard.ZstdDecompressor(max_window_size=2**31)
     with path.open("rb") as file:
-        yield io.BufferedReader(_Frames(file, unpacking), _AT_ONCE)
+        try:
+            yield io.BufferedReader(_Frames(file, unpacking), _AT_ONCE)
+        except zstandard.ZstdError as error:
+            raise EOFError(error) from None
 
 
 class _Frames(io.RawIOBase):
@@ -169,14 +173,10 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with _OPENERS.get(path.suffix.lower(), _unpacked)(path) as file:
             yield file
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
         raise BatchError(f"{path} cannot be unpacked: {error}. It is damaged, or not what its name says.") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:
-        if type(error).__module__.startswith("zstandard"):
-            raise BatchError(f"{path} cannot be unpacked: {error}. It is damaged, or not what its name says.") from None
-        raise
 
 
 def _library(name: str, source: Path) -> Any:

@@ -208,7 +208,9 @@ class Vocabulary:
         special = list(dict.fromkeys([end_of_text, *marks]))
         smallest = _BYTES + len(special)
         if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
-            raise UsageError(f"a vocabulary has at least {smallest} ids, for each byte, the end and the like: got {size!r}.")
+            raise UsageError(
+                f"a vocabulary has at least {smallest} ids, for each byte, the end and the like: got {size!r}."
+            )
         texts = _some(documents)
         name = f"vocabulary-{size}-{digest([*special, str(_WORD), *texts])}"
         content = kept(cache, name, lambda: _byte_pairs(texts, size, special).to_str().encode())
