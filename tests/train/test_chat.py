@@ -1,4 +1,4 @@
-"""Conversations: the tokens are those of transformers, and what is learnt is what the assistant said, in every format."""
+"""Conversations: the tokens are those of transformers, and only what the assistant said is learnt, in every format."""
 
 import json
 import random
