@@ -155,6 +155,13 @@ def test_a_template_that_writes_the_past_anew_is_refused(with_template):
         Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
 
 
+def test_such_a_template_serves_where_the_last_answer_alone_is_learnt(with_template):
+    vocabulary, _ = with_template(FORGETFUL)
+    record = Columns().document({"prompt": TALK[:-1], "completion": TALK[-1:]}, "line 1")
+    corpus = Corpus.made([record], vocabulary, seq_len=1000)
+    assert learnt(corpus, vocabulary) == [f"<think></think>{ANSWERS[1]}<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_an_answer_with_weight_0_is_not_learnt(with_template, template):
     vocabulary, theirs = with_template(template)
@@ -228,6 +235,12 @@ def test_templates_are_found_where_tokenizers_have_them(folder, tmp_path, place)
     vocabulary, theirs = Vocabulary.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
+
+
+def test_a_template_that_writes_the_date_is_told(with_template, caplog):
+    for template, count in ((CHATML, 0), ("{{ strftime_now('%Y') }}" + CHATML, 1)):
+        Corpus.made([conversation(TALK[:3])], with_template(template)[0], seq_len=1000)
+        assert caplog.text.count("writes the date") == count
 
 
 def test_another_template_makes_another_corpus(folder, tmp_path):

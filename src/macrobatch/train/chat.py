@@ -34,18 +34,21 @@ _WITH_MARKS = (
 )
 
 
+Span = tuple[int, int]  # of characters: the first, and the one after the last
+
+
 @dataclass(frozen=True, slots=True)
 class Marked:
     """A text of which only some is learnt.
 
     Attributes:
         text: all of it.
-        spans: the characters to learn: where each span begins, and where it is over.
+        spans: the characters to learn.
         needs_end: whether nothing in the text says that the last answer is over, so that the tokenizer's end must.
     """
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     needs_end: bool = False
 
 
@@ -69,57 +72,58 @@ class ChatTemplate:
         named = [("", self.templates)] if isinstance(self.templates, str) else sorted(self.templates.items())
         return digest([part for pair in [*named, *sorted(self._tokens.items())] for part in pair])
 
+    @property
+    def writes_the_date(self) -> bool:
+        """Whether what it writes depends on the day."""
+        return "strftime_now" in str(self.templates)
+
     def marked(self, document: Document) -> Marked:
         """The conversation of a document."""
-        messages = [{name: v for name, v in m.items() if name != "weight"} for m in document.messages or ()]
+        assert document.messages, "a conversation has a message"
+        messages = [{name: v for name, v in m.items() if name != "weight"} for m in document.messages]
+        learns = [message["role"] == ASSISTANT and message.get("weight") != 0 for message in document.messages]
         tools = None if document.tools is None else list(document.tools)
         source = self._source(tools, document.where)
         self._check_place(document, source)
-        if _MARKS.search(source):
-            text, spans = self._by_marks(messages, tools, source, document.where)
-        else:
-            text, spans = self._by_prefixes(messages, tools, document.where)
-        answers = [message for message in document.messages or () if message["role"] == ASSISTANT]
-        if any(message.get("weight") == 0 for message in answers):
-            if len(spans) != len(answers):
-                raise BatchError(
-                    f"{document.where}: an assistant's message has weight 0, and the chat template marks {len(spans)} "
-                    f"spans for {len(answers)} such messages: which is which cannot be told."
-                )
-            spans = [span for span, message in zip(spans, answers, strict=True) if message.get("weight") != 0]
-        last = (document.messages or answers)[-1]
-        is_learnt = last["role"] == ASSISTANT and last.get("weight") != 0
-        return Marked(text, tuple(spans), needs_end=is_learnt and not text.rstrip().endswith(self._special))
+        by = self._by_marks if _MARKS.search(source) else self._by_prefixes
+        text, spans = by(messages, learns, tools, document.where)
+        return Marked(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
 
     # ------------------------------------------------------------------------------------------------------- spans
 
     def _by_marks(
-        self, messages: Sequence[Message], tools: list[Any] | None, source: str, where: str
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self, messages: Sequence[Message], learns: Sequence[bool], tools: list[Any] | None, where: str
+    ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
-                conversations=[messages], tools=tools, chat_template=source, return_assistant_tokens_mask=True,
-                **self._renderer.special_tokens_map,
+            texts, found = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=self._source(tools, where),
+                return_assistant_tokens_mask=True, **self._renderer.special_tokens_map,
             )  # fmt: skip
         except Exception as error:  # whatever a template raises
             raise _not_rendered(error, where) from error
-        return texts[0], [(first, last) for first, last in spans[0]]
+        spans: list[Span] = [(first, last) for first, last in found[0]]
+        answers = [one for one, message in zip(learns, messages, strict=True) if message["role"] == ASSISTANT]
+        if all(answers):
+            return texts[0], spans
+        if len(spans) != len(answers):
+            raise BatchError(
+                f"{where}: an assistant's message has weight 0, and the chat template marks {len(spans)} spans for "
+                f"{len(answers)} such messages: which is which cannot be told."
+            )
+        return texts[0], [span for span, is_learnt in zip(spans, answers, strict=True) if is_learnt]
 
     def _by_prefixes(
-        self, messages: Sequence[Message], tools: list[Any] | None, where: str
-    ) -> tuple[str, list[tuple[int, int]]]:
-        whole = self._text(messages, tools, where)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            if number == 0:
-                spans.append((0, 0))  # there is no conversation before it, and nothing that it answers
+        self, messages: Sequence[Message], learns: Sequence[bool], tools: list[Any] | None, where: str
+    ) -> tuple[str, list[Span]]:
+        whole, last = self._text(messages, tools, where), len(messages) - 1
+        spans: list[Span] = []
+        for number, is_learnt in enumerate(learns):
+            if not is_learnt or number == 0:  # before the first there is no conversation, which it would answer
                 continue
             before = self._text(messages[:number], tools, where, asks=True)
-            until = whole if number == len(messages) - 1 else self._text(messages[: number + 1], tools, where)
+            until = whole if number == last else self._text(messages[: number + 1], tools, where)
             if not until.startswith(before) or not whole.startswith(until):
                 raise BatchError(
                     f"{where}: the chat template writes the beginning of this conversation otherwise when it goes on "

@@ -163,6 +163,11 @@ class Corpus:
         template = vocabulary.chat.fingerprint if vocabulary.chat and found.has_conversations else ""
         name = f"corpus-{seq_len}-{digest([vocabulary.fingerprint, template, found.digest])}"
         corpus = cls._from(mapped(cache, name, partial(_write, found, vocabulary, seq_len)))
+        if template and vocabulary.chat and vocabulary.chat.writes_the_date:
+            logger.warning(
+                "the chat template writes the date of the day on which the data was prepared. On another day, without "
+                "what was kept of it, it is other data, and the run cannot be resumed."
+            )
         if corpus.unlearnt:
             logger.warning(
                 "left out %d of %d documents: conversations in which the assistant says nothing to learn within their "

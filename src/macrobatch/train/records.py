@@ -78,7 +78,7 @@ class Document:
         kind = f"{'...' if self.goes_on else ''}{'text' if self.completion is None else f'+{self.completion}'}"
         if self.messages is None:
             return [self.text, kind]
-        return [self.text, kind, json.dumps([self.messages, self.tools], sort_keys=True)]
+        return [self.text, kind, json.dumps([self.messages, self.tools], sort_keys=True, default=str)]
 
 
 @dataclass(frozen=True)
