@@ -12,7 +12,7 @@ from harness.commands import arguments, json_lines, metrics
 from macrobatch._cut.padding import IGNORED
 from macrobatch.cli import main
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.train.corpus import Corpus
+from macrobatch.train.corpus import Corpus, collated
 from macrobatch.train.documents import Document, documents
 from macrobatch.train.records import Columns
 from macrobatch.train.vocabulary import Vocabulary
@@ -284,6 +284,29 @@ FORMATS = {
 @pytest.mark.parametrize(("record", "messages"), FORMATS.values(), ids=FORMATS)
 def test_formats_are_the_conversation_that_one_would_write_by_hand(record, messages):
     assert list(Columns().document(record, "line 1").messages) == messages
+
+
+SINGLE = ("messages", "a string", "ShareGPT", "ShareGPT with roles", "Alpaca", "prompt and completion")
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_formats_make_the_batch_that_one_would_make_by_hand(with_template, tmp_path, kind):
+    vocabulary, theirs = with_template(CHATML)
+    record, _ = FORMATS[kind]
+    path = json_lines(tmp_path / "a.jsonl", [record, {"prompt": "rose", "completion": " red"}])
+    corpus = Corpus.made(documents([path]), vocabulary, seq_len=100)
+    batch = collated([corpus[0], corpus[1]])
+    asked = theirs.apply_chat_template(ASKED[:1], add_generation_prompt=True, return_dict=False)
+    said, after = (theirs(text, add_special_tokens=False)["input_ids"] for text in ("b.<|im_end|>", "\n"))
+    rose, red = [0, *theirs("rose", add_special_tokens=False)["input_ids"]], vocabulary.encode([" red"])[0]
+    rows = [
+        ([*asked, *said, *after], [IGNORED] * len(asked) + said + [IGNORED] * len(after)),
+        ([*rose, *red, vocabulary.end], [IGNORED] * len(rose) + [*red, vocabulary.end]),
+    ]
+    width = max(len(ids) for ids, _ in rows)
+    assert batch["input_ids"].tolist() == [ids + [0] * (width - len(ids)) for ids, _ in rows]
+    assert batch["labels"].tolist() == [labels + [IGNORED] * (width - len(labels)) for _, labels in rows]
+    assert batch["attention_mask"].sum(1).tolist() == [len(ids) for ids, _ in rows]
 
 
 def test_alpaca_without_a_template_has_its_own_words(folder):

@@ -17,7 +17,11 @@ NAMES = ["[UNK]", "</s>", *(f"{a}{b}" for a in "abcdefghij" for b in "klmnopqrst
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory) -> Iterator[Command]:
-    command = Command(tmp_path_factory.mktemp("memory"))
+    with pytest.MonkeyPatch.context() as patch:
+        # However many cores there are: each thread that encodes takes memory of its own.
+        patch.setenv("RAYON_NUM_THREADS", "2")
+        patch.setenv("MALLOC_ARENA_MAX", "2")
+        command = Command(tmp_path_factory.mktemp("memory"))
     yield command
     command.close()
 
