@@ -400,6 +400,12 @@ def test_a_template_of_ones_own_is_used_and_exported(tmp_path):
     assert theirs.convert_tokens_to_ids("<|header|>") is not None
 
 
+def test_a_template_without_conversations_is_told(tmp_path, capsys):
+    data = json_lines(tmp_path / "texts.jsonl", [{"text": "the rose is red"}] * 40)
+    assert main(arguments(data, tmp_path / "run", "--chat-template", "chatml", "--steps", 1)) == 0
+    assert "--chat-template chatml: there is no conversation in the data" in capsys.readouterr().err
+
+
 def test_a_template_that_is_not_there_is_refused(tmp_path, capsys):
     data = json_lines(tmp_path / "chat.jsonl", talks(2))
     assert main(arguments(data, tmp_path / "run", "--chat-template", "missing.jinja")) == 2

@@ -36,6 +36,8 @@ class Data:
         read = partial(documents, text_field=settings.text_field, fields=settings.fields, cache=cache, say=say)
         template = None if settings.chat_template is None else named_template(settings.chat_template)
         texts = read(settings.data)
+        if template is not None and not texts.has_conversations:
+            logger.warning("--chat-template %s: there is no conversation in the data.", settings.chat_template)
         name = _tokenizer(settings)
         if name is None:
             vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)

@@ -44,6 +44,7 @@ SYNONYMS = {
     "train_data": "data",
     "dataset_text_field": "text_field",
     "field_mapping": "fields",
+    "chat_template_path": "chat_template",
     "validation_file": "validation_data",
     "val_data": "validation_data",
     "model_name_or_path": "model",
