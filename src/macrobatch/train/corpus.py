@@ -177,9 +177,9 @@ class Corpus:
             raise BatchError(f"there is nothing to train on: {len(found)} documents made no token to predict.")
         if corpus.truncated:
             logger.warning(
-                "%d of %d %s are longer than %d tokens: what did not fit of %s, was left out.", corpus.truncated,
-                len(found), "conversations" if template else "prompts and completions", seq_len,
-                "their end" if template else "the prompt, and then of the completion",
+                "%d of %d %s are longer than %d tokens: %s was left out.", corpus.truncated, len(found),
+                "conversations" if template else "prompts and completions", seq_len,
+                "their end" if template else "what did not fit of the prompt, and then of the completion,",
             )  # fmt: skip
         return corpus
 
@@ -213,7 +213,7 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
         if len(codes) > _BLOCK:
             put(codes.tobytes())
             written, codes = written + len(codes), array("i")
-        is_new = first == written + len(codes)
+        is_new, is_sample = first == written + len(codes), True
         if completion is not None:
             prompt = [*vocabulary.start, *ids]
             truncated += len(prompt) + len(completion) > seq_len
@@ -221,18 +221,17 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
             codes.extend([*(~token for token in prompt), *completion][:seq_len])
         elif document.messages is not None:
             truncated += len(ids) > seq_len
-            if all(code < 0 for code in ids[1:seq_len]):
-                unlearnt += 1
-            else:
-                codes.extend(ids[:seq_len])
+            is_sample = any(code >= 0 for code in ids[1:seq_len])
+            unlearnt += not is_sample
+            codes.extend(ids[:seq_len] * is_sample)
         else:
             codes.extend([*vocabulary.start, *ids] if is_new else ids)
             if document.goes_on:
                 continue
-            has_text = written + len(codes) - first > len(vocabulary.start)  # else the tokenizer drops its characters
-            codes.extend([vocabulary.end] * has_text)
+            is_sample = written + len(codes) - first > len(vocabulary.start)  # else the tokenizer drops its characters
+            codes.extend([vocabulary.end] * is_sample)
         length = written + len(codes) - first
-        if length > max(1, len(vocabulary.start)):  # with nothing before it, a token cannot be predicted
+        if is_sample and length > 1:  # with nothing before it, a token cannot be predicted
             for start, size in _pieces(length, seq_len):
                 starts.append(first + start)
                 sizes.append(size)

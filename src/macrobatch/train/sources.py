@@ -5,22 +5,17 @@ The order is that of the names inside a folder: the same data makes the same doc
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
-import importlib
 import io
 import json
 import logging
-import lzma
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from macrobatch.errors import BatchError, UsageError, counted
+from macrobatch.train import packed
 from macrobatch.train.records import Columns, Document, kind_of
 
 logger = logging.getLogger("macrobatch")
@@ -87,6 +82,15 @@ def _complain(error: OSError) -> None:
     raise UsageError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
 
+def _kind(path: Path) -> str:
+    """The suffix that says what is in it, under that of its packing."""
+    return (Path(path.stem) if packed.is_packed(path) else path).suffix.lower()
+
+
+def _is_readable(path: Path) -> bool:
+    return _kind(path) not in _UNREAD and not (_kind(path) in _TABLES and packed.is_packed(path))
+
+
 def _file(path: Path, columns: Columns) -> Iterator[Document]:
     readers: dict[str, Callable[[Path, Columns], Iterator[Document]]] = {
         ".jsonl": _json_lines,
@@ -99,95 +103,6 @@ def _file(path: Path, columns: Columns) -> Iterator[Document]:
         ".feather": _arrow,
     }
     return readers.get(_kind(path), _text)(path, columns)
-
-
-# ------------------------------------------------------------------------------------------------------ packed files
-
-
-@contextmanager
-def _zstandard(path: Path) -> Iterator[IO[bytes]]:
-    zstandard = _library("zstandard", path)
-    unpacking = zstandard.ZstdDecompressor(max_window_size=2**31)
-    with path.open("rb") as file:
-        try:
-            yield io.BufferedReader(_Frames(file, unpacking), _AT_ONCE)
-        except zstandard.ZstdError as error:
-            raise EOFError(error) from None
-
-
-class _Frames(io.RawIOBase):
-    """All frames of a .zst, one after the other. The library's own reader takes one that is cut off for whole."""
-
-    def __init__(self, file: IO[bytes], unpacking: Any) -> None:
-        self._file, self._unpacking, self._frame, self._rest = file, unpacking, None, b""
-        self._unpacked = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked and self._unpack():
-            pass
-        size = min(len(buffer), len(self._unpacked))
-        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
-        return size
-
-    def _unpack(self) -> bool:
-        """Unpack some more. Returns whether there was more."""
-        packed = self._rest or self._file.read(1 << 14)
-        if not packed:
-            if self._frame is not None:
-                raise EOFError("it ends in the middle")
-            return False
-        frame = self._frame or self._unpacking.decompressobj()
-        self._unpacked = memoryview(frame.decompress(packed))
-        self._frame, self._rest = (None, frame.unused_data) if frame.eof else (frame, b"")
-        return True
-
-
-def _unpacked(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
-_OPENERS: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zstandard,
-}
-
-
-def _kind(path: Path) -> str:
-    """The suffix that says what is in it, under that of its packing."""
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in _OPENERS else suffix
-
-
-def _is_readable(path: Path) -> bool:
-    is_packed_table = _kind(path) in _TABLES and path.suffix.lower() in _OPENERS
-    return _kind(path) not in _UNREAD and not is_packed_table
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        with _OPENERS.get(path.suffix.lower(), _unpacked)(path) as file:
-            yield file
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-        raise BatchError(f"{path} cannot be unpacked: {error}. It is damaged, or not what its name says.") from None
-
-
-def _library(name: str, source: Path) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name if name == "datasets" else "'macrobatch[data]'"
-        raise UsageError(
-            f"{source} needs the library {name}, which is not installed. Install it (pip install {package}), or write "
-            "the data as JSONL."
-        ) from None
 
 
 # -------------------------------------------------------------------------------------------------------------- texts
@@ -216,7 +131,7 @@ def blocks(text: str) -> list[str]:
 
 def _decoded_text(path: Path) -> Iterator[str]:
     """What a file of text holds, with line feeds where lines end."""
-    with _opened(path) as file:
+    with packed.opened(path) as file:
         rest, position, is_first = b"", 0, True
         while True:
             read = file.read(_AT_ONCE)
@@ -262,7 +177,7 @@ def _is_binary(content: bytes) -> bool:
 
 def _has_nul(path: Path) -> bool:
     """Whether this is no text: those have no NUL."""
-    with _opened(path) as file:
+    with packed.opened(path) as file:
         return b"\0" in file.read(_AT_ONCE)
 
 
@@ -270,7 +185,7 @@ def _has_nul(path: Path) -> bool:
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
-    with _opened(path) as file:
+    with packed.opened(path) as file:
         # Only a line feed ends a line: strings in JSON may hold the other characters that Python takes for ends.
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -280,7 +195,7 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
-    with _opened(path) as file:
+    with packed.opened(path) as file:
         content = file.read()
     try:
         records = _parsed(_decoded(content, str(path)).removeprefix("\ufeff"), str(path))
@@ -319,7 +234,7 @@ def _separated(path: Path, columns: Columns) -> Iterator[Document]:
     number = 0
     limit = csv.field_size_limit(_LARGEST_CELL)
     try:
-        with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        with packed.opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             rows = csv.reader(text, delimiter=separator, strict=True)
             names = next(rows, [])
             if len(set(names)) < len(names):
@@ -342,14 +257,14 @@ def _separated(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Document]:
-    _library("pyarrow", path)
-    parquet = _library("pyarrow.parquet", path)
+    packed.library("pyarrow", path)
+    parquet = packed.library("pyarrow.parquet", path)
     yield from _rows(path, columns, lambda: parquet.ParquetFile(path, pre_buffer=False).iter_batches(_ROWS))
 
 
 def _arrow(path: Path, columns: Columns) -> Iterator[Document]:
     """A file of Arrow, with an index at its end, or a stream of it."""
-    arrow = _library("pyarrow", path)
+    arrow = packed.library("pyarrow", path)
 
     def batches() -> Iterator[Any]:
         with arrow.memory_map(str(path)) as file:
@@ -365,7 +280,7 @@ def _arrow(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _rows(path: Path, columns: Columns, batches: Callable[[], Iterator[Any]]) -> Iterator[Document]:
-    arrow, number, found = _library("pyarrow", path), 0, iter(())
+    arrow, number, found = packed.library("pyarrow", path), 0, iter(())
     try:
         found = iter(batches())
     except (OSError, arrow.ArrowException) as error:
@@ -389,7 +304,7 @@ def _no_table(path: Path, error: Exception) -> BatchError:
 
 def _datasets(folder: Path, columns: Columns) -> Iterator[Document]:
     """A folder that ``save_to_disk`` of the library `datasets` wrote."""
-    datasets = _library("datasets", folder)
+    datasets = packed.library("datasets", folder)
     try:
         rows = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever that library and those below it raise for a damaged folder
