@@ -9,10 +9,12 @@ import importlib
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,20 +66,34 @@ class Command:
             env=environment(folder),
         )  # fmt: skip
 
-    def start(self, *arguments: object, ranks: int = 1, crash: tuple[str, int] | None = None) -> Started:
-        """With `crash`, it kills itself just before so many uses of files whose names begin so."""
+    def start(
+        self, *arguments: object, ranks: int = 1, crash: tuple[str, int] | None = None, memory: int | None = None
+    ) -> Started:
+        """With `crash`, it kills itself just before so many uses of files whose names begin so.
+
+        With `memory`, it may have so many bytes; 0: as many as it likes, but it says how many that were.
+        """
         self._starts += 1
         screen = self.folder / f"screen-{self._starts}"
         question = {"start": ["train", *map(str, arguments)], "ranks": ranks, "screen": str(screen), "crash": crash}
-        pids = self.asked(question)
+        pids = self.asked(question | {"memory": memory})
         self.running.append(Started(self, pids, screen))
         return self.running[-1]
 
-    def run(self, *arguments: object, ranks: int = 1) -> str:
+    def run(self, *arguments: object, ranks: int = 1, memory: int | None = None) -> str:
         """To its good end."""
-        started = self.start(*arguments, ranks=ranks)
-        assert started.wait() == [0] * ranks, started.output
+        return self.ended(self.start(*arguments, ranks=ranks, memory=memory))
+
+    def ended(self, started: Started) -> str:
+        """What it said, after its good end."""
+        assert set(started.wait()) == {0}, started.output
         return started.output
+
+    def memory_of(self, *arguments: object, ranks: int = 1) -> int:
+        """The most bytes that any rank of such a run has, in its good end."""
+        started = self.start(*arguments, ranks=ranks, memory=0)
+        self.ended(started)
+        return max(int(Path(f"{started.screen}.{rank}").read_text()) for rank in range(ranks))
 
     def asked(self, question: dict[str, Any]) -> Any:
         assert self._server.stdin is not None
@@ -134,6 +150,10 @@ def forked(question: dict[str, Any], rank: int, port: int | None) -> int:
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(question["ranks"])}
     if question["crash"] is not None:
         kill_before(*question["crash"])
+    if question["memory"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
+    elif question["memory"] is not None:
+        watch_memory(Path(f"{question['screen']}.{rank}"))
     status = 99
     try:
         status = macrobatch.cli.main(question["start"])
@@ -159,6 +179,22 @@ def kill_before(folder: str, uses: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(see)
+
+
+def watch_memory(file: Path) -> None:
+    """Write the most bytes that this process has had, as often as there are more."""
+
+    def watch() -> None:
+        most = 0
+        while True:
+            status = Path("/proc/self/status").read_text()
+            now = 1024 * int(status.partition("VmData:")[2].split()[0])
+            if now > most:
+                most = now
+                file.write_text(str(most))
+            time.sleep(0.002)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def waited(pid: int, seconds: float) -> int | None:

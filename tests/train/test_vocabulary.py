@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from macrobatch.errors import UsageError
+from macrobatch.train import sources
 from macrobatch.train import vocabulary as module
-from macrobatch.train.documents import Document, documents
+from macrobatch.train.documents import Document, Documents, documents
 from macrobatch.train.vocabulary import END, Vocabulary
 
 quickly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -86,8 +87,8 @@ def test_words_of_the_data_are_short(vocabulary):
 @given(text=st.text("ab \n", max_size=80), block=st.integers(1, 20))
 def test_a_long_text_is_encoded_in_blocks_that_end_with_lines(text, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BLOCK", block)
-        blocks = module._blocks(text)
+        patch.setattr(sources, "BLOCK", block)
+        blocks = sources.blocks(text)
     assert "".join(blocks) == text
     assert all(1 <= len(part) <= block for part in blocks[:-1])
     for part in blocks[:-1]:
@@ -96,7 +97,7 @@ def test_a_long_text_is_encoded_in_blocks_that_end_with_lines(text, block):
 
 def test_blocks_make_one_list_of_ids(vocabulary, monkeypatch):
     long = POEM * 5
-    monkeypatch.setattr(module, "_BLOCK", 50)
+    monkeypatch.setattr(sources, "BLOCK", 50)
     ids, short = vocabulary.encode([long, "red"])
     assert vocabulary.decode(ids) == long
     assert vocabulary.decode(short) == "red"
@@ -108,7 +109,7 @@ def test_prompts_and_completions_are_trained_on_too():
 
 def test_of_very_much_text_some_is_enough(monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH", 10)
-    texts = module._some([Document("abcde"), Document("fghij", "klmno"), Document("pqrst")])
+    texts = module._some(Documents([Document("abcde"), Document("fghij", "klmno"), Document("pqrst")]))
     assert texts == ["abcde", "klmno"]
 
 

@@ -10,18 +10,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import mmap
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from macrobatch._io.files import replacing
+from macrobatch.errors import UsageError
 
 logger = logging.getLogger("macrobatch")
 
-_MAGIC = b"macrobatch cache 1\n"  # another number wherever anything that is kept comes to be made otherwise
+# Another number wherever anything that is kept comes to be made otherwise.
+_MAGIC = b"macrobatch cache 2\n".ljust(64)  # as wide as the checksum, so that what follows is aligned
 _DIGEST = 64  # characters of a SHA-256
+_HEAD = len(_MAGIC) + _DIGEST
+_BLOCK = 1 << 20  # bytes that are read at once
 _ABANDONED = 3600.0  # seconds after which nobody is still writing a file
+
+Put = Callable[[bytes], None]
 
 
 def cache_folder() -> Path | None:
@@ -70,28 +79,94 @@ def digest(parts: Iterable[str | bytes]) -> str:
     return total.hexdigest()
 
 
-def _checksum(path: Path, content: bytes) -> bytes:
-    """Of the name too: a file that was copied to another name is not what that one promises."""
-    return digest([path.name, content]).encode("ascii")
+def mapped(folder: Path | None, name: str, make: Callable[[Put], None]) -> memoryview:
+    """What `make` writes, for more than should be in memory: read-only, and read from the disk where it is used.
 
-
-def _read(path: Path) -> bytes | None:
+    Args:
+        folder: as for `kept`. None, or one that cannot be written: a file without a name, for this process only.
+        name: as for `kept`.
+        make: is called with a function that takes the next bytes.
+    """
+    if folder is not None:
+        path = folder / name
+        found = _map(path)
+        if found is not None:
+            return found
+        try:
+            _sweep(folder)
+            with replacing(path, "w+b") as file:
+                return _written(file, name, make)
+        except OSError as error:
+            logger.warning("%s cannot be kept, so the next run will make it again: %s", path, error.strerror or error)
     try:
-        whole = path.read_bytes()
+        with tempfile.TemporaryFile(prefix="macrobatch-") as file:
+            return _written(file, name, make)
+    except OSError as error:
+        raise UsageError(
+            f"there is no room for the data in {tempfile.gettempdir()}: {error.strerror or error}. Make some, or name "
+            "a folder on another disk with MACROBATCH_CACHE."
+        ) from error
+
+
+def _written(file: IO[bytes], name: str, make: Callable[[Put], None]) -> memoryview:
+    total = _begun(name)
+
+    def put(content: bytes) -> None:
+        file.write(content)
+        total.update(content)
+
+    file.write(bytes(_HEAD))
+    make(put)
+    file.seek(0)
+    file.write(_MAGIC + total.hexdigest().encode("ascii"))
+    file.flush()
+    return _view(file)
+
+
+def _view(file: IO[bytes]) -> memoryview:
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[_HEAD:]
+
+
+def _map(path: Path) -> memoryview | None:
+    """A file that is there and whole."""
+    try:
+        with path.open("rb") as file:
+            if _is_whole(file, path.name):
+                return _view(file)
     except OSError:
         return None
-    head = len(_MAGIC) + _DIGEST
-    content = whole[head:]
-    if whole[:head] == _MAGIC + _checksum(path, content):
-        return content
     logger.warning("%s is damaged or not ours: it is made anew.", path)
     return None
 
 
+def _is_whole(file: IO[bytes], name: str) -> bool:
+    head, total = file.read(_HEAD), _begun(name)
+    for block in _blocks(file):
+        total.update(block)
+    return head == _MAGIC + total.hexdigest().encode("ascii")
+
+
+def _begun(name: str) -> hashlib._Hash:
+    """A checksum that is of the name too: a file that was copied to another name is not what that one promises."""
+    return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))
+
+
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    while block := file.read(_BLOCK):
+        yield block
+
+
+def _read(path: Path) -> bytes | None:
+    found = _map(path)
+    return None if found is None else bytes(found)
+
+
 def _write(path: Path, content: bytes) -> None:
     _sweep(path.parent)
+    total = _begun(path.name)
+    total.update(content)
     with replacing(path, "wb") as file:
-        file.write(_MAGIC + _checksum(path, content))
+        file.write(_MAGIC + total.hexdigest().encode("ascii"))
         file.write(content)
 
 

@@ -1,7 +1,7 @@
-"""The samples to train on: documents as ids, cut to a length, compact in memory and kept on disk.
+"""The samples to train on: documents as ids, cut to a length, in a file that is read where it is used.
 
 A long text becomes several samples, each of which begins with the last token of the one before it: every token but a
-text's very first is then predicted exactly once.
+text's very first is then predicted exactly once. In memory is a table of the samples, and not their tokens.
 """
 
 from __future__ import annotations
@@ -9,28 +9,32 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+import warnings
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.plans import rounded_up
 from macrobatch.errors import BatchError, UsageError, counted
-from macrobatch.train.cache import digest, kept
-from macrobatch.train.documents import Document, documents
+from macrobatch.train.cache import Put, digest, mapped
+from macrobatch.train.chat import Marked
+from macrobatch.train.documents import Document, Documents, documents
 from macrobatch.train.vocabulary import Vocabulary
 
 __all__ = ["Corpus", "Document", "collated", "documents"]
 
 logger = logging.getLogger("macrobatch")
+
+_BLOCK = 1 << 18  # tokens that are looked at, or written, together
 
 Sample = dict[str, Tensor]
 
@@ -47,31 +51,30 @@ class Corpus:
     True
 
     Attributes:
-        tokens: of all documents, one after the other, int32.
-        starts: for each sample, where in `tokens` it begins.
+        codes: the tokens of all documents, one after the other, int32: the id of one that is learnt, and ``~id``, which
+            is negative, of one that is not.
+        starts: for each sample, where in `codes` it begins.
         sizes: how many tokens it has.
-        prompts: how many of them are a prompt, and not learnt.
         parents: the number of the document that it is a piece of.
-        truncated: of how many documents a part was left out, since prompt and completion did not fit.
+        truncated: of how many documents a part was left out, since it did not fit.
+        unlearnt: how many conversations were left out, since nothing in them is learnt.
     """
 
-    tokens: Tensor
+    codes: Tensor
     starts: Tensor
     sizes: Tensor
-    prompts: Tensor
     parents: Tensor
     truncated: int = 0
+    unlearnt: int = 0
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Sample:
-        """What a model is trained on: ids, and labels that are -100 on the prompt."""
+        """What a model is trained on: ids, and labels that are -100 where nothing is learnt."""
         start, size = int(self.starts[index]), int(self.sizes[index])
-        ids = self.tokens[start : start + size].long()
-        labels = ids.clone()
-        labels[: int(self.prompts[index])] = IGNORED
-        return {"input_ids": ids, "labels": labels}
+        codes = self.codes[start : start + size].long()
+        return {"input_ids": _ids(codes), "labels": codes.masked_fill(codes < 0, IGNORED)}
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))
@@ -90,13 +93,13 @@ class Corpus:
     @cached_property
     def largest_id(self) -> int:
         """What a model's vocabulary must be larger than; -1 where there is no token."""
-        return int(self.tokens.max()) if len(self.tokens) else -1
+        return max((int(_ids(block).max()) for block in torch.split(self.codes, _BLOCK) if len(block)), default=-1)
 
     @cached_property
     def fingerprint(self) -> str:
         """The same for the same samples in the same order: whoever resumes a run must see them again."""
         total = hashlib.sha256()
-        for part in (self.tokens, self.starts, self.sizes, self.prompts):
+        for part in (self.codes, self.starts, self.sizes):
             total.update(b"%d:" % len(part))
             total.update(part.numpy().data)
         return total.hexdigest()
@@ -134,77 +137,138 @@ class Corpus:
     def _some(self, keep: list[bool]) -> Corpus:
         mask = torch.tensor(keep, dtype=torch.bool)
         return Corpus(
-            self.tokens, self.starts[mask], self.sizes[mask], self.prompts[mask], self.parents[mask], self.truncated
+            self.codes, self.starts[mask], self.sizes[mask], self.parents[mask], self.truncated, self.unlearnt
         )
 
     # ------------------------------------------------------------------------------------------------------- making
 
     @classmethod
     def made(
-        cls, documents: Sequence[Document], vocabulary: Vocabulary, *, seq_len: int, cache: Path | None = None
+        cls, documents: Iterable[Document], vocabulary: Vocabulary, *, seq_len: int, cache: Path | None = None
     ) -> Corpus:
         """The samples that these documents make.
 
         Args:
-            documents: texts, cut into pieces; and prompts with completions, which stay one sample. Where such a pair
-                is too long, the completion stays, and the end of the prompt that fits before it; `truncated` counts
-                them.
+            documents: texts, cut into pieces; and prompts with completions, and conversations, which stay one sample.
+                Where a pair is too long, the completion stays, and the end of the prompt that fits before it; of a
+                conversation the beginning. `truncated` counts them. A conversation in which nothing is learnt is left
+                out.
             vocabulary: makes ids of them.
             seq_len: the most tokens that a sample may have.
             cache: a folder in which to keep the result.
         """
         if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
             raise UsageError(f"seq_len must be a whole number of tokens, at least 2 to predict one: got {seq_len!r}.")
-        parts = (part for d in documents for part in (d.text, "text" if d.completion is None else f"+{d.completion}"))
-        name = f"corpus-{seq_len}-{digest([vocabulary.fingerprint, digest(parts)])}"
-        corpus = cls._from_bytes(kept(cache, name, lambda: _encoded(documents, vocabulary, seq_len)._to_bytes()))
+        found = Documents.of(documents)
+        template = vocabulary.chat.fingerprint if vocabulary.chat and found.has_conversations else ""
+        name = f"corpus-{seq_len}-{digest([vocabulary.fingerprint, template, found.digest])}"
+        corpus = cls._from(mapped(cache, name, partial(_write, found, vocabulary, seq_len)))
+        if template and vocabulary.chat and vocabulary.chat.writes_the_date:
+            logger.warning(
+                "the chat template writes the date of the day on which the data was prepared. On another day, without "
+                "what was kept of it, it is other data, and the run cannot be resumed."
+            )
+        if corpus.unlearnt:
+            logger.warning(
+                "left out %d of %d documents: conversations in which the assistant says nothing to learn within their "
+                "first %d tokens.", corpus.unlearnt, len(found), seq_len,
+            )  # fmt: skip
         if not len(corpus):
-            raise BatchError(f"there is nothing to train on: {len(documents)} documents made no token to predict.")
+            raise BatchError(f"there is nothing to train on: {len(found)} documents made no token to predict.")
         if corpus.truncated:
             logger.warning(
-                "%d of %d prompts and completions are longer than %d tokens: what did not fit of the prompt, and then "
-                "of the completion, was left out.", corpus.truncated, len(documents), seq_len,
+                "%d of %d %s are longer than %d tokens: %s was left out.", corpus.truncated, len(found),
+                "conversations" if template else "prompts and completions", seq_len,
+                "their end" if template else "what did not fit of the prompt, and then of the completion,",
             )  # fmt: skip
         return corpus
 
-    def _to_bytes(self) -> bytes:
-        tensors = {name: getattr(self, name) for name in ("tokens", "starts", "sizes", "prompts", "parents")}
-        content: bytes = save({**tensors, "truncated": torch.tensor(self.truncated)})
-        return content
-
     @classmethod
-    def _from_bytes(cls, content: bytes) -> Corpus:
-        tensors = load(content)
-        truncated = int(tensors.pop("truncated"))
-        return cls(**tensors, truncated=truncated)
+    def _from(cls, content: memoryview) -> Corpus:
+        """From what `_write` wrote."""
+        *_, num_tokens, num_samples, truncated, unlearnt = _tensor(content[-32:], torch.int64, 4).tolist()
+        table = content[-(-num_tokens // 2) * 8 :]
+        starts, sizes, parents = _tensor(table, torch.int64, 3 * num_samples).view(3, -1)
+        return cls(_tensor(content, torch.int32, num_tokens), starts, sizes, parents, truncated, unlearnt)
 
 
-def _encoded(documents: Sequence[Document], vocabulary: Vocabulary, seq_len: int) -> Corpus:
-    tokens, rows = array("i"), array("q")
-    truncated = 0
-    texts = (text for d in documents for text in ((d.text,) if d.completion is None else (d.text, d.completion)))
-    encoded = vocabulary.encoded(texts)
-    for parent, document in enumerate(documents):
-        start = len(tokens)
-        ids = [*vocabulary.start, *next(encoded)]
-        if document.completion is None:
-            if len(ids) == len(vocabulary.start):
-                continue  # nothing but characters that the tokenizer drops
-            ids.append(vocabulary.end)
-            pieces, prompt = list(_pieces(len(ids), seq_len)), 0
+def _tensor(content: memoryview, dtype: torch.dtype, count: int) -> Tensor:
+    """A view of the first numbers in a file."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    with warnings.catch_warnings():  # that it cannot be written; nobody does
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(content, dtype=dtype, count=count)
+
+
+def _ids(codes: Tensor) -> Tensor:
+    return torch.where(codes < 0, ~codes, codes)
+
+
+def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put) -> None:
+    """Write all codes; then starts, sizes and parents of the samples; then four counts."""
+    codes, starts, sizes, parents = array("i"), array("q"), array("q"), array("q")
+    written = first = parent = truncated = unlearnt = 0
+    for document, ids, completion in _encoded(documents, vocabulary):
+        if len(codes) > _BLOCK:
+            put(codes.tobytes())
+            written, codes = written + len(codes), array("i")
+        is_new, is_sample = first == written + len(codes), True
+        if completion is not None:
+            prompt = [*vocabulary.start, *ids]
+            truncated += len(prompt) + len(completion) > seq_len
+            prompt = _fitted(prompt, len(vocabulary.start), seq_len - len(completion))
+            codes.extend([*(~token for token in prompt), *completion][:seq_len])
+        elif document.messages is not None:
+            truncated += len(ids) > seq_len
+            is_sample = any(code >= 0 for code in ids[1:seq_len])
+            unlearnt += not is_sample
+            codes.extend(ids[:seq_len] * is_sample)
         else:
-            completion = [*next(encoded), vocabulary.end]
-            truncated += len(ids) + len(completion) > seq_len
-            ids = _fitted(ids, len(vocabulary.start), seq_len - len(completion))
-            prompt = len(ids)
-            ids = (ids + completion)[:seq_len]
-            pieces = [(0, len(ids))] if len(ids) > 1 else []  # nothing before an end, nothing to predict it from
-        tokens.extend(ids)
-        for first, size in pieces:
-            rows.extend((start + first, size, prompt, parent))
-    table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
-    starts, sizes, prompts, parents = (column.contiguous() for column in table.unbind(1))
-    return Corpus(torch.tensor(tokens, dtype=torch.int32), starts, sizes, prompts, parents, truncated)
+            codes.extend([*vocabulary.start, *ids] if is_new else ids)
+            if document.goes_on:
+                continue
+            is_sample = written + len(codes) - first > len(vocabulary.start)  # else the tokenizer drops its characters
+            codes.extend([vocabulary.end] * is_sample)
+        length = written + len(codes) - first
+        if is_sample and length > 1:  # with nothing before it, a token cannot be predicted
+            for start, size in _pieces(length, seq_len):
+                starts.append(first + start)
+                sizes.append(size)
+                parents.append(parent)
+        first, parent = first + length, parent + 1
+    put(codes.tobytes())
+    written += len(codes)
+    put(bytes(4 * (written % 2)))  # what follows is aligned
+    for column in (starts, sizes, parents, array("q", [written, len(starts), truncated, unlearnt])):
+        put(column.tobytes())
+
+
+def _encoded(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Document, list[int], list[int] | None]]:
+    """Each document with the ids of its text, or of its conversation; and those of a completion, with the end."""
+    waiting: deque[tuple[Document, bool]] = deque()
+
+    def texts() -> Iterator[str | Marked]:
+        for document in documents.encoding():
+            is_chat = document.messages is not None and vocabulary.chat is not None
+            if document.messages is not None and not is_chat and document.completion is None:
+                raise BatchError(
+                    f"{document.where}: a conversation, and the tokenizer has no chat template that says how to write "
+                    "it. Name one: --chat-template FILE, or --chat-template chatml."
+                )
+            waiting.append((document, document.completion is not None and not is_chat))
+            if is_chat:
+                assert vocabulary.chat is not None
+                yield vocabulary.chat.marked(document)
+            else:
+                yield document.text
+                if document.completion is not None:
+                    yield document.completion
+
+    encoded = vocabulary.encoded(texts())
+    for ids in encoded:
+        document, is_pair = waiting.popleft()
+        yield document, ids, [*next(encoded), vocabulary.end] if is_pair else None
 
 
 def _pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
+from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import models
 from macrobatch.train.cache import cache_folder
-from macrobatch.train.corpus import Corpus, documents
+from macrobatch.train.chat import CHATML, named_template
+from macrobatch.train.corpus import Corpus
+from macrobatch.train.documents import Say, documents
 from macrobatch.train.settings import DEFAULT_VALIDATION, Settings
 from macrobatch.train.vocabulary import Vocabulary
 
@@ -26,18 +30,23 @@ class Data:
     vocabulary: Vocabulary
 
     @classmethod
-    def read(cls, settings: Settings) -> Data:
-        """Read, encoded and split as the settings say."""
+    def read(cls, settings: Settings, say: Say | None = None) -> Data:
+        """Read, encoded and split as the settings say. `say` is told how far it is, where that takes long."""
         cache = cache_folder()
-        texts = documents(settings.data, text_field=settings.text_field, cache=cache)
+        read = partial(documents, text_field=settings.text_field, fields=settings.fields, cache=cache, say=say)
+        template = None if settings.chat_template is None else named_template(settings.chat_template)
+        texts = read(settings.data)
+        if template is not None and not texts.has_conversations:
+            logger.warning("--chat-template %s: there is no conversation in the data.", settings.chat_template)
         name = _tokenizer(settings)
         if name is None:
-            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache)
+            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)
         else:
             vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
+            vocabulary = vocabulary if template is None else vocabulary.with_chat(template)
         corpus = Corpus.made(texts, vocabulary, seq_len=settings.seq_len, cache=cache)
         if settings.validation_data:
-            held_out = documents(settings.validation_data, text_field=settings.text_field, cache=cache)
+            held_out = read(settings.validation_data)
             train = corpus
             validation = Corpus.made(held_out, vocabulary, seq_len=settings.seq_len, cache=cache)
         else:
@@ -70,8 +79,13 @@ class Data:
     @property
     def opening(self) -> str:
         """How a sample of the data begins: something to let the model go on from."""
-        held_out = self.validation if len(self.validation) else self.train
-        return self.vocabulary.decode(held_out[0]["input_ids"][:8].tolist())
+        sample = (self.validation if len(self.validation) else self.train)[0]
+        ids, start = sample["input_ids"].tolist(), self.vocabulary.start
+        question = int((sample["labels"] == IGNORED).long().cumprod(0).sum())  # tokens before what is learnt
+        if not question or self.vocabulary.chat is None:
+            return self.vocabulary.decode(ids[:8])
+        asked = ids[len(start) : question] if ids[: len(start)] == start else ids[:question]
+        return self.vocabulary.decode(asked, with_special=True)
 
 
 def _loaded(name: str, flag: str) -> Vocabulary:

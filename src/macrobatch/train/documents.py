@@ -1,278 +1,160 @@
-"""What to train on, as texts: files, folders, JSON and JSONL, folders of the library `datasets`, or nothing at all.
+"""What to train on, as documents: files and folders of any format in `sources.py`, or nothing at all.
 
 Nothing at all stands for the functions of the Python standard library, which is on every machine that runs this.
-Every text knows where it came from, so that an error can name the line. The order is that of the sources, and inside a
-folder that of the names: the same data makes the same list on every machine, wherever it lies.
+Every document knows where it came from, so that an error can name the line. They are read as often as they are needed,
+and never all of them are in memory.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
+import hashlib
 import json
 import logging
 import os
 import sys
 import sysconfig
+import time
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from macrobatch.errors import BatchError, UsageError, counted
+from macrobatch.train import sources as files
 from macrobatch.train.cache import digest, kept
+from macrobatch.train.records import TEXT, Columns, Document
+
+__all__ = ["Document", "Documents", "documents"]
 
 logger = logging.getLogger("macrobatch")
 
-_PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"}
-_TABLES = {".parquet", ".arrow", ".feather", ".csv", ".tsv", ".xls", ".xlsx"}
-_WITH_TABLES = (
-    "Write it as JSONL, for instance with pandas: read_csv(...).to_json(..., orient='records', lines=True); then name "
-    "the column that holds the text with --text-field."
-)
-_TEXT = "text"
+Say = Callable[[str], None]
+_SILENT = 5.0  # seconds after which one wants to know how far it is, and again after so many
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text to learn.
+class Documents:
+    """Documents that can be gone through any number of times, and what going through them once has told.
+
+    >>> found = Documents([Document("to be"), Document("or not", " to be"), Document("")])
+    >>> len(found), found.num_empty, found.num_characters, [document.text for document in found]
+    (2, 1, 17, ['to be', 'or not'])
+
+    Args:
+        source: gives them anew, and the same ones, each time it is gone through.
+        say: is told how far it is, where that takes long.
 
     Attributes:
-        text: all of it; or, with a completion, the prompt, on which there is no loss.
-        completion: what to answer to the prompt; None: there is no prompt, and the whole text is learnt.
-        where: for errors: "file.jsonl, line 812".
+        digest: the same for the same documents in the same order, wherever they lie.
+        num_empty: how many were left out, as there is nothing in them.
+        num_characters: of all texts together.
+        has_conversations: whether there is one among them.
     """
 
-    text: str
-    completion: str | None = None
-    where: str = ""
+    def __init__(self, source: Iterable[Document], say: Say | None = None) -> None:
+        self._source, self._say = source, say
+        self._count = self.num_empty = self.num_characters = 0
+        self.has_conversations = False
+        total = hashlib.sha256()
+        for document in self._progress("read", self._all()):
+            _add(total, document)
+            self._count += not document.goes_on
+            self.num_characters += sum(map(len, document.texts))
+            self.has_conversations |= document.messages is not None
+        self.digest = total.hexdigest()
+
+    @classmethod
+    def of(cls, source: Iterable[Document]) -> Documents:
+        """The same, where they are such already."""
+        return source if isinstance(source, cls) else cls(source)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Document]:
+        return (document for document in self._source if not document.is_empty)
+
+    def encoding(self) -> Iterator[Document]:
+        """The same, while they are encoded: says how far that is, and refuses what has changed in the meantime."""
+        total = hashlib.sha256()
+        for document in self._progress("encoded", iter(self)):
+            _add(total, document)
+            yield document
+        if total.hexdigest() != self.digest:
+            raise BatchError("the data has changed while it was read. Start again when nothing writes to it.")
+
+    def _all(self) -> Iterator[Document]:
+        """For the first time: the empty ones are counted."""
+        for document in self._source:
+            if document.is_empty:
+                self.num_empty += 1
+            else:
+                yield document
+
+    def _progress(self, done: str, documents: Iterator[Document]) -> Iterator[Document]:
+        due, characters = time.monotonic() + _SILENT, 0
+        for number, document in enumerate(documents):
+            if self._say is not None and time.monotonic() > due:
+                part = f", {characters / self.num_characters:.0%} of the text" if done == "encoded" else ""
+                self._say(f"{done} {number:,} documents{part}")
+                due = time.monotonic() + _SILENT
+            characters += sum(map(len, document.texts))
+            yield document
+
+
+def _add(total: hashlib._Hash, document: Document) -> None:
+    for part in document.identity:
+        content = part.encode("utf-8", "surrogatepass")
+        total.update(b"%d:" % len(content))
+        total.update(content)
+
+
+class _Sources:
+    """What lies in files and folders, read anew each time."""
+
+    def __init__(self, sources: Sequence[str | Path], columns: Columns) -> None:
+        self._sources, self._columns = [Path(source) for source in sources], columns
+        self._warn = True
+
+    def __iter__(self) -> Iterator[Document]:
+        warn, self._warn = self._warn, False  # once is enough
+        for source in self._sources:
+            yield from files.read(source, self._columns, warn=warn)
 
 
 def documents(
-    sources: Sequence[str | Path] = (), *, text_field: str = _TEXT, cache: Path | None = None
-) -> list[Document]:
-    """All the texts of some sources, in order.
+    sources: Sequence[str | Path] = (),
+    *,
+    text_field: str = TEXT,
+    fields: Sequence[str] = (),
+    cache: Path | None = None,
+    say: Say | None = None,
+) -> Documents:
+    """All the documents of some sources, in order.
 
     Args:
-        sources: files and folders. ``.jsonl`` holds a record a line, ``.json`` a list of records, a folder saved by the
-            library `datasets` its rows; a record has the field "text", or else "prompt" and "completion", or is a
-            string. Any other file is one text, in UTF-8. No source: the functions of the standard library.
-        text_field: another name for "text".
+        sources: files and folders. ``.jsonl`` holds a record a line, ``.json`` a list of records; ``.csv``, ``.tsv``,
+            ``.parquet``, ``.arrow`` and folders saved by the library `datasets` have rows. Any other file is one text,
+            in UTF-8. All but tables of Arrow may be packed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the
+            functions of the standard library.
+        text_field: another name for the field "text".
+        fields: other names for other fields, as ``NAME=COLUMN``: see `Columns`.
         cache: a folder in which to keep what was made of the standard library.
+        say: is told how far it is, where that takes long.
     """
     if isinstance(sources, (str, os.PathLike)):
         raise UsageError(f"sources must be a list of files and folders: got one, {str(sources)!r}. Put it into a list.")
+    columns = Columns.of(fields, text_field)
     if not sources:
-        return _standard_library(cache)
-    found = [document for source in sources for document in _read(Path(source), text_field)]
-    texts = [document for document in found if document.text or document.completion is not None]
-    if not texts:
+        return Documents(_standard_library(cache))
+    found = Documents(_Sources(sources, columns), say)
+    count = len(found) + found.num_empty
+    if not len(found):
         named = ", ".join(str(source) for source in sources)
-        raise BatchError(f"there is nothing to train on in {named}: found {len(found)} texts, all of them empty.")
-    if len(texts) < len(found):
-        empty = counted(len(found) - len(texts), "empty text")
-        logger.warning("left out %s of %d.", empty, len(found))
-    return texts
-
-
-# ------------------------------------------------------------------------------------------------ files and folders
-
-
-def _read(source: Path, text_field: str) -> Iterator[Document]:
-    """What the user named: here a file that cannot be used is an error."""
-    if source.is_dir():
-        yield from _folder(source, text_field)
-        return
-    if not source.exists():
-        raise UsageError(f"there is no file or folder {str(source)!r}. Relative names start at {str(Path.cwd())!r}.")
-    if not source.is_file():
-        raise UsageError(f"{str(source)!r} is neither a file nor a folder.")
-    if source.suffix.lower() in _PACKED:
-        raise UsageError(f"{source} is packed, and read here only unpacked. Unpack it first.")
-    if source.suffix.lower() in _TABLES:
-        raise UsageError(f"{source} is a table in {source.suffix}, which is not read here. {_WITH_TABLES}")
-    yield from _file(source, _bytes(source), text_field)
-
-
-def _folder(folder: Path, text_field: str) -> Iterator[Document]:
-    if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        yield from _datasets(folder, text_field)
-        return
-    skipped: list[Path] = []
-    used = 0
-    for path in _files_below(folder):
-        content = _bytes(path)
-        if b"\0" in content or path.suffix.lower() in _PACKED | _TABLES:
-            skipped.append(path)
-            continue
-        used += 1
-        yield from _file(path, content, text_field)
-    if not used:
-        tables = f" {_WITH_TABLES}" if any(path.suffix.lower() in _TABLES for path in skipped) else ""
-        raise BatchError(
-            f"there is no text in the folder {folder}: found {counted(len(skipped), 'file')}, no text.{tables}"
-            if skipped
-            else f"the folder {folder} holds no file (hidden ones do not count)."
-        )
-    if skipped:
-        named = f"{skipped[0]}, ..." if len(skipped) > 1 else str(skipped[0])
-        logger.warning("left out %s in %s that cannot be read: %s", counted(len(skipped), "file"), folder, named)
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """All files, but hidden ones, in an order that is the same on every machine."""
-    found = []
-    for place, folders, names in os.walk(folder, onerror=_complain):
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _complain(error: OSError) -> None:
-    raise UsageError(f"{error.filename} cannot be read: {error.strerror}.") from error
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _file(path: Path, content: bytes, text_field: str) -> Iterator[Document]:
-    match path.suffix.lower():
-        case ".jsonl" | ".ndjson":
-            return _json_lines(path, content, text_field)
-        case ".json":
-            return _json_list(path, content, text_field)
-        case _:
-            text = _decoded(content, str(path)).replace("\r\n", "\n")
-            return iter([Document(text, None, str(path))])
-
-
-def _decoded(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if _is_binary(content):
-            raise BatchError(f"{where}: this is no text, but a binary file. Name files of text, or JSONL.") from None
-        raise BatchError(
-            f"{where}: not UTF-8; found the byte 0x{content[error.start]:02x} at position {error.start}. Convert it, "
-            "for instance with iconv -f latin1 -t utf-8."
-        ) from None
-
-
-def _is_binary(content: bytes) -> bool:
-    """Whether this is no text in any of the usual encodings: those have few control characters."""
-    start = content[:8192]
-    control = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in start)
-    return b"\0" in content or control > 0.02 * len(start)
-
-
-# ------------------------------------------------------------------------------------------------------------ records
-
-
-def _json_lines(path: Path, content: bytes, text_field: str) -> Iterator[Document]:
-    # Only a line feed ends a line: strings in JSON may hold the other characters that Python takes for ends.
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield _document(_parsed(_decoded(line, where), where), text_field, where)
-
-
-def _json_list(path: Path, content: bytes, text_field: str) -> Iterator[Document]:
-    try:
-        records = _parsed(_decoded(content, str(path)), str(path))
-    except _SeveralValuesError:
-        yield from _json_lines(path, content, text_field)  # many call it .json all the same
-        return
-    if not isinstance(records, list):
-        raise BatchError(
-            f"{path}: a .json file must hold a list of records, or a record a line: found {_kind(records)}."
-        )
-    for number, record in enumerate(records, start=1):
-        yield _document(record, text_field, f"{path}, record {number}")
-
-
-class _SeveralValuesError(BatchError):
-    """Where one JSON value was wanted, another one follows."""
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        kind = _SeveralValuesError if error.msg == "Extra data" and error.lineno > 1 else BatchError
-        raise kind(f"{where}: not JSON: {error.msg} at {place}.") from None
-    except (ValueError, RecursionError) as error:
-        raise BatchError(f"{where}: JSON that cannot be read: {error}.") from None
-
-
-def _document(record: Any, text_field: str, where: str) -> Document:
-    if isinstance(record, str):
-        record = {text_field: record}
-    if not isinstance(record, Mapping):
-        raise BatchError(f"{where}: a record must be an object with fields, or a string: found {_kind(record)}.")
-    if text_field in record:
-        return Document(_string(record, text_field, where), None, where)
-    is_pair = text_field == _TEXT  # whoever names a field wants that one
-    if is_pair and "prompt" in record and "completion" in record:
-        return Document(_string(record, "prompt", where), _string(record, "completion", where), where)
-    wanted = f"{text_field!r}, nor 'prompt' and 'completion'" if is_pair else repr(text_field)
-    found = ", ".join(map(repr, record)) or "none at all"
-    raise BatchError(
-        f"{where}: no field {wanted}; found {found}. Repair the record, or name the field that holds the text "
-        "(--text-field)."
-    )
-
-
-def _string(record: Mapping[str, Any], field: str, where: str) -> str:
-    value = record[field]
-    if not isinstance(value, str):
-        raise BatchError(f"{where}: the field {field!r} must be a string: found {_kind(value)}.")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BatchError(
-            f"{where}: the field {field!r} holds half of a character (a lone surrogate). Repair it."
-        ) from None
-    return value
-
-
-def _kind(value: object) -> str:
-    """As JSON calls it."""
-    names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", type(None): "null"}
-    return "true or false" if isinstance(value, bool) else names.get(type(value), type(value).__name__)
-
-
-# ----------------------------------------------------------------------------------------------------------- datasets
-
-
-def _datasets(folder: Path, text_field: str) -> Iterator[Document]:
-    """A folder that ``save_to_disk`` of the library `datasets` wrote."""
-    if importlib.util.find_spec("datasets") is None:
-        raise UsageError(
-            f"{folder} was saved by the library datasets, which is needed to read it and not installed. "
-            "Install it (pip install datasets), or write the data as JSONL: dataset.to_json('data.jsonl')."
-        )
-    import datasets  # type: ignore[import-not-found, unused-ignore]
-
-    try:
-        rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever that library and those below it raise for a damaged folder
-        raise BatchError(f"{folder} cannot be read by the library datasets: {error}") from error
-    if isinstance(rows, Mapping):
-        if "train" not in rows:
-            raise UsageError(
-                f"{folder} holds several splits, none of them 'train': found {', '.join(map(repr, rows))}. "
-                f"Name the folder of one: {folder / next(iter(rows))}."
-            )
-        rows = rows["train"]
-    for number, record in enumerate(rows, start=1):
-        yield _document(record, text_field, f"{folder}, row {number}")
+        raise BatchError(f"there is nothing to train on in {named}: found {count} texts, all of them empty.")
+    if found.num_empty:
+        logger.warning("left out %s of %d.", counted(found.num_empty, "empty text"), count)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ the standard library
@@ -290,6 +172,13 @@ def _standard_library(cache: Path | None) -> list[Document]:
     key = digest([sys.version, *sources.keys(), *sources.values()])
     made = kept(cache, f"standard-library-{key}", lambda: json.dumps(_functions(sources)).encode())
     return [Document(text, None, where) for text, where in json.loads(made)]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _modules(root: Path) -> Iterable[Path]:

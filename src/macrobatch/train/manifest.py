@@ -47,7 +47,8 @@ def read(path: Path) -> Json:
     file = path / MANIFEST
     try:
         with open_regular(file) as opened:
-            content = opened.read(LARGEST)
+            # As much as there is: room for what is asked for is taken at once, and memory may be limited.
+            content = opened.read(min(os.fstat(opened.fileno()).st_size, LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {MANIFEST}" if path.is_dir() else "is no folder"
         raise CheckpointError(f"{path} is not a checkpoint: it {what}.") from None

@@ -37,9 +37,13 @@ class Settings:
     model: str = "small"
     """tiny, small, medium or large; a config.json of transformers; a folder with weights; a run; a name on the hub."""
     data: tuple[str, ...] = ()
-    """Text files, JSONL files, folders of them, or saved by `datasets`. If not set: the Python standard library."""
+    """Files of text, JSONL, CSV or parquet; folders of them, or of `datasets`. If not set: the standard library."""
     text_field: str = "text"
-    """The field of a JSONL line, or of a dataset, that holds the text."""
+    """The field of a record that holds the text."""
+    fields: tuple[str, ...] = ()
+    """Other names of fields: text, prompt, completion, messages, conversations and so on, each as NAME=COLUMN."""
+    chat_template: str | None = None
+    """How conversations are written: a file in Jinja, or chatml. If not set: as the tokenizer says."""
     tokenizer: str | None = None
     """A tokenizer.json, its folder, or a name on the hub. If not set: the model's own, else one trained on the data."""
     vocabulary_size: int = 4096

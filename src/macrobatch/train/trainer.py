@@ -10,6 +10,7 @@ import math
 import shlex
 import shutil
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,6 +23,7 @@ from macrobatch._torch.modules import without_ddp
 from macrobatch.train import adapters, cutting, folder, generate, models, optimizers, report, trackers
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
+from macrobatch.train.documents import Say
 from macrobatch.train.files import rows
 from macrobatch.train.hooks import Callback, Evaluate, Event, Hooks, perplexity_of
 from macrobatch.train.learner import Learner, Plan
@@ -98,7 +100,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         hooks = world.together(lambda: Hooks(settings, world, callbacks, evaluate))
         hooks.agree()
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
-        data = world.together(lambda: Data.read(settings), alone_first=True)
+        data = world.together(lambda: Data.read(settings, _say_of(world)), alone_first=True)
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model) | _identity_of_adapter(model, world)
@@ -252,6 +254,11 @@ def _model(settings: Settings, data: Data) -> nn.Module:
     model = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
     data.fits(models.vocabulary_size_of(model), getattr(model.config, "max_position_embeddings", None))
     return model
+
+
+def _say_of(world: World) -> Say | None:
+    """Where to say how far it is, before there is a record: beside the screen of the run, on the first rank only."""
+    return (lambda text: print(f"macrobatch: {text}", file=sys.stderr, flush=True)) if world.is_first else None
 
 
 def _begun(settings: Settings, world: World) -> Path | None:

@@ -6,11 +6,13 @@ the library tokenizers alone; transformers is asked only for what has no ``token
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,8 +21,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from macrobatch.errors import UsageError
 from macrobatch.train.cache import digest, kept
-from macrobatch.train.documents import Document
+from macrobatch.train.chat import CHATML, STOP, ChatTemplate, Marked, special_tokens, templates_in, tokens_in
+from macrobatch.train.documents import Document, Documents
 from macrobatch.train.pretrained import read_json, reason
+from macrobatch.train.sources import blocks
 
 END = "<|endoftext|>"  # of the vocabularies trained here
 
@@ -29,10 +33,9 @@ _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|en
 _HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(?<!\.json)")
 _BYTES = 256
 _ENOUGH = 64_000_000  # characters that a vocabulary is trained on; more would take long, and change little
-_AT_ONCE = 4_000_000  # characters that are encoded together: the library takes some hundred bytes for each
+_AT_ONCE = 1_000_000  # characters that are encoded together: the library takes some hundred bytes for each
 _WORD = 256  # bytes of a word that merges are learnt from: they take time by the square of its length
 _LONG = re.compile(rf"\s{{{_WORD // 4},}}|\S{{{_WORD // 4},}}")  # a character has at most four bytes
-_BLOCK = 250_000  # characters of a text that are encoded together
 
 
 class Vocabulary:
@@ -48,6 +51,7 @@ class Vocabulary:
         end: the id that ends a text.
         pad: the id to fill up with. Nothing depends on it: see `collated`.
         start: the ids that begin every text: empty, or what this tokenizer wants there.
+        chat: how conversations are written; None: there is no chat template.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Vocabulary:
         self.end = end
         self.pad = end if pad is None else pad
         self.start = _before_a_text(tokenizer)
+        found = templates_in(self._config, self._templates)
+        self.chat = None if found is None else ChatTemplate(tokenizer, found, special_tokens(self._told()))
 
     def __len__(self) -> int:
         return self.size
@@ -76,35 +82,51 @@ class Vocabulary:
         """The ids of each text, without start and end."""
         return list(self.encoded(texts))
 
-    def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+    def encoded(self, texts: Iterable[str | Marked]) -> Iterator[list[int]]:
         """The same one after the other, for more texts than should be in memory at once.
 
-        A text beyond 250,000 characters is encoded in parts that end where a line does.
+        A text beyond 250,000 characters is encoded in parts that end where a line does. Of a marked text, an id that is
+        not learnt is ``~id``, which is negative: those are learnt that have a character in common with a span.
         """
-        waiting: list[list[str]] = []
+        waiting: list[str | Marked] = []
         size = 0
         for text in texts:
-            waiting.append(_blocks(text))
-            size += len(text)
+            waiting.append(text)
+            size += len(text if isinstance(text, str) else text.text)
             if size > _AT_ONCE:
                 yield from self._encoded(waiting)
                 waiting, size = [], 0
         yield from self._encoded(waiting)
 
-    def _encoded(self, texts: list[list[str]]) -> Iterator[list[int]]:
+    def _encoded(self, texts: list[str | Marked]) -> Iterator[list[int]]:
         try:
-            encodings = self._tokenizer.encode_batch_fast(
-                [block for blocks in texts for block in blocks], add_special_tokens=False
+            plain = self._tokenizer.encode_batch_fast(
+                [part for text in texts if isinstance(text, str) for part in blocks(text)], add_special_tokens=False
+            )
+            # Whole, as everybody else encodes them, and with the place of each token.
+            marked = self._placing.encode_batch(
+                [text.text for text in texts if isinstance(text, Marked)], add_special_tokens=False
             )
         except TypeError:  # what the library raises for half of a character
             raise UsageError("a text holds half of a character (a lone surrogate): it cannot be encoded.") from None
-        parts = iter(encodings)
-        for blocks in texts:
-            yield [token for _ in blocks for token in next(parts).ids]
+        parts, wholes = iter(plain), iter(marked)
+        for text in texts:
+            if isinstance(text, str):
+                yield [token for _ in blocks(text) for token in next(parts).ids]
+            else:
+                found = next(wholes)
+                yield _marked(found.ids, found.offsets, text.spans) + [self.end] * text.needs_end
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text, without start, end and whatever else is special."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    @cached_property
+    def _placing(self) -> Tokenizer:
+        """The tokenizer without what comes after encoding: it moves the places of tokens that begin with a space."""
+        bare = Tokenizer.from_str(self._tokenizer.to_str())
+        bare.post_processor = None
+        return bare
+
+    def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
+        """The text; without start, end and whatever else is special, unless it is wanted."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not with_special)
         return text
 
     @property
@@ -112,12 +134,27 @@ class Vocabulary:
         """The same for vocabularies that make the same ids of every text."""
         return digest([self._tokenizer.to_str(), str(self.end), str(self.start)])
 
+    def with_chat(self, template: str) -> Vocabulary:
+        """The same with another chat template, which is saved with it."""
+        config = {name: value for name, value in self._config.items() if name != "chat_template"}
+        return Vocabulary(
+            self._tokenizer, end=self.end, pad=self.pad, config=config, templates={"chat_template.jinja": template}
+        )
+
     # -------------------------------------------------------------------------------------------- from and to files
 
     def save(self, folder: str | Path) -> None:
         """Write it so that `load`, and ``AutoTokenizer`` of transformers, can read it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(self._told(), indent=2) + "\n", encoding="utf-8")
+        for place, template in self._templates.items():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_text(template, encoding="utf-8")
+
+    def _told(self) -> dict[str, Any]:
+        """What its tokenizer_config.json says."""
         name = self._tokenizer.id_to_token
         defaults = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -125,12 +162,7 @@ class Vocabulary:
             "eos_token": name(self.end),
             "pad_token": name(self.pad),
         }
-        config = {**defaults, **self._config}
-        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for place, template in self._templates.items():
-            (folder / place).parent.mkdir(exist_ok=True)
-            (folder / place).write_text(template, encoding="utf-8")
+        return {**defaults, **self._config}
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
@@ -156,38 +188,52 @@ class Vocabulary:
     # ------------------------------------------------------------------------------------------------------ training
 
     @classmethod
-    def trained(cls, documents: Sequence[Document], size: int, cache: Path | None = None) -> Vocabulary:
+    def trained(
+        cls, documents: Iterable[Document], size: int, cache: Path | None = None, *, template: str = CHATML
+    ) -> Vocabulary:
         """A byte-pair encoding of at most `size` ids, made of these documents: the same ones make the same one.
 
-        It can write any text, for every byte is an id. Little text makes fewer ids than were asked for.
+        It can write any text, for every byte is an id. Little text makes fewer ids than were asked for. Where there are
+        conversations, it has a chat template, whose marks are ids of their own.
 
         Args:
             documents: what to train on; of very many, some from all over.
-            size: at least 257.
+            size: at least 257; where there are conversations, a few more.
             cache: a folder in which to keep it.
+            template: how to write conversations, where there are some. What looks like <|this|> in it becomes an id.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or size <= _BYTES:
+        documents = Documents.of(documents)
+        marks = tokens_in(template) if documents.has_conversations else []
+        end_of_text = STOP if STOP in marks else END  # an answer ends like a text, so that generating stops there
+        special = list(dict.fromkeys([end_of_text, *marks]))
+        smallest = _BYTES + len(special)
+        if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
             raise UsageError(
-                f"a vocabulary has at least {_BYTES + 1} ids, one for each byte and the end: got {size!r}."
+                f"a vocabulary has at least {smallest} ids, for each byte, the end and the like: got {size!r}."
             )
         texts = _some(documents)
-        name = f"vocabulary-{size}-{digest([END, str(_WORD), *texts])}"
-        content = kept(cache, name, lambda: _byte_pairs(texts, size).to_str().encode())
+        name = f"vocabulary-{size}-{digest([*special, str(_WORD), *texts])}"
+        content = kept(cache, name, lambda: _byte_pairs(texts, size, special).to_str().encode())
         tokenizer = Tokenizer.from_str(content.decode())
-        end = tokenizer.token_to_id(END)
+        end = tokenizer.token_to_id(special[0])
         assert end is not None, "it was trained with it"
-        return cls(tokenizer, end=end)
+        templates = {"chat_template.jinja": template} if documents.has_conversations else {}
+        return cls(tokenizer, end=end, templates=templates)
 
 
-def _blocks(text: str) -> list[str]:
-    """A text in parts of a size that can be encoded at once, which end where a line does if there are lines."""
-    blocks = []
-    start = 0
-    while len(text) - start > _BLOCK:
-        end = text.rfind("\n", start, start + _BLOCK) + 1 or start + _BLOCK
-        blocks.append(text[start:end])
-        start = end
-    return [*blocks, text[start:]]
+def _marked(ids: list[int], places: list[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Each id that has a character in a span, and ``~id`` of each other one.
+
+    >>> _marked([5, 6, 7], [(0, 2), (2, 4), (4, 6)], [(3, 4)])
+    [-6, 6, -8]
+    """
+    found, left = [], list(reversed(spans))
+    for token, (first, last) in zip(ids, places, strict=True):
+        while left and left[-1][1] <= first:
+            left.pop()
+        is_learnt = bool(left) and left[-1][0] < max(last, first + 1)
+        found.append(token if is_learnt else ~token)
+    return found
 
 
 def _before_a_text(tokenizer: Tokenizer) -> list[int]:
@@ -199,15 +245,14 @@ def _before_a_text(tokenizer: Tokenizer) -> list[int]:
     return dressed[:first]
 
 
-def _some(documents: Sequence[Document]) -> list[str]:
+def _some(documents: Documents) -> list[str]:
     """Their texts, as many as are enough, from all over."""
-    whole = (text for document in documents for text in (document.text, document.completion) if text)
-    texts = [block for text in whole for block in _blocks(text)]
-    stride = -(-sum(map(len, texts)) // _ENOUGH) or 1
-    return texts[::stride]
+    stride = -(-documents.num_characters // _ENOUGH) or 1
+    parts = (block for document in documents for text in document.texts for block in blocks(text))
+    return list(itertools.islice(parts, None, None, stride))
 
 
-def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
+def _byte_pairs(texts: list[str], size: int, special: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bounded = pre_tokenizers.Split(Regex(f"(?m:.){{1,{_WORD}}}"), behavior="isolated")
@@ -217,7 +262,7 @@ def _byte_pairs(texts: list[str], size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         min_frequency=2,
-        special_tokens=[END],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -293,7 +338,7 @@ def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
         raise UsageError(f"{missing}, nor anything that transformers can load: {reason(error)}") from error
     if getattr(found, "backend_tokenizer", None) is None:
         raise UsageError(f"the tokenizer {name!r} has no fast version, which is needed here. Convert it first.")
-    wanted = ("eos_token", "pad_token", "chat_template")
+    wanted = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")
     specials = {key: getattr(found, key) for key in wanted if getattr(found, key, None)}
     return found.backend_tokenizer, specials
 

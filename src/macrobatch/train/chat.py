@@ -1,0 +1,223 @@
+"""Conversations as text, by a chat template; and which of its characters are the assistant's, which are learnt.
+
+A template may mark them itself, with ``{% generation %}``. If it does not, an answer is what the conversation up to it
+has more than the one before it with the prompt for an answer. A template for which that does not hold is refused.
+"""
+
+# mypy: untyped-calls-exclude="transformers"
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from macrobatch.errors import BatchError, UsageError
+from macrobatch.train.cache import digest
+from macrobatch.train.records import ASSISTANT, Document, Message
+
+STOP = "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_WITH_MARKS = (
+    "Put {% generation %} and {% endgeneration %} around what the assistant says in it, and name that file with "
+    "--chat-template."
+)
+
+
+Span = tuple[int, int]  # of characters: the first, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A text of which only some is learnt.
+
+    Attributes:
+        text: all of it.
+        spans: the characters to learn.
+        needs_end: whether nothing in the text says that the last answer is over, so that the tokenizer's end must.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    needs_end: bool = False
+
+
+class ChatTemplate:
+    """How a tokenizer wants conversations to be written.
+
+    Args:
+        tokenizer: that will encode them.
+        templates: in Jinja: one, or several by name, as transformers has it.
+        tokens: the special tokens that a template may use, by name: ``bos_token`` and the like.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, templates: str | Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        self._tokenizer, self._tokens = tokenizer, dict(tokens)
+        self.templates = templates if isinstance(templates, str) else dict(templates)
+        self._special = tuple(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for templates that write the same."""
+        named = [("", self.templates)] if isinstance(self.templates, str) else sorted(self.templates.items())
+        return digest([part for pair in [*named, *sorted(self._tokens.items())] for part in pair])
+
+    @property
+    def writes_the_date(self) -> bool:
+        """Whether what it writes depends on the day."""
+        return "strftime_now" in str(self.templates)
+
+    def marked(self, document: Document) -> Marked:
+        """The conversation of a document."""
+        assert document.messages, "a conversation has a message"
+        messages = [{name: v for name, v in m.items() if name != "weight"} for m in document.messages]
+        learns = [message["role"] == ASSISTANT and message.get("weight") != 0 for message in document.messages]
+        tools = None if document.tools is None else list(document.tools)
+        source = self._source(tools, document.where)
+        self._check_place(document, source)
+        by = self._by_marks if _MARKS.search(source) else self._by_prefixes
+        text, spans = by(messages, learns, tools, document.where)
+        return Marked(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
+
+    # ------------------------------------------------------------------------------------------------------- spans
+
+    def _by_marks(
+        self, messages: Sequence[Message], learns: Sequence[bool], tools: list[Any] | None, where: str
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, found = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=self._source(tools, where),
+                return_assistant_tokens_mask=True, **self._renderer.special_tokens_map,
+            )  # fmt: skip
+        except Exception as error:  # whatever a template raises
+            raise _not_rendered(error, where) from error
+        spans: list[Span] = [(first, last) for first, last in found[0]]
+        answers = [one for one, message in zip(learns, messages, strict=True) if message["role"] == ASSISTANT]
+        if all(answers):
+            return texts[0], spans
+        if len(spans) != len(answers):
+            raise BatchError(
+                f"{where}: an assistant's message has weight 0, and the chat template marks {len(spans)} spans for "
+                f"{len(answers)} such messages: which is which cannot be told."
+            )
+        return texts[0], [span for span, is_learnt in zip(spans, answers, strict=True) if is_learnt]
+
+    def _by_prefixes(
+        self, messages: Sequence[Message], learns: Sequence[bool], tools: list[Any] | None, where: str
+    ) -> tuple[str, list[Span]]:
+        whole, last = self._text(messages, tools, where), len(messages) - 1
+        spans: list[Span] = []
+        for number, is_learnt in enumerate(learns):
+            if not is_learnt or number == 0:  # before the first there is no conversation, which it would answer
+                continue
+            before = self._text(messages[:number], tools, where, asks=True)
+            until = whole if number == last else self._text(messages[: number + 1], tools, where)
+            if not until.startswith(before) or not whole.startswith(until):
+                raise BatchError(
+                    f"{where}: the chat template writes the beginning of this conversation otherwise when it goes on "
+                    f"(at message {number + 1}), so it cannot be told what the assistant said. {_WITH_MARKS} Or make a "
+                    "record of each answer, with messages in prompt and completion."
+                )
+            spans.append((len(before), len(before) + self._learnt(until[len(before) :])))
+        return whole, spans
+
+    def _learnt(self, turn: str) -> int:
+        """How many characters of a turn are learnt: white space after the token that ends it is not."""
+        bare = turn.rstrip()
+        return len(bare) if bare.endswith(self._special) else len(turn)
+
+    # --------------------------------------------------------------------------------------------------- rendering
+
+    @cached_property
+    def _renderer(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, chat_template=self.templates, **self._tokens)
+
+    def _source(self, tools: list[Any] | None, where: str) -> str:
+        try:
+            found: str = self._renderer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise BatchError(f"{where}: there is no chat template for it: {str(error).splitlines()[0]}") from None
+        return found
+
+    def _text(self, messages: Sequence[Message], tools: list[Any] | None, where: str, *, asks: bool = False) -> str:
+        try:
+            text: str = self._renderer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # whatever a template raises
+            raise _not_rendered(error, where) from error
+        return text
+
+    def _check_place(self, document: Document, source: str) -> None:
+        """Refuse what a template would leave out without a word."""
+        has_calls = any(message.get("tool_calls") for message in document.messages or ())
+        for is_there, name in ((document.tools is not None, "tools"), (has_calls, "tool_calls")):
+            if is_there and name not in source:
+                raise BatchError(
+                    f"{document.where}: the conversation has {name}, and the chat template has no place for them. Name "
+                    "another one with --chat-template."
+                )
+
+
+def _not_rendered(error: Exception, where: str) -> BatchError:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return BatchError(f"{where}: the chat template cannot write this conversation: {said}")
+
+
+def tokens_in(template: str) -> list[str]:
+    """What is written like a special token in a template, each once.
+
+    >>> tokens_in(CHATML)
+    ['<|im_start|>', '<|im_end|>']
+    """
+    return list(dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>", template)))
+
+
+def named_template(name: str) -> str:
+    """What ``--chat-template`` names."""
+    if name == "chatml":
+        return CHATML
+    path = Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--chat-template {name} is neither chatml, nor a file in Jinja that can be read: {reason}."
+        ) from None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens that a tokenizer_config.json names, each a string or an object that holds it."""
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def templates_in(config: Mapping[str, Any], files: Mapping[str, str]) -> str | dict[str, str] | None:
+    """The chat templates of a tokenizer: in files of their own, or else in its configuration; None: it has none."""
+    told = config.get("chat_template")
+    if isinstance(told, Sequence) and not isinstance(told, str):
+        told = {one["name"]: one["template"] for one in told if isinstance(one, Mapping) and len(one) >= 2}
+    named = dict(told) if isinstance(told, Mapping) else {"default": told} if isinstance(told, str) else {}
+    for place, text in files.items():
+        named["default" if place == "chat_template.jinja" else place.rpartition("/")[2].removesuffix(".jinja")] = text
+    return named["default"] if list(named) == ["default"] else named or None

@@ -1,0 +1,100 @@
+"""Files as bytes, unpacked where they are packed; and libraries that only some data needs."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from macrobatch.errors import BatchError, UsageError
+
+_AT_ONCE = 1 << 20  # bytes
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The content of a file. What is damaged, or cannot be read, is an error that names it."""
+    try:
+        with _OPENERS.get(path.suffix.lower(), _unpacked)(path) as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+        raise BatchError(f"{path} cannot be unpacked: {error}. It is damaged, or not what its name says.") from None
+
+
+def is_packed(path: Path) -> bool:
+    """Whether its name says so."""
+    return path.suffix.lower() in _OPENERS
+
+
+def library(name: str, source: Path) -> Any:
+    """The library that this source needs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name if name == "datasets" else "'macrobatch[data]'"
+        raise UsageError(
+            f"{source} needs the library {name}, which is not installed. Install it (pip install {package}), or write "
+            "the data as JSONL."
+        ) from None
+
+
+@contextmanager
+def _zstandard(path: Path) -> Iterator[IO[bytes]]:
+    zstandard = library("zstandard", path)
+    unpacking = zstandard.ZstdDecompressor(max_window_size=2**31)
+    with path.open("rb") as file:
+        try:
+            yield io.BufferedReader(_Frames(file, unpacking), _AT_ONCE)
+        except zstandard.ZstdError as error:
+            raise EOFError(error) from None
+
+
+class _Frames(io.RawIOBase):
+    """All frames of a .zst, one after the other. The library's own reader takes one that is cut off for whole."""
+
+    def __init__(self, file: IO[bytes], unpacking: Any) -> None:
+        self._file, self._unpacking, self._frame, self._rest = file, unpacking, None, b""
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked and self._unpack():
+            pass
+        size = min(len(buffer), len(self._unpacked))
+        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        return size
+
+    def _unpack(self) -> bool:
+        """Unpack some more. Returns whether there was more."""
+        packed = self._rest or self._file.read(1 << 14)
+        if not packed:
+            if self._frame is not None:
+                raise EOFError("it ends in the middle")
+            return False
+        frame = self._frame or self._unpacking.decompressobj()
+        self._unpacked = memoryview(frame.decompress(packed))
+        self._frame, self._rest = (None, frame.unused_data) if frame.eof else (frame, b"")
+        return True
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+_OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}
