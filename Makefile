@@ -66,13 +66,13 @@ venv: $(VENV)/.complete  ## a .venv with all extras
 	@$(PIP) constraints.txt '$(BUILD)' || { echo; \
 	  echo "No build '$(BUILD)' was found. Point pip at PyTorch's index for CPU builds (PIP_EXTRA_INDEX_URL, see"; \
 	  echo "'Start locally' on PyTorch's site), or take the large build for CUDA: make venv BUILD='$(PINNED)'"; exit 1; }
-	$(PIP) constraints.txt --editable '.[train,accelerate,transformers,lightning,bench,dev]'
+	$(PIP) constraints.txt --editable '.[train,data,accelerate,transformers,lightning,bench,dev]'
 	@touch $@
 
 .venvs/torch-%/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	@sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
-	$(PIP) $(@D)/constraints.txt --editable '.[train,accelerate,transformers,lightning,bench,dev]'
+	$(PIP) $(@D)/constraints.txt --editable '.[train,data,accelerate,transformers,lightning,bench,dev]'
 	@touch $@
 
 .venvs/accelerate-%/.complete: venv

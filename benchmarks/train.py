@@ -12,6 +12,8 @@ learning rates.
 - Accelerate: its loop for samples of variable size, at the same micro-batches as the Trainer, with the tokens counted
   after the shift (as documented, before it, the gradient is off by several per cent).
 
+`tuning.py` does the same on a GPU, for chats, beside SFTTrainer too.
+
 Each run is a process of its own, so that its peak of memory is its own. Rounds go through all of them, in an order that
 rotates; a step takes the median of its times in all rounds, so that a slow spell of the machine counts for nothing. A
 token is one of a sample; padding costs time and counts for nothing. The first step of each run is not timed.

@@ -1,0 +1,426 @@
+"""Fine-tuning on chats of very different lengths: `macrobatch train` beside TRL's SFTTrainer and transformers' Trainer.
+
+A Llama is trained on conversations: questions about functions of the Python standard library, answered by their source.
+All rows get the same initial weights, the same tokens with the same labels (the answers), bfloat16 autocast, fused
+AdamW, clipping and learning rates, and the same samples in the same order. Rows:
+
+- macrobatch: the command with its defaults; with ``--cuda-graph``; with ``--pack``; with both;
+- Trainer, SFTTrainer: so many samples at a time, padded to the longest; these make the same batches;
+- grouped: samples of about the same length together (``train_sampling_strategy``), which makes other batches;
+- packed: SFTTrainer's ``packing=True``, so many rows at a time, which makes other batches too.
+
+Each row is a process of its own. The first half of the steps, in which sizes are tried, recordings made and kernels
+chosen, is not timed. A token is one of a sample: padding costs time, and counts for nothing.
+
+    python benchmarks/tuning.py                 # on a GPU: prints a table, writes results/tuning.json
+    python benchmarks/tuning.py --tiny          # a tiny model, on a CPU too: does it run?
+    python benchmarks/tuning.py --only macrobatch "SFTTrainer, packed by 1"
+"""
+
+# mypy: untyped-calls-exclude="torch,transformers,trl,datasets"
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import macrobatch
+
+OVER_SAME, OVER_ALL = 1.5, 1.0  # times the fastest peer on the same batches, and of all
+TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # on losses, relative: bfloat16 on a GPU
+SECONDS = 280  # that a row may take
+Sample = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained, and how."""
+
+    width: int = 768
+    layers: int = 12
+    words: int = 32_000
+    longest: int = 1_024
+    batch: int = 128  # samples in an optimizer step
+    at_a_time: int = 8  # that the peers take
+    steps: int = 12
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+TINY = Size(width=32, layers=2, words=600, longest=128, batch=16, at_a_time=4, steps=4)
+
+
+@dataclass
+class Measured:
+    """What a row did, step by step; of a whole run where steps are no samples of the same batches."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    padded: list[int] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        half = len(self.seconds) // 2
+        return sum(self.tokens[half:]) / sum(self.seconds[half:])
+
+
+# ------------------------------------------------------------------------------------------------------ what is trained
+
+
+def write_problem(place: Path, size: Size) -> None:
+    """A configuration, and conversations."""
+    from macrobatch.train.documents import documents
+
+    config = {
+        "model_type": "llama",
+        "vocab_size": size.words,
+        "hidden_size": size.width,
+        "intermediate_size": 4 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": max(size.width // 64, 2),
+        "num_key_value_heads": max(size.width // 64, 2),
+        "max_position_embeddings": size.longest,
+        "tie_word_embeddings": True,
+    }
+    (place / "config.json").write_text(json.dumps(config))
+    with (place / "chat.jsonl").open("w") as file:
+        for number, document in enumerate(documents()):
+            question = f"Write the function in {document.where}."
+            answer = {"role": "assistant", "content": document.text}
+            file.write(json.dumps({"messages": [{"role": "user", "content": question}, answer]}) + "\n")
+            if number >= 2 * size.batch * size.steps:
+                break
+
+
+def flags(place: Path, size: Size) -> list[str]:
+    """Of `macrobatch train`; the peers are built from what they say."""
+    options: dict[str, object] = {
+        "model": place / "config.json",
+        "data": place / "chat.jsonl",
+        "vocabulary-size": min(size.words, 8_192),
+        "seq-len": size.longest,
+        "batch-size": size.batch,
+        "steps": size.steps,
+        "lr": 1e-4,
+        "schedule": "constant",
+        "warmup": 0,
+        "precision": "bf16" if size.device == "cuda" else "float32",
+        "device": size.device,
+        "validate-every": 0,
+        "save-every": 0,
+        "sample-tokens": 0,
+        "validation": 0,
+    }
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The same for a peer."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    samples: list[Sample]  # in the order of the batches
+
+    @classmethod
+    def read(cls, place: Path, size: Size) -> "Problem":
+        from macrobatch.train import models
+        from macrobatch.train.data import Data
+        from macrobatch.train.flags import parsed
+        from macrobatch.train.learner import Plan
+        from macrobatch.train.optimizers import optimizers_of
+        from macrobatch.train.world import World
+
+        settings = parsed(flags(place, size))
+        world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device(size.device))
+        data = Data.read(settings)
+        stream = Plan.made(settings, data, world).stream()
+        model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
+        model.config.use_cache = False  # type: ignore[union-attr]
+        (optimizer,) = optimizers_of(model, settings, 1e-4)
+        order = [index for step in range(size.steps) for index in stream.next(step)]
+        samples = [{name: value.tolist() for name, value in data.train[index].items()} for index in order]
+        return cls(model, optimizer, samples)
+
+
+# ------------------------------------------------------------------------------------------------------------- the rows
+
+
+def ours(*more: str) -> Callable[[Path, Size], Measured]:
+    """The command, and what it says of itself."""
+
+    def run(place: Path, size: Size) -> Measured:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "run")
+            started([sys.executable, "-m", "macrobatch", "train", *flags(place, size), "--out", str(out), *more])
+            rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return Measured(
+            seconds=[row["seconds"] for row in rows],
+            losses=[row["loss"] for row in rows],
+            tokens=[row["tokens"] for row in rows],
+            padded=[row["padded_tokens"] for row in rows],
+            peak_bytes=max(row["memory_bytes"] for row in rows),
+        )
+
+    return run
+
+
+class Counting:
+    """A collate function that counts, before anything is on a device."""
+
+    def __init__(self, collate: Callable[[list[Any]], dict[str, torch.Tensor]]) -> None:
+        self.collate, self.tokens, self.padded = collate, list[int](), list[int]()
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = self.collate(samples)
+        self.tokens.append(sum(len(sample["input_ids"]) for sample in samples))
+        self.padded.append(batch["input_ids"].numel())
+        return batch
+
+    def in_steps(self, at_once: int) -> tuple[list[int], list[int]]:
+        """So many micro-batches together."""
+        starts = range(0, len(self.tokens), at_once)
+        return [sum(self.tokens[s : s + at_once]) for s in starts], [sum(self.padded[s : s + at_once]) for s in starts]
+
+
+def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    from macrobatch.train.corpus import collated
+
+    return collated([{name: torch.tensor(sample[name]) for name in ("input_ids", "labels")} for sample in samples])
+
+
+class Timing(TrainerCallback):  # type: ignore[misc]
+    """When each step ended, and its loss."""
+
+    def __init__(self) -> None:
+        self.ends, self.losses = [time.perf_counter()], list[float]()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[Path, Size], Measured]:
+    """A trainer, set up as its documentation tells a user."""
+
+    def run(place: Path, size: Size) -> Measured:
+        given, timing = Problem.read(place, size), Timing()
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": at_a_time or size.at_a_time,
+            "gradient_accumulation_steps": size.batch // size.at_a_time,
+            "num_train_epochs": 1,
+            "max_grad_norm": 1.0,
+            "bf16": size.device == "cuda",
+            "use_cpu": size.device == "cpu",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "train_sampling_strategy": "sequential",
+        } | options
+        schedulers = (given.optimizer, LambdaLR(given.optimizer, lambda _: 1.0))
+        with tempfile.TemporaryDirectory() as folder:
+            if kind == "Trainer":
+                collate = Counting(padded)
+                trainer: Any = Trainer(
+                    model=given.model,
+                    args=TrainingArguments(folder, remove_unused_columns=False, **arguments),
+                    train_dataset=given.samples,
+                    data_collator=collate,
+                    optimizers=schedulers,
+                    callbacks=[timing],
+                )
+            else:
+                trainer, collate = sft(given, size, folder, arguments, schedulers, timing)
+            timing.ends = [time.perf_counter()]
+            trainer.train()
+        tokens, widths = collate.in_steps(trainer.args.gradient_accumulation_steps)
+        seconds = [end - start for start, end in zip(timing.ends, timing.ends[1:], strict=False)]
+        peak = torch.cuda.max_memory_reserved() if size.device == "cuda" else 0
+        return Measured(seconds, timing.losses, tokens[: len(seconds)], widths[: len(seconds)], peak)
+
+    return run
+
+
+def sft(given: Problem, size: Size, folder: str, arguments: dict[str, Any], schedulers: Any, timing: Timing) -> Any:
+    """SFTTrainer on tokens that it need not make itself; packed, with about as many tokens in a step."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    marks = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")), **marks
+    )
+    if arguments.get("packing"):
+        rows = sum(len(sample["input_ids"]) for sample in given.samples) / size.longest / size.steps
+        arguments["gradient_accumulation_steps"] = max(round(rows / arguments["per_device_train_batch_size"]), 1)
+    trainer = SFTTrainer(
+        model=given.model,
+        args=SFTConfig(folder, max_length=size.longest, loss_type="nll", **arguments),
+        train_dataset=Dataset.from_list(given.samples),
+        processing_class=tokenizer,
+        optimizers=schedulers,
+        callbacks=[timing],
+    )
+    trainer.data_collator = collate = Counting(trainer.data_collator)
+    return trainer, collate
+
+
+SAME = ("macrobatch", "macrobatch, graphs", "macrobatch, packed", "macrobatch, packed, graphs", "Trainer", "SFTTrainer")
+ROWS: dict[str, Callable[[Path, Size], Measured]] = {
+    "macrobatch": ours(),
+    "macrobatch, graphs": ours("--cuda-graph"),
+    "macrobatch, packed": ours("--pack"),
+    "macrobatch, packed, graphs": ours("--pack", "--cuda-graph"),
+    "Trainer": peer("Trainer"),
+    "Trainer, grouped": peer("Trainer", train_sampling_strategy="group_by_length"),
+    "SFTTrainer": peer("SFTTrainer"),
+    "SFTTrainer, grouped": peer("SFTTrainer", train_sampling_strategy="group_by_length"),
+    "SFTTrainer, packed by 1": peer("SFTTrainer", 1, packing=True),
+    "SFTTrainer, packed by 4": peer("SFTTrainer", 4, packing=True),
+}
+
+
+def started(command: Sequence[str]) -> str:
+    """What a program printed; its errors end this one."""
+    package = str(Path(macrobatch.__file__).parents[1])
+    paths = [package, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[:6])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def measured(name: str, place: Path, size: Size) -> Measured:
+    """A row, in a process of its own."""
+    if name.startswith("macrobatch"):
+        return ROWS[name](place, size)
+    row = ["--row", name, "--place", str(place), "--size", json.dumps(asdict(size))]
+    return Measured(**json.loads(started([sys.executable, __file__, *row]).splitlines()[-1]))
+
+
+# ------------------------------------------------------------------------------------------------------------ reporting
+
+
+def report(found: dict[str, Measured], size: Size) -> dict[str, Any]:
+    first = next(iter(found.values()))
+    rows: list[dict[str, Any]] = []
+    for name, one in found.items():
+        off = None
+        if name in SAME:
+            pairs = zip(one.losses, first.losses, strict=True)
+            off = max(abs(a - b) / abs(b) for a, b in pairs)
+        rows.append(
+            {
+                "name": name,
+                "same_batches": name in SAME,
+                "tokens_per_second": round(one.tokens_per_second),
+                "padded_to_real": round(sum(one.padded) / sum(one.tokens), 3),
+                "steps": len(one.seconds),
+                "peak_gib": round(one.peak_bytes / 2**30, 2),
+                "last_loss": one.losses[-1],
+                "off_by": off,
+                "agrees": None if off is None else off <= TOLERANCE[size.device],
+            }
+        )
+    best = max((row["tokens_per_second"] for row in rows if row["name"].startswith("macrobatch")), default=0)
+    theirs = [row for row in rows if not row["name"].startswith("macrobatch")]
+    targets = []
+    for what, bound, peers in (
+        ("the fastest peer on the same batches", OVER_SAME, [row for row in theirs if row["same_batches"]]),
+        ("the fastest peer of all", OVER_ALL, theirs),
+    ):
+        if peers and best:
+            ratio = round(best / max(row["tokens_per_second"] for row in peers), 3)
+            targets.append({"of": what, "at_least": bound, "found": ratio, "reached": ratio >= bound})
+    stamp = record.stamp(
+        "fine-tuning on chats, each row in a process of its own", "torch", "transformers", "trl", "accelerate"
+    )
+    sizes = {**asdict(size), "tokens_a_step": first.tokens}
+    return {**stamp, "device": record.machine(size.device), "sizes": sizes, "rows": rows, "targets": targets}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    caption = (
+        "padding: tokens computed / real; off by: the largest relative difference of any step's loss from the first "
+        f"row's, - where batches are others. {result['device']}; {record.in_words(result['versions'])}"
+    )
+    table = Table(title="Fine-tuning on chats of very different lengths", caption=caption)
+    table.add_column("row", no_wrap=True)
+    for heading in ("tokens/s", "padding", "steps", "GiB", "last loss", "off by"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        off = "-" if row["off_by"] is None else f"{'' if row['agrees'] else 'DIFFERS '}{row['off_by']:.0e}"
+        numbers = f"{row['tokens_per_second']:,}", f"{row['padded_to_real']:.2f}", str(row["steps"])
+        table.add_row(row["name"], *numbers, f"{row['peak_gib']:.1f}", f"{row['last_loss']:.4f}", off)
+    console = Console()
+    console.print(table)
+    for target in result["targets"]:
+        outcome = "reached" if target["reached"] else "missed"
+        console.print(f"{target['at_least']} times {target['of']}: {outcome} ({target['found']:.2f}).")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", "--quick", action="store_true", help="a tiny model: does it run?")
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help=f"some of: {', '.join(ROWS)}")
+    parser.add_argument("--steps", type=int, help="optimizer steps; the second half of them is timed")
+    parser.add_argument("--out", type=Path, default=Path("results/tuning.json"))
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--size", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")  # the peers' advice
+    if arguments.row:
+        print(json.dumps(asdict(ROWS[arguments.row](arguments.place, Size(**json.loads(arguments.size))))))
+        return 0
+    if not torch.cuda.is_available() and not arguments.tiny:
+        print("This needs a GPU; --tiny runs anywhere.", file=sys.stderr)
+        return 2
+    from rich.progress import track
+
+    size = TINY if arguments.tiny else Size()
+    size = Size(**asdict(size) | ({"steps": arguments.steps} if arguments.steps else {}))
+    found: dict[str, Measured] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        write_problem(place, size)
+        for name in track(arguments.only or list(ROWS), description="measuring", auto_refresh=False):
+            found[name] = measured(name, place, size)
+    result = report(found, size)
+    print_table(result)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"Written to {arguments.out}")
+    return 0 if all(row["agrees"] is not False for row in result["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
