@@ -327,6 +327,7 @@ def changed(adapter: Path, **entries) -> Path:
         ({"bias": "all"}, "bias"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"something_new": True}, "something_new"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"r": "x"}, "cannot be added"),
         ({"r": 8}, "has another shape"),
         ({"target_modules": ["q_proj"]}, "not in the model"),

@@ -58,7 +58,7 @@ WITHOUT_EFFECT = {
     "runtime_config",
 }
 PLAIN: dict[str, Any] = {"bias": "none"}
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga")  # ways to begin that change the frozen weights
+KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # ways to begin that do not change the frozen weights
 
 
 def check(settings: Settings, origin: Origin) -> None:
@@ -127,7 +127,7 @@ def config_in(folder: Path, said: str) -> Any:
         raise UsageError(f"{said} is an adapter of the type {found.get('peft_type')}, and only LORA is read here.")
     for name, value in found.items():
         is_unknown = value not in (None, False, [], {}, PLAIN.get(name)) and name not in {*USED, *WITHOUT_EFFECT}
-        if is_unknown or (name == "init_lora_weights" and str(value).startswith(CHANGES_BASE)):
+        if is_unknown or (name == "init_lora_weights" and value not in KEEPS_BASE):
             raise UsageError(
                 f"{said} is no plain LoRA: {name} is {value!r} in its {ADAPTER}. Merge it into its model first "
                 "(merge_and_unload of peft, then save_pretrained)."
