@@ -14,7 +14,7 @@ from macrobatch.cli import main
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train.corpus import Corpus, collated
 from macrobatch.train.documents import Document, documents
-from macrobatch.train.records import Columns
+from macrobatch.train.formats import Columns
 from macrobatch.train.vocabulary import Vocabulary
 
 # ------------------------------------------------------------------------------------------------- three templates

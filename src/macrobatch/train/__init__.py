@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from macrobatch.train.hooks import Event, StopTraining
+    from macrobatch.train.outcome import Outcome
     from macrobatch.train.settings import Settings
-    from macrobatch.train.trainer import Outcome, train
+    from macrobatch.train.trainer import train
 
 __all__ = ["Event", "Outcome", "Settings", "StopTraining", "train"]
 
-_HOMES = {"Event": "hooks", "Outcome": "trainer", "Settings": "settings", "StopTraining": "hooks", "train": "trainer"}
+_HOMES = {"Event": "hooks", "Outcome": "outcome", "Settings": "settings", "StopTraining": "hooks", "train": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train.cache import digest
-from macrobatch.train.records import ASSISTANT, Document, Message
+from macrobatch.train.formats import ASSISTANT, Document, Message
 
 STOP = "<|im_end|>"
 CHATML = (

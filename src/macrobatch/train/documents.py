@@ -23,7 +23,7 @@ from pathlib import Path
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import sources as files
 from macrobatch.train.cache import digest, kept
-from macrobatch.train.records import TEXT, Columns, Document
+from macrobatch.train.formats import TEXT, Columns, Document
 
 __all__ = ["Document", "Documents", "documents"]
 

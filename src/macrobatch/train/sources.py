@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from macrobatch.errors import BatchError, UsageError, counted
-from macrobatch.train import packed
-from macrobatch.train.records import Columns, Document, kind_of
+from macrobatch.train import compressed
+from macrobatch.train.formats import Columns, Document, kind_of
 
 logger = logging.getLogger("macrobatch")
 
@@ -84,11 +84,11 @@ def _complain(error: OSError) -> None:
 
 def _kind(path: Path) -> str:
     """The suffix that says what is in it, under that of its packing."""
-    return (Path(path.stem) if packed.is_packed(path) else path).suffix.lower()
+    return (Path(path.stem) if compressed.is_packed(path) else path).suffix.lower()
 
 
 def _is_readable(path: Path) -> bool:
-    return _kind(path) not in _UNREAD and not (_kind(path) in _TABLES and packed.is_packed(path))
+    return _kind(path) not in _UNREAD and not (_kind(path) in _TABLES and compressed.is_packed(path))
 
 
 def _file(path: Path, columns: Columns) -> Iterator[Document]:
@@ -131,7 +131,7 @@ def blocks(text: str) -> list[str]:
 
 def _decoded_text(path: Path) -> Iterator[str]:
     """What a file of text holds, with line feeds where lines end."""
-    with packed.opened(path) as file:
+    with compressed.opened(path) as file:
         rest, position, is_first = b"", 0, True
         while True:
             read = file.read(_AT_ONCE)
@@ -177,7 +177,7 @@ def _is_binary(content: bytes) -> bool:
 
 def _has_nul(path: Path) -> bool:
     """Whether this is no text: those have no NUL."""
-    with packed.opened(path) as file:
+    with compressed.opened(path) as file:
         return b"\0" in file.read(_AT_ONCE)
 
 
@@ -185,7 +185,7 @@ def _has_nul(path: Path) -> bool:
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
-    with packed.opened(path) as file:
+    with compressed.opened(path) as file:
         # Only a line feed ends a line: strings in JSON may hold the other characters that Python takes for ends.
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -195,7 +195,7 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
-    with packed.opened(path) as file:
+    with compressed.opened(path) as file:
         content = file.read()
     try:
         records = _parsed(_decoded(content, str(path)).removeprefix("\ufeff"), str(path))
@@ -234,7 +234,7 @@ def _separated(path: Path, columns: Columns) -> Iterator[Document]:
     number = 0
     limit = csv.field_size_limit(_LARGEST_CELL)
     try:
-        with packed.opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        with compressed.opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             rows = csv.reader(text, delimiter=separator, strict=True)
             names = next(rows, [])
             if len(set(names)) < len(names):
@@ -257,14 +257,14 @@ def _separated(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Document]:
-    packed.library("pyarrow", path)
-    parquet = packed.library("pyarrow.parquet", path)
+    compressed.library("pyarrow", path)
+    parquet = compressed.library("pyarrow.parquet", path)
     yield from _rows(path, columns, lambda: parquet.ParquetFile(path, pre_buffer=False).iter_batches(_ROWS))
 
 
 def _arrow(path: Path, columns: Columns) -> Iterator[Document]:
     """A file of Arrow, with an index at its end, or a stream of it."""
-    arrow = packed.library("pyarrow", path)
+    arrow = compressed.library("pyarrow", path)
 
     def batches() -> Iterator[Any]:
         with arrow.memory_map(str(path)) as file:
@@ -280,7 +280,7 @@ def _arrow(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _rows(path: Path, columns: Columns, batches: Callable[[], Iterator[Any]]) -> Iterator[Document]:
-    arrow, number, found = packed.library("pyarrow", path), 0, iter(())
+    arrow, number, found = compressed.library("pyarrow", path), 0, iter(())
     try:
         found = iter(batches())
     except (OSError, arrow.ArrowException) as error:
@@ -304,7 +304,7 @@ def _no_table(path: Path, error: Exception) -> BatchError:
 
 def _datasets(folder: Path, columns: Columns) -> Iterator[Document]:
     """A folder that ``save_to_disk`` of the library `datasets` wrote."""
-    datasets = packed.library("datasets", folder)
+    datasets = compressed.library("datasets", folder)
     try:
         rows = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever that library and those below it raise for a damaged folder
