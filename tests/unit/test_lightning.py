@@ -196,6 +196,34 @@ def test_precisions(precision, tolerance):
     assert relative_error(found, expected) <= tolerance
 
 
+class Seen(Callback):
+    """The gradients that are there when a window is about to clear them."""
+
+    def __init__(self):
+        self.gradients = []
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        self.gradients.append(reference.gradients_of(module.net))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_gradients_summed_in_a_wider_dtype(precision, steps):
+    runs = []
+    for dtype in (None, torch.float64 if precision == "32-true" else torch.float32):
+        task, seen = Task(dtype=torch.float32), Seen()
+        strategy = ExactStrategy(steps=steps, accumulate_dtype=dtype)
+        fit(task, BATCHES, strategy=strategy, precision=precision, callbacks=[seen])
+        assert all(p.grad_dtype == p.grad.dtype == p.dtype for p in task.parameters())
+        runs.append((weights_of(task.net), seen.gradients))
+    (narrow, seen_narrow), (wide, seen_wide) = runs
+    tolerance = 1e-5 if precision == "32-true" else 3e-2
+    assert relative_error(wide, narrow) <= tolerance
+    assert len(seen_wide) == len(reference.cut(BATCHES, steps=steps))
+    for some, others in zip(seen_wide, seen_narrow, strict=True):
+        assert relative_error(some, others) <= tolerance
+
+
 # ------------------------------------------------------------------------------------------------- as before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,26 +22,34 @@ class StaleGradients:
     def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
         self._parameters = parameters
         self._found: list[tuple[nn.Parameter, Tensor]] = []
+        self._widened: list[tuple[nn.Parameter, torch.dtype | None]] = []  # with the dtype of the window's sums
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Put them away for the first forward of a window."""
-        self._found = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._found, self._widened = [(p, p.grad) for p in self._parameters if p.grad is not None], []
         for parameter, _ in self._found:
             parameter.grad = None
         try:
             yield
         finally:
             for parameter, gradient in self._found:
-                if parameter.grad is None:
-                    parameter.grad = gradient
+                if parameter.grad is not None:
+                    continue
+                if parameter.grad_dtype not in (None, gradient.dtype):
+                    self._widened.append((parameter, parameter.grad_dtype))
+                    parameter.grad_dtype = gradient.dtype
+                parameter.grad = gradient
 
     def drop(self) -> None:
         """Clear those that are still there, or zeros in their place; not what somebody else has put there."""
         for parameter, gradient in self._found:
             if parameter.grad is gradient:
                 parameter.grad = None
-        self._found = []
+        for parameter, dtype in self._widened:
+            if parameter.grad is None:
+                parameter.grad_dtype = dtype
+        self._found, self._widened = [], []
 
 
 def trained_modules(model: nn.Module) -> list[nn.Module]:
