@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import lightning.pytorch.strategies as strategies
+import numpy as np
 import pytest
 import pytorch_lightning
 import torch
@@ -312,6 +313,17 @@ def test_estimated_steps_are_those_of_windows():
     task = Asking()
     trainer = fit(task, BATCHES, strategy=ExactStrategy(steps=4), max_epochs=3)
     assert task.early == task.late == trainer.global_step == 6
+    for schedule, expected in (({0: 4, 1: 2}, 2 + 4 + 4), ({0: 2, 2: 4}, 4 + 4 + 2), ({1: 4}, 7 + 2 + 2)):
+        task = Asking()
+        trainer = fit(task, BATCHES, strategy=ExactStrategy(steps=schedule), max_epochs=3)
+        assert task.early == task.late == trainer.global_step == expected
+        assert type(trainer) is Trainer
+    task = Asking()
+    fit(task, BATCHES, strategy=ExactStrategy(steps={0: 4, 1: 2}), max_epochs=3, max_steps=5)
+    assert task.late == 5
+    task = Asking()
+    fit(task, BATCHES, strategy=ExactStrategy(steps={0: 4, 1: 2}), max_steps=3, load=Unsized)
+    assert task.late == 3
 
 
 def test_a_schedule():
@@ -508,6 +520,17 @@ def test_what_is_no_number_of_steps(steps):
         ExactStrategy("auto", steps=steps)
 
 
+def test_numbers_of_numpy_are_numbers():
+    assert ExactStrategy(steps=np.int64(4)).steps == 4
+    assert ExactStrategy(steps={np.int64(0): np.int32(4)}).steps == {0: 4}
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_what_is_no_switch(value):
+    with pytest.raises(UsageError, match="cuda_graph must be True or False"):
+        ExactStrategy(cuda_graph=value)
+
+
 def refuses(match, module=None, kind=UsageError, steps=2, batches=BATCHES, **options):
     with pytest.raises(kind, match=match):
         fit(module or Task(), batches, strategy=ExactStrategy(steps=steps), **options)
@@ -542,6 +565,19 @@ def test_manual_optimization():
     fit(task, BATCHES, strategy=ExactStrategy(steps=1))  # Lightning's own
     reference.train_whole(whole, [[b] for b in BATCHES])
     assert relative_error(weights_of(task.net), weights_of(whole.model)) <= 1e-12
+
+
+def test_a_module_that_fetches_its_batches():
+    class Fetching(Task):
+        def training_step(self, dataloader_iter):
+            batch, *_ = next(dataloader_iter)
+            micro = reference.Batch(batch["x"], batch["y"])
+            return {"loss": reference.mean_loss(self.net, micro), "items": self.counting.given(micro, 0)}
+
+    refuses(r"Fetching\.training_step takes a dataloader_iter.*steps=1", Fetching())
+    task = Fetching()
+    fit(task, BATCHES, strategy=ExactStrategy(steps=1))
+    same_training(task.own, train_whole(reference.cut(BATCHES, steps=1))[0])
 
 
 def test_a_backward_of_the_modules_own():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from macrobatch._cut.policies import Policy
-from macrobatch._step.validation import checked_dtype
+from macrobatch._step.validation import checked_dtype, checked_switch
 from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
@@ -94,7 +95,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             checked_micro(micro)
         self.result: StepResult | None = None
         self.steps = checked_schedule(steps)
-        self.settings = Settings(micro, cuda_graph, checked_dtype(accumulate_dtype))
+        self.settings = Settings(micro, checked_switch("cuda_graph", cuda_graph), checked_dtype(accumulate_dtype))
         self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
         self._windows: Windows | None = None  # while a Trainer fits, with automatic optimization
         self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the windows are there
@@ -270,6 +271,13 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
                     "and leave ExactStrategy out."
                 )
             return
+        if "dataloader_iter" in inspect.signature(model.training_step).parameters and (
+            longest > 1 or self.settings.keeps
+        ):
+            raise UsageError(
+                f"{type(model).__name__}.training_step takes a dataloader_iter, so the Trainer cannot tell where its "
+                "windows begin and end. Let it take a batch, or use steps=1 without micro= and cuda_graph=."
+            )
         module, plugins = importlib.import_module(package), importlib.import_module(f"{package}.plugins.precision")
         for owner, kind in ((model, module.LightningModule), (self.precision_plugin, plugins.Precision)):
             if type(owner).backward is not kind.backward:

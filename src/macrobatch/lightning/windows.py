@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -185,11 +184,6 @@ class WholeWindow:
         options: Mapping[str, Any],
     ) -> None:
         module = strategy.lightning_module
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            raise UsageError(
-                f"{type(module).__name__}.training_step takes a dataloader_iter, so its batches cannot be kept until "
-                "a window is complete. Let it take a batch, or leave micro= and cuda_graph= out."
-            )
         self._strategy = strategy
         self._run = run
         self._cuts = settings.micro is not None
