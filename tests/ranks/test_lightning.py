@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import reference
 from harness.lightnings import Task, Unsized, fit
-from harness.ranks import Collectives, Outcome, all_well, full_weights, run, same_on_all, share
+from harness.ranks import Collectives, Outcome, all_refused, all_well, full_weights, run, same_on_all, share
 from harness.recorded import PretendedCapturer
 from harness.reference import Batch, Counting, Experts, relative_error
 from macrobatch._cudagraph.capture import CAPTURERS
@@ -354,6 +354,15 @@ def test_ranks_with_different_numbers_of_batches(ran):
         assert "UsageError" in outcome["raised"]
         assert "[5, 6]" in outcome["message"]
         assert "limit_train_batches=5" in outcome["message"]
+
+
+@scenario
+def counted_on_one_rank() -> Outcome:
+    return train("ddp", steps=4, items="int" if dist.get_rank() == 0 else "none")
+
+
+def test_items_on_one_rank_only(ran):
+    all_refused(ran["counted_on_one_rank"], "items must be given on every rank, or on none", "window 1")
 
 
 def uneven_unsized(**options: Any) -> Outcome:
