@@ -1,7 +1,9 @@
 """`macrobatch.lightning` in one process: against one big batch, and beside Lightning's own accumulation."""
 
+import ast
 import copy
 import pickle
+from pathlib import Path
 
 import lightning.pytorch.strategies as strategies
 import numpy as np
@@ -16,12 +18,14 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 from torch.utils.data import DataLoader
 
+import macrobatch
 from harness import reference
 from harness.lightnings import OURS, Loader, Task, Unsized, fit, quiet
 from harness.reference import Convolution, Counting, Trainee, relative_error, same_training, trainee, weights_of
 from macrobatch import Accumulator
-from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.errors import BackendError, BatchError, MacrobatchError, UsageError
 from macrobatch.lightning import ExactStrategy
+from macrobatch.lightning.words import WORDS
 
 SIZES = (3, 1, 4, 2, 5, 2, 3)  # of 7 batches: the last window of 4 is short
 BATCHES = reference.batches(SIZES)
@@ -607,6 +611,55 @@ def test_gradients_changed_inside_a_window(hook):
 
     setattr(Meddling, hook, meddle)
     refuses("gradients of the open window were changed", callbacks=[Meddling()])
+
+
+class Changing(Task):
+    def on_after_backward(self):
+        self.net.head.bias.grad.mul_(2)
+
+
+class Dropping(Task):
+    def on_after_backward(self):
+        self.zero_grad()
+
+
+class Backpropagating(Task):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        output["loss"].backward(retain_graph=True)
+        return output
+
+
+class Stepping(Task):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().step()
+        return super().training_step(batch, batch_idx)
+
+
+class Vectorial(Task):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"].expand(3)
+
+
+class Foreign(Task):
+    def training_step(self, batch, batch_idx):
+        return nn.Linear(1, 1)(torch.ones(1)).sum()
+
+
+@pytest.mark.parametrize("make", [Changing, Dropping, Backpropagating, Stepping, Vectorial, Foreign])
+def test_errors_speak_of_what_a_program_of_lightning_has(make):
+    with pytest.raises(MacrobatchError) as raised:
+        fit(make(), BATCHES, strategy=ExactStrategy(steps=2))
+    for word in ("acc.", "step()", "discard", "max_norm", "Accumulator", "reduction="):
+        assert word not in str(raised.value).replace("optimizer_step()", "")
+
+
+def test_what_is_said_in_other_words_is_still_said():
+    parts = (Path(macrobatch.__file__).parent / room for room in ("_step", "_ranks"))
+    trees = [ast.parse(file.read_text()) for part in parts for file in part.glob("*.py")]
+    said = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    for words in WORDS:
+        assert any(words in text for text in said if isinstance(text, str)), words
 
 
 def test_after_a_mistake_the_trainer_is_as_before():

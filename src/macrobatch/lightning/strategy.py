@@ -28,6 +28,7 @@ from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, 
 from macrobatch.lightning.gradients import require_own, trained_modules
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
 from macrobatch.lightning.windows import BatchByBatch, Settings, WholeWindow, Windows
+from macrobatch.lightning.words import in_words_of_lightning
 from macrobatch.macrostep import checked_micro
 from macrobatch.types import StepResult
 
@@ -107,6 +108,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
+    @in_words_of_lightning()
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a micro-batch, and do its forward; or keep the batch until the window's last one."""
         run = functools.partial(super().training_step, *args, **kwargs)
@@ -116,6 +118,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             windows.drop()  # the loop has left the window before its last batch
         return windows.forward(run, args, last=self._is_at_last_batch())
 
+    @in_words_of_lightning()
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Add the gradient of the micro-batch; a window's last brings ``.grad`` to the mean.
 
@@ -131,6 +134,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         self.post_backward(shown)
         return shown
 
+    @in_words_of_lightning()
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's own. The window is closed when the closure has run; without items no step is taken."""
         if (windows := self._windows) is None:
@@ -185,6 +189,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         if model.automatic_optimization:
             self._told.enter_context(tell_trainer(trainer, self.steps, package_of(self.around)))
 
+    @in_words_of_lightning()
     def setup(self, trainer: Any) -> None:
         """Lightning's; then the engine is made, of the model as it is trained."""
         super().setup(trainer)
