@@ -118,16 +118,34 @@ def test_gradients_that_are_cleared_in_other_ways():
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             optimizer.zero_grad(set_to_none=False)
 
-    class Keeping(Task):
-        """Clears by itself, somewhere else."""
-
+    class Elsewhere(Task):
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             pass
 
-    for make in (Zeroing, Keeping):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx % 3 == 2:
+                self.zero_grad()
+
+    for make in (Zeroing, Elsewhere):
         task = make()
         fit(task, BATCHES, strategy=ExactStrategy(steps=3))
         same_training(task.own, train_whole(reference.cut(BATCHES, steps=3))[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"micro": 2}], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_gradients_that_a_hook_keeps_are_cleared_with_a_warning(factor, options):
+    class Keeping(Task):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            for parameter in self.parameters():
+                if parameter.grad is not None and factor != 1:
+                    parameter.grad.mul_(factor)
+
+    task = Keeping()
+    with pytest.warns(UserWarning, match=r"Keeping\.optimizer_zero_grad keeps .* make steps= larger") as caught:
+        fit(task, BATCHES, strategy=ExactStrategy(steps=3, **options))
+    assert len([one for one in caught if "optimizer_zero_grad" in str(one.message)]) == 1
+    same_training(task.own, train_whole(reference.cut(BATCHES, steps=3))[0])
 
 
 def test_one_that_computes_the_loss_several_times():

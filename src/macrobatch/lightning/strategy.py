@@ -25,7 +25,7 @@ from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, package_of
-from macrobatch.lightning.gradients import require_own, trained_modules
+from macrobatch.lightning.gradients import ClearingHook, require_own, trained_modules
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
 from macrobatch.lightning.windows import BatchByBatch, Settings, WholeWindow, Windows
 from macrobatch.lightning.words import in_words_of_lightning
@@ -207,10 +207,12 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             "accumulate_dtype": self.settings.accumulate_dtype,
         }
         self.result = None
+        base = importlib.import_module(package_of(self.around)).LightningModule
+        clearing = ClearingHook(self.lightning_module, base, self.optimizers)
         if self.settings.keeps:
-            self._windows = WholeWindow(self, super().training_step, models, self.settings, options)
+            self._windows = WholeWindow(self, super().training_step, models, self.settings, options, clearing)
         else:
-            self._windows = BatchByBatch(models, options)
+            self._windows = BatchByBatch(models, options, clearing)
 
     def on_train_start(self) -> None:
         """Lightning's; and an error where ranks would wait for each other forever."""
