@@ -15,7 +15,7 @@ from macrobatch.lightning.rehearsal import LEFT_OUT
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OVERRIDDEN = [name for name, value in vars(ExactStrategy).items() if inspect.isfunction(value) and name[:2] != "__"]
-OWN = {"_check", "_is_at_last_batch", "_is_at_first_batch", "_gather"}
+OWN = {"_check", "_is_at_last_batch", "_is_at_first_batch"}
 NAMES = [name for name in OVERRIDDEN if name not in OWN]
 
 

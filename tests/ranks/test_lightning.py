@@ -371,6 +371,7 @@ def uneven_unsized(**options: Any) -> Outcome:
 
 
 UNSIZED: dict[str, Any] = {"windows of 2": {"steps": 2}, "of 4": {"steps": 4}, "cut anew": {"steps": 4, "micro": 2}}
+UNSIZED["limited"] = {"steps": 4, "limit_train_batches": 6}
 SCENARIOS |= {f"unsized, {name}": partial(uneven_unsized, **options) for name, options in UNSIZED.items()}
 SCENARIOS["unsized, limited to the shorter"] = partial(uneven_unsized, steps=4, limit_train_batches=5)
 

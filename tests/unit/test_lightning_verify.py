@@ -352,6 +352,13 @@ def test_what_cannot_be_verified():
         def training_step(self, dataloader_iter):
             return None
 
+    class Lazy(Owning):
+        def __init__(self):
+            super().__init__()
+            self.lazy = torch.nn.LazyLinear(1)
+
+    refuses(attached(Lazy()), "Lazy have no shape yet")
+    refuses(attached(Owning(), limit_train_batches=0), "no batch to train on")
     refuses(attached(Fetching()), "takes a dataloader_iter")
     refuses(attached(Manual()), "automatic_optimization=False")
     refuses(attached(Several()), "several loaders")

@@ -195,7 +195,10 @@ def _loop_class(kind: Any) -> Any:
         def run(self) -> None:
             self.setup_data()
             if self.skip:
-                raise UsageError("the training data has no batch, so there is no window to verify.")
+                raise UsageError(
+                    "the Trainer has no batch to train on, so there is no window to verify. Look at its data, "
+                    "limit_train_batches, max_steps and max_epochs."
+                )
             self.reset()
             self.on_run_start()
             self.on_advance_start()

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +24,7 @@ from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, package_of
+from macrobatch.lightning.ends import LoaderEnds
 from macrobatch.lightning.gradients import ClearingHook, require_own, trained_modules
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
 from macrobatch.lightning.windows import BatchByBatch, Settings, WholeWindow, Windows
@@ -100,7 +100,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
         self._windows: Windows | None = None  # while a Trainer fits, with automatic optimization
         self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the windows are there
-        self._may_end_early = False  # whether a loader of some rank has no length
+        self._ends: LoaderEnds | None = None
         self._told = contextlib.ExitStack()  # what the Trainer was told, to be taken back
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -221,43 +221,20 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             return
         if self._saved is not None:
             self._windows.load_state_dict(self._saved)
-        trainer = self.lightning_module.trainer
-        has_length = trainer.fit_loop._data_fetcher.length is not None
-        lengths, sized = zip(*self._gather(trainer.num_training_batches, has_length), strict=True)
-        self._may_end_early = not all(sized)
-        if len(set(lengths)) > 1:
-            shown = [int(number) if number < math.inf else number for number in lengths]
-            raise UsageError(
-                f"the ranks have different numbers of batches, {shown}: some would wait for the others forever. "
-                "Lightning's Trainer needs as many on each: leave use_distributed_sampler on, or set "
-                f"limit_train_batches={min(shown)}."
-            )
+        self._ends = LoaderEnds(self, self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Lightning's; and an error where loaders of unknown length end on some ranks only."""
+        """Lightning's; and the same error, where loaders of unknown length end on some ranks only."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._windows is None or not self._may_end_early or self.world_size == 1:
-            return
-        ended = [rank for rank, (ends,) in enumerate(self._gather(self.lightning_module.trainer.is_last_batch)) if ends]
-        if 0 < len(ended) < self.world_size:
-            raise UsageError(
-                f"no batch is left after {batch_idx + 1} on the ranks {ended}, while the others go on: they would wait "
-                "for each other forever. Lightning's Trainer needs as many batches on each rank: set "
-                f"limit_train_batches={batch_idx + 1}, or let the loaders end together."
-            )
-
-    def _gather(self, *numbers: float) -> list[list[float]]:
-        """These numbers of all ranks."""
-        own = torch.tensor(numbers, device=self.root_device, dtype=torch.float32)
-        found: list[list[float]] = self.all_gather(own).reshape(-1, len(numbers)).tolist()
-        return found
+        if self._windows is not None and self._ends is not None:
+            self._ends.exchange(ends=self.lightning_module.trainer.is_last_batch)
 
     def teardown(self) -> None:
         """Lightning's; the Trainer is left as it was."""
         self._told.close()
         if self._windows is not None:
             self._windows.drop()
-        self._windows = self._saved = None
+        self._windows = self._saved = self._ends = None
         super().teardown()
 
     def _check(self, trainer: Any, model: Any) -> None:

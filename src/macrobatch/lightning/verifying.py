@@ -43,6 +43,10 @@ def module_of(given: Any) -> Any:
     """The module of a Trainer; or the one given, which must have a Trainer."""
     if isinstance(given, nn.Module):
         _trainer_of(given)
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in given.parameters()):
+            raise UsageError(
+                f"some parameters of {type(given).__name__} have no shape yet (lazy modules). Call it before verify."
+            )
         return given
     if given.lightning_module is None:
         raise UsageError(
