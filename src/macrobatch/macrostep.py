@@ -147,7 +147,8 @@ class MacroStep:
                 "micro= a number, by_count or by_tokens with a budget."
             )
         self._feed = Prefetcher()
-        self._graphs = self._make_graphs(has_joint=has_joint) if cuda_graph else None
+        records = validation.checked_switch("cuda_graph", cuda_graph)
+        self._graphs = self._make_graphs(has_joint=has_joint) if records else None
         self._agreement = Agreement(self._engine.backend)
         self._attempts = Attempts(self._engine, self._agreement, self._fitting, self._sizes)
         self._spare = Spare(self._engine, self._agreement)

@@ -11,6 +11,7 @@ from harness import reference
 from harness.lightnings import OURS, Task, Unsized, fit, quiet
 from macrobatch.lightning import ExactStrategy
 from macrobatch.lightning.choosing import TOLD
+from macrobatch.lightning.rehearsal import LEFT_OUT
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OVERRIDDEN = [name for name, value in vars(ExactStrategy).items() if inspect.isfunction(value) and name[:2] != "__"]
@@ -44,6 +45,28 @@ def test_the_names_that_are_looked_up(package):
     assert hasattr(module, "backward")
     assert {"name", "value", "batch_size", "reduce_fx"} <= inspect.signature(module.log).parameters.keys()
     assert isinstance(callbacks.StochasticWeightAveraging.swa_end, property)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_parts_of_a_trainer_that_a_rehearsal_replaces(package):
+    with quiet():
+        trainer = importlib.import_module(package).Trainer(**OURS)
+    parts = {"state", "_logger_connector", "_loggers", "profiler", "callbacks", "limit_val_batches", "fit_loop"}
+    assert parts | {"num_sanity_val_steps", "gradient_clip_val"} <= vars(trainer).keys()
+    assert trainer._accelerator_connector.strategy is trainer.strategy
+    assert not trainer.fit_loop._data_source.is_module()
+    assert trainer.fit_loop._data_source.instance is None
+    assert {"_data_fetcher", "epoch_loop"} <= vars(trainer.fit_loop).keys()
+    steps = ("setup_data", "skip", "reset", "on_run_start", "on_advance_start")
+    assert all(hasattr(type(trainer.fit_loop), name) for name in steps)
+    assert hasattr(trainer.fit_loop.epoch_loop, "_build_kwargs")
+    assert {"min_steps", "max_steps"} <= inspect.signature(type(trainer.fit_loop.epoch_loop)).parameters.keys()
+    module = importlib.import_module(package).LightningModule
+    assert all(hasattr(module, name) for name in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"))
+    assert all(hasattr(importlib.import_module(f"{package}.callbacks"), name) for name in LEFT_OUT)
+    assert hasattr(importlib.import_module(f"{package}.loggers.logger"), "DummyLogger")
+    assert hasattr(importlib.import_module(f"{package}.profilers"), "PassThroughProfiler")
+    assert hasattr(importlib.import_module(f"{package}.utilities.warnings"), "PossibleUserWarning")
 
 
 def test_a_metric_is_updated_through_its_own_attributes():

@@ -229,6 +229,22 @@ def test_all_ranks_raise_together(ran):
     all_refused(ran["overflow_raised"], "window 2", "infinite")
 
 
+@scenario
+def counted_on_one_rank() -> Outcome:
+    """From the second window on."""
+    record = Plan().start(ddp)
+    for number, micro in record.acc.batches(share(dist.get_rank(), 12)):
+        record.fed[-1].append((number, False))
+        items = None if dist.get_rank() == 1 and number >= 4 else micro.items
+        record.acc.backward(mean_loss(record.model, micro), items)
+        record.note(record.acc.step())
+    return record.outcome()
+
+
+def test_items_on_one_rank_only(ran):
+    all_refused(ran["counted_on_one_rank"], "items must be given on every rank, or on none", "window 2")
+
+
 # ------------------------------------------------------------------------------------------------------- precision
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import reference
-from harness.lightnings import Task, fit
-from harness.ranks import Collectives, Outcome, all_well, full_weights, run, same_on_all, share
+from harness.lightnings import Task, Unsized, fit
+from harness.ranks import Collectives, Outcome, all_refused, all_well, full_weights, run, same_on_all, share
 from harness.recorded import PretendedCapturer
 from harness.reference import Batch, Counting, Experts, relative_error
 from macrobatch._cudagraph.capture import CAPTURERS
@@ -354,6 +354,35 @@ def test_ranks_with_different_numbers_of_batches(ran):
         assert "UsageError" in outcome["raised"]
         assert "[5, 6]" in outcome["message"]
         assert "limit_train_batches=5" in outcome["message"]
+
+
+@scenario
+def counted_on_one_rank() -> Outcome:
+    return train("ddp", steps=4, items="int" if dist.get_rank() == 0 else "none")
+
+
+def test_items_on_one_rank_only(ran):
+    all_refused(ran["counted_on_one_rank"], "items must be given on every rank, or on none", "window 1")
+
+
+def uneven_unsized(**options: Any) -> Outcome:
+    count = (7, 5)[dist.get_rank()]
+    return train("ddp", batches=[micro for _, micro in share(dist.get_rank(), count)], load=Unsized, **options)
+
+
+UNSIZED: dict[str, Any] = {"windows of 2": {"steps": 2}, "of 4": {"steps": 4}, "cut anew": {"steps": 4, "micro": 2}}
+UNSIZED["limited"] = {"steps": 4, "limit_train_batches": 6}
+SCENARIOS |= {f"unsized, {name}": partial(uneven_unsized, **options) for name, options in UNSIZED.items()}
+SCENARIOS["unsized, limited to the shorter"] = partial(uneven_unsized, steps=4, limit_train_batches=5)
+
+
+def test_ranks_whose_loaders_end_before_others(ran):
+    for name in UNSIZED:
+        for outcome in ran[f"unsized, {name}"]:
+            assert "UsageError" in outcome["raised"]
+            assert "no batch is left after 5 on the ranks [1], while the others go on" in outcome["message"]
+            assert "limit_train_batches=5" in outcome["message"]
+    same_on_all(all_well(ran["unsized, limited to the shorter"]), "weights")
 
 
 class Thawing(Callback):

@@ -57,6 +57,8 @@ def test_a_field_whose_padding_nobody_knows():
     [
         ([{"x": torch.ones(1)}, {"y": torch.ones(1)}], "different things: batch\\['x'\\], and batch\\['y'\\]"),
         ([{"x": torch.ones(1), "t": 1}, {"x": torch.ones(1), "t": 2}], r"batch\['t'\] is 1 and 2"),
+        ([{"x": torch.ones(1), "t": t} for t in (0, 1, 0, 0)], r"batch\['t'\] is 0 and 1"),
+        ([{"x": torch.ones(1), "t": t} for t in (0, torch.ones(1), 0)], r"batch\['t'\] is 0 and tensor"),
         ([{"x": torch.ones(1), "t": torch.tensor(n)} for n in (1, 2)], "one number, another in each"),
         ([torch.ones(1, 2, 3), torch.ones(1, 2, 4)], "Only the second dimension"),
     ],
@@ -64,3 +66,9 @@ def test_a_field_whose_padding_nobody_knows():
 def test_batches_of_different_kinds(values, message):
     with pytest.raises(BatchError, match=message):
         joined(values, {})
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("nan")), "a", None, torch.tensor(3)], ids=str)
+def test_what_is_the_same_in_all_is_passed_on(value):
+    whole = joined([{"x": torch.ones(1), "t": value} for _ in range(3)], {})
+    assert whole["t"] is value

@@ -1,9 +1,12 @@
 """`macrobatch.lightning` in one process: against one big batch, and beside Lightning's own accumulation."""
 
+import ast
 import copy
 import pickle
+from pathlib import Path
 
 import lightning.pytorch.strategies as strategies
+import numpy as np
 import pytest
 import pytorch_lightning
 import torch
@@ -15,12 +18,14 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 from torch.utils.data import DataLoader
 
+import macrobatch
 from harness import reference
 from harness.lightnings import OURS, Loader, Task, Unsized, fit, quiet
 from harness.reference import Convolution, Counting, Trainee, relative_error, same_training, trainee, weights_of
 from macrobatch import Accumulator
-from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.errors import BackendError, BatchError, MacrobatchError, UsageError
 from macrobatch.lightning import ExactStrategy
+from macrobatch.lightning.words import WORDS
 
 SIZES = (3, 1, 4, 2, 5, 2, 3)  # of 7 batches: the last window of 4 is short
 BATCHES = reference.batches(SIZES)
@@ -113,16 +118,34 @@ def test_gradients_that_are_cleared_in_other_ways():
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             optimizer.zero_grad(set_to_none=False)
 
-    class Keeping(Task):
-        """Clears by itself, somewhere else."""
-
+    class Elsewhere(Task):
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             pass
 
-    for make in (Zeroing, Keeping):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx % 3 == 2:
+                self.zero_grad()
+
+    for make in (Zeroing, Elsewhere):
         task = make()
         fit(task, BATCHES, strategy=ExactStrategy(steps=3))
         same_training(task.own, train_whole(reference.cut(BATCHES, steps=3))[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"micro": 2}], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_gradients_that_a_hook_keeps_are_cleared_with_a_warning(factor, options):
+    class Keeping(Task):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            for parameter in self.parameters():
+                if parameter.grad is not None and factor != 1:
+                    parameter.grad.mul_(factor)
+
+    task = Keeping()
+    with pytest.warns(UserWarning, match=r"Keeping\.optimizer_zero_grad keeps .* make steps= larger") as caught:
+        fit(task, BATCHES, strategy=ExactStrategy(steps=3, **options))
+    assert len([one for one in caught if "optimizer_zero_grad" in str(one.message)]) == 1
+    same_training(task.own, train_whole(reference.cut(BATCHES, steps=3))[0])
 
 
 def test_one_that_computes_the_loss_several_times():
@@ -194,6 +217,34 @@ def test_precisions(precision, tolerance):
     found = {k: v.double() - start[k] for k, v in weights_of(task.net).items()}
     expected = {k: v - start[k] for k, v in weights_of(whole.model).items()}
     assert relative_error(found, expected) <= tolerance
+
+
+class Seen(Callback):
+    """The gradients that are there when a window is about to clear them."""
+
+    def __init__(self):
+        self.gradients = []
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        self.gradients.append(reference.gradients_of(module.net))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_gradients_summed_in_a_wider_dtype(precision, steps):
+    runs = []
+    for dtype in (None, torch.float64 if precision == "32-true" else torch.float32):
+        task, seen = Task(dtype=torch.float32), Seen()
+        strategy = ExactStrategy(steps=steps, accumulate_dtype=dtype)
+        fit(task, BATCHES, strategy=strategy, precision=precision, callbacks=[seen])
+        assert all(p.grad_dtype == p.grad.dtype == p.dtype for p in task.parameters())
+        runs.append((weights_of(task.net), seen.gradients))
+    (narrow, seen_narrow), (wide, seen_wide) = runs
+    tolerance = 1e-5 if precision == "32-true" else 3e-2
+    assert relative_error(wide, narrow) <= tolerance
+    assert len(seen_wide) == len(reference.cut(BATCHES, steps=steps))
+    for some, others in zip(seen_wide, seen_narrow, strict=True):
+        assert relative_error(some, others) <= tolerance
 
 
 # ------------------------------------------------------------------------------------------------- as before
@@ -284,6 +335,17 @@ def test_estimated_steps_are_those_of_windows():
     task = Asking()
     trainer = fit(task, BATCHES, strategy=ExactStrategy(steps=4), max_epochs=3)
     assert task.early == task.late == trainer.global_step == 6
+    for schedule, expected in (({0: 4, 1: 2}, 2 + 4 + 4), ({0: 2, 2: 4}, 4 + 4 + 2), ({1: 4}, 7 + 2 + 2)):
+        task = Asking()
+        trainer = fit(task, BATCHES, strategy=ExactStrategy(steps=schedule), max_epochs=3)
+        assert task.early == task.late == trainer.global_step == expected
+        assert type(trainer) is Trainer
+    task = Asking()
+    fit(task, BATCHES, strategy=ExactStrategy(steps={0: 4, 1: 2}), max_epochs=3, max_steps=5)
+    assert task.late == 5
+    task = Asking()
+    fit(task, BATCHES, strategy=ExactStrategy(steps={0: 4, 1: 2}), max_steps=3, load=Unsized)
+    assert task.late == 3
 
 
 def test_a_schedule():
@@ -480,6 +542,17 @@ def test_what_is_no_number_of_steps(steps):
         ExactStrategy("auto", steps=steps)
 
 
+def test_numbers_of_numpy_are_numbers():
+    assert ExactStrategy(steps=np.int64(4)).steps == 4
+    assert ExactStrategy(steps={np.int64(0): np.int32(4)}).steps == {0: 4}
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_what_is_no_switch(value):
+    with pytest.raises(UsageError, match="cuda_graph must be True or False"):
+        ExactStrategy(cuda_graph=value)
+
+
 def refuses(match, module=None, kind=UsageError, steps=2, batches=BATCHES, **options):
     with pytest.raises(kind, match=match):
         fit(module or Task(), batches, strategy=ExactStrategy(steps=steps), **options)
@@ -516,6 +589,19 @@ def test_manual_optimization():
     assert relative_error(weights_of(task.net), weights_of(whole.model)) <= 1e-12
 
 
+def test_a_module_that_fetches_its_batches():
+    class Fetching(Task):
+        def training_step(self, dataloader_iter):
+            batch, *_ = next(dataloader_iter)
+            micro = reference.Batch(batch["x"], batch["y"])
+            return {"loss": reference.mean_loss(self.net, micro), "items": self.counting.given(micro, 0)}
+
+    refuses(r"Fetching\.training_step takes a dataloader_iter.*steps=1", Fetching())
+    task = Fetching()
+    fit(task, BATCHES, strategy=ExactStrategy(steps=1))
+    same_training(task.own, train_whole(reference.cut(BATCHES, steps=1))[0])
+
+
 def test_a_backward_of_the_modules_own():
     class Own(Task):
         def backward(self, loss):
@@ -543,6 +629,55 @@ def test_gradients_changed_inside_a_window(hook):
 
     setattr(Meddling, hook, meddle)
     refuses("gradients of the open window were changed", callbacks=[Meddling()])
+
+
+class Changing(Task):
+    def on_after_backward(self):
+        self.net.head.bias.grad.mul_(2)
+
+
+class Dropping(Task):
+    def on_after_backward(self):
+        self.zero_grad()
+
+
+class Backpropagating(Task):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        output["loss"].backward(retain_graph=True)
+        return output
+
+
+class Stepping(Task):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().step()
+        return super().training_step(batch, batch_idx)
+
+
+class Vectorial(Task):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"].expand(3)
+
+
+class Foreign(Task):
+    def training_step(self, batch, batch_idx):
+        return nn.Linear(1, 1)(torch.ones(1)).sum()
+
+
+@pytest.mark.parametrize("make", [Changing, Dropping, Backpropagating, Stepping, Vectorial, Foreign])
+def test_errors_speak_of_what_a_program_of_lightning_has(make):
+    with pytest.raises(MacrobatchError) as raised:
+        fit(make(), BATCHES, strategy=ExactStrategy(steps=2))
+    for word in ("acc.", "step()", "discard", "max_norm", "Accumulator", "reduction="):
+        assert word not in str(raised.value).replace("optimizer_step()", "")
+
+
+def test_what_is_said_in_other_words_is_still_said():
+    parts = (Path(macrobatch.__file__).parent / room for room in ("_step", "_ranks"))
+    trees = [ast.parse(file.read_text()) for part in parts for file in part.glob("*.py")]
+    said = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    for words in WORDS:
+        assert any(words in text for text in said if isinstance(text, str)), words
 
 
 def test_after_a_mistake_the_trainer_is_as_before():

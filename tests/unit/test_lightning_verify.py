@@ -1,9 +1,13 @@
 """`verify` of a Trainer or a module of Lightning as it stands."""
 
+import threading
+
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from harness import reference
@@ -17,6 +21,12 @@ BATCHES = reference.batches((3, 1, 4, 2, 5, 2, 3))
 EQUAL = [reference.batch(3, seed=i, items=8) for i in range(4)]
 
 
+@pytest.fixture(autouse=True)
+def quietly():
+    with quiet():
+        yield
+
+
 class Owning(Task):
     """A module with its data."""
 
@@ -28,8 +38,7 @@ class Owning(Task):
 
 def attached(module=None, **options):
     module = module or Owning()
-    with quiet():
-        module.trainer = Trainer(**OURS, devices=1, max_epochs=1, **options)
+    module.trainer = Trainer(**OURS | {"devices": 1, "max_epochs": 1} | options)
     return module
 
 
@@ -70,8 +79,7 @@ def test_exactly_but_without_items():
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_in_the_precision_of_the_trainer(precision):
     module = Owning(dtype=torch.float32)
-    with quiet():
-        module.trainer = Trainer(**OURS, devices=1, precision=precision, strategy=ExactStrategy(steps=4))
+    module.trainer = Trainer(**OURS, devices=1, precision=precision, strategy=ExactStrategy(steps=4))
     assert verify(module).ok
     module.trainer = Trainer(**OURS, devices=1, precision=precision, accumulate_grad_batches=4)
     assert not verify(module).ok
@@ -96,9 +104,8 @@ def test_the_data_of_a_data_module():
         def train_dataloader(self):
             return Loader(BATCHES)
 
-    with quiet():
-        trainer = Trainer(**OURS, devices=1, max_epochs=1, accumulate_grad_batches=4)
-        trainer.fit(Task(), datamodule=Data())
+    trainer = Trainer(**OURS, devices=1, max_epochs=1, accumulate_grad_batches=4)
+    trainer.fit(Task(), datamodule=Data())
     assert causes(verify(trainer)) == ["mean of means"]
 
 
@@ -108,13 +115,211 @@ def test_the_other_package():
             super().__init__()
             self.net = trainee().model
 
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
         training_step, train_dataloader = Task.training_step, Owning.train_dataloader
         counting, data = reference.BY_COUNT, BATCHES
 
     other = Other()
-    with quiet():
-        other.trainer = pytorch_lightning.Trainer(**OURS, accumulate_grad_batches=4)
+    other.trainer = pytorch_lightning.Trainer(**OURS, accumulate_grad_batches=4)
     assert causes(verify(other)) == ["mean of means"]
+
+
+# ------------------------------------------------------------------------------------------------- as the Trainer does
+
+
+class Even(Owning):
+    """Batches of equally many items, so that the stock Trainer is right."""
+
+    data = EQUAL
+    scale = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return self.counting.loss(self.net, reference.Batch(batch["x"], batch["y"]), batch_idx) * self.scale
+
+
+def multiply(module, factor):
+    for parameter in module.parameters():
+        parameter.grad.mul_(factor)
+
+
+class ClearsAfterBackward(Even):
+    def on_after_backward(self):
+        self.zero_grad()
+
+
+class ClearsBeforeBatches(Even):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.zero_grad()
+
+
+class ClearsInside(Even):
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+class DividesBeforeStep(Even):
+    def on_before_optimizer_step(self, optimizer):
+        multiply(self, 0.25)
+
+
+class DividesInClipping(Even):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        multiply(self, 0.25)
+
+
+class DividesInBackward(Even):
+    def backward(self, loss):
+        (loss / 4).backward()
+
+
+class DoublesInStep(Even):
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        closure()
+        multiply(self, 2.0)
+        optimizer.step()
+
+
+class ClipsEachBatch(Callback):
+    def on_after_backward(self, trainer, module):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+
+WRONG = {
+    ClearsAfterBackward: "parameters that received nothing",
+    ClearsBeforeBatches: "gradients cleared inside the window",
+    ClearsInside: "gradients cleared inside the window",
+    DividesBeforeStep: "divided twice",
+    DividesInClipping: "divided twice",
+    DividesInBackward: "divided twice",
+    DoublesInStep: "constant factor",
+}
+
+
+@pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
+def test_hooks_that_spoil_the_gradient(make):
+    assert causes(verify(attached(make(), accumulate_grad_batches=4))) == [WRONG[make]]
+    assert causes(verify(fit(make(), EQUAL, accumulate_grad_batches=4))) == [WRONG[make]]
+
+
+def test_callbacks_and_limits_of_the_trainer():
+    report = verify(attached(Even(), accumulate_grad_batches=4, callbacks=[ClipsEachBatch()]))
+    assert causes(report) == ["clip per micro-batch"]
+    assert not verify(attached(Even(), accumulate_grad_batches=4, limit_train_batches=3)).ok
+    assert verify(attached(Even(), accumulate_grad_batches=2, limit_train_batches=3)).ok
+    assert verify(attached(Even(), accumulate_grad_batches=1, callbacks=[GradientAccumulationScheduler({0: 4})])).ok
+
+
+@pytest.mark.parametrize("how", [{}, {"gradient_clip_algorithm": "value"}], ids=["norm", "value"])
+def test_what_the_trainer_clips_is_compared_before(how):
+    report = verify(attached(Even(), accumulate_grad_batches=4, gradient_clip_val=1e-3, **how))
+    assert report.ok
+    assert report.notes == ("gradients were compared before they are clipped (gradient_clip_val=0.001)",)
+    assert not verify(attached(Even(), accumulate_grad_batches=5, gradient_clip_val=1e-3, **how)).ok
+
+
+class Made(Owning):
+    """Everything comes with the hooks of a fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.later, self.net = self.net, None
+
+    def setup(self, stage):
+        self.factor = 2.0
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = self.later.double()
+
+    def on_train_start(self):
+        self.factor *= 2
+
+    def on_train_epoch_start(self):
+        self.factor *= 2
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.batch_factor = self.factor
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output | {"loss": output["loss"] * self.batch_factor}
+
+
+class MadeData(LightningDataModule):
+    def setup(self, stage):
+        self.data = BATCHES
+
+    def train_dataloader(self):
+        return Loader(self.data)
+
+
+def test_what_the_hooks_of_a_fit_make():
+    module = attached(Made(), accumulate_grad_batches=4)
+    assert causes(verify(module)) == ["mean of means"]
+    assert module.net is None
+    assert not hasattr(module, "factor")
+    assert verify(attached(Made(), strategy=ExactStrategy(steps=4))).ok
+    module = attached(Task(), strategy=ExactStrategy(steps=4))
+    module.trainer.datamodule = MadeData()
+    assert verify(module).ok
+    assert not hasattr(module.trainer.datamodule, "data")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_the_reference_is_a_float64_copy(precision):
+    for options in ({"strategy": ExactStrategy(steps=4)}, {"accumulate_grad_batches": 4}):
+        module = Even(dtype=torch.float32)
+        report = verify(attached(module, precision=precision, **options))
+        assert report.ok
+        assert report.notes == ()
+        assert report.reference.startswith("one big batch in float64")
+        assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
+
+
+class Witness(Callback):
+    """Counts what it sees, and holds something that cannot be copied."""
+
+    def __init__(self, held=None):
+        self.seen, self.held = 0, held
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.seen += 1
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path):
+    witness, logger = Witness(), CSVLogger(tmp_path)
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "checkpoints", every_n_train_steps=1)
+    options = {"callbacks": [witness, checkpoint], "logger": logger, "enable_checkpointing": True}
+    module = attached(Even(), accumulate_grad_batches=4, **options)
+    module.trainer.limit_val_batches = 3
+    before = dict(vars(module.trainer))
+    strategy = module.trainer.strategy
+    assert verify(module).ok
+    assert vars(module.trainer) == before
+    assert module.trainer.strategy is strategy
+    assert module.trainer.strategy.lightning_module is None
+    assert witness.seen == module.trainer.global_step == 0
+    assert list(tmp_path.iterdir()) == []
+    assert verify(attached(Even(), callbacks=[Witness(held=threading.Lock())])).ok
+
+
+def test_one_of_several_devices():
+    for options in ({"strategy": "ddp"}, {"strategy": ExactStrategy("ddp")}):
+        report = verify(attached(Even(), devices=2, **options))
+        assert report.ok
+        assert "one of its 2 ranks" in report.notes[0]
+
+
+def test_two_optimizers_are_lightnings_error():
+    class Two(Even):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+        verify(attached(Two()))
 
 
 # ------------------------------------------------------------------------------------------------- what is missing
@@ -126,8 +331,7 @@ def refuses(given, match):
 
 
 def test_what_is_missing():
-    with quiet():
-        refuses(Trainer(**OURS), r"has no module yet.*after trainer\.fit\(module\).*module\.trainer = trainer")
+    refuses(Trainer(**OURS), r"has no module yet.*after trainer\.fit\(module\).*module\.trainer = trainer")
     refuses(Owning(), r"Owning has no Trainer.*module\.trainer = trainer")
     refuses(attached(Task()), r"Task has no training data: define its train_dataloader\(\)")
 
@@ -144,6 +348,18 @@ def test_what_cannot_be_verified():
         def training_step(self, batch, batch_idx):
             return None
 
+    class Fetching(Owning):
+        def training_step(self, dataloader_iter):
+            return None
+
+    class Lazy(Owning):
+        def __init__(self):
+            super().__init__()
+            self.lazy = torch.nn.LazyLinear(1)
+
+    refuses(attached(Lazy()), "Lazy have no shape yet")
+    refuses(attached(Owning(), limit_train_batches=0), "no batch to train on")
+    refuses(attached(Fetching()), "takes a dataloader_iter")
     refuses(attached(Manual()), "automatic_optimization=False")
     refuses(attached(Several()), "several loaders")
 

@@ -95,15 +95,10 @@ def test_gradients_that_are_cleared_in_other_ways():
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             optimizer.zero_grad(set_to_none=False)
 
-    class Keeping(Task):
-        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-            pass
-
-    for make in (Zeroing, Keeping):
-        for steps in (1, 3):
-            task = make()
-            fit(task, BATCHES, strategy=ExactStrategy(steps=steps, micro=2))
-            same_training(task.own, train_whole(reference.cut(BATCHES, steps=steps))[0])
+    for steps in (1, 3):
+        task = Zeroing()
+        fit(task, BATCHES, strategy=ExactStrategy(steps=steps, micro=2))
+        same_training(task.own, train_whole(reference.cut(BATCHES, steps=steps))[0])
 
 
 def test_windows_without_items_take_no_step():
@@ -382,7 +377,7 @@ def test_what_cannot_be_kept_or_has_no_loss():
     class Manual(Task):
         automatic_optimization = False
 
-    refuses("takes a dataloader_iter", Iterating())
+    refuses(r"training_step takes a dataloader_iter.*steps=1", Iterating())
     refuses("returned no loss for a micro-batch", Leaving())
     with pytest.raises(UsageError, match=r"automatic_optimization=False.*Accumulator"):
         fit(Manual(), BATCHES[:2], strategy=ExactStrategy(micro=2))

@@ -51,6 +51,13 @@ def _count(batch: Any) -> int:
     return next((len(leaf) for _, leaf in leaves(batch, "") if has_samples(leaf)), 0)
 
 
+def _are_same(some: Any, other: Any) -> bool:
+    """Whether two values are equal, or both NaN."""
+    if isinstance(some, Tensor) and isinstance(other, Tensor):
+        return torch.equal(some, other) or bool(some.isnan().all() and other.isnan().all())
+    return bool(some == other or (some != some and other != other))
+
+
 def _join(
     same: Sequence[Leaf], lists: Mapping[int, bool], padding: Mapping[Any, int], unknown: int | None, at_left: bool
 ) -> Any:
@@ -58,11 +65,13 @@ def _join(
     if all(lists.get(id(value)) for value in values):
         return [entry for value in values for entry in value]
     if not all(isinstance(value, Tensor) for value in values):
-        if not any(map(has_samples, values)) and all(value == values[0] for value in values[1:]):
+        others = [value for value in values[1:] if has_samples(value) or not _are_same(value, values[0])]
+        if not others and not has_samples(values[0]):
             return values[0]
-        raise BatchError(f"the batches of a window cannot be made one: {path} is {values[0]!r} and {values[-1]!r}.")
+        other = others[0] if others else values[-1]
+        raise BatchError(f"the batches of a window cannot be made one: {path} is {values[0]!r} and {other!r}.")
     if not values[0].dim():
-        if all(torch.equal(value, values[0]) for value in values[1:]):
+        if all(_are_same(value, values[0]) for value in values[1:]):
             return values[0]
         raise BatchError(f"the batches of a window cannot be made one: {path} is one number, another in each.")
     shapes = [tuple(value.shape) for value in values]

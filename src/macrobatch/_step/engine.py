@@ -39,6 +39,7 @@ from macrobatch._step.terms import TermWindow, Weighed
 from macrobatch._step.ties import OutputTies
 from macrobatch._step.totals import Window
 from macrobatch._step.turns import Turn
+from macrobatch._step.verdict import Verdict, verdict_on_ranks
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items, Reduction, StepResult, Terms
 
@@ -110,6 +111,7 @@ class Engine:
         self._turn = Turn()  # how the current micro-batch was begun
         self._before_repeat: Snapshot | None = None
         self._notes_use = False
+        self._counting: Verdict | None = None  # whether all ranks count items alike, on its way to the host
         self._used: set[str] = set()  # the parameters that this rank's window has used, where that is noted
         closing.guard_steps(self._is_accumulating)
 
@@ -389,6 +391,7 @@ class Engine:
             self._send(window)
         window.receive()
         try:
+            self._require_same_counting(window)
             if not self._is_due(window):
                 return None
             unused = gradients.named.keys() - self._used if self.may_repeat else None
@@ -497,6 +500,20 @@ class Engine:
         """Start the totals of a closing window on their way to the other ranks."""
         if (group := self.backend.group) is not None:
             window.send(lambda numbers: start_all_reduce(numbers, group), self._turn.flags)
+
+    def _require_same_counting(self, window: Window) -> None:
+        """An error on all ranks if some give items and others do not.
+
+        The host reads what lies in its memory; of a device only the first window, when the second one closes.
+        """
+        earlier, self._counting = self._counting, None
+        verdict = verdict_on_ranks(window)
+        if verdict is not None and verdict.on_host:
+            earlier = verdict
+        elif verdict is not None and window.number == 1:
+            self._counting = verdict.send()
+        if earlier is not None and (error := earlier.error(earlier.read())) is not None:
+            raise error
 
     def _is_due(self, window: Window) -> bool:
         """Whether a window is closed; with flags, that a short one is dropped may only be known now."""

@@ -35,5 +35,8 @@ class MeanWindow(Window):
     def typical_items(self) -> float | Tensor:
         raise AssertionError("means are accumulated, so nothing is shrunk")
 
+    def unlike_ranks(self) -> Tensor | None:
+        return None  # what each term is divided by is agreed on before
+
     def poisoned(self) -> Tensor | None:
         return None  # bad items tell of themselves

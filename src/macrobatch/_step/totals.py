@@ -21,6 +21,7 @@ from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
 UNSCALED = 1.0
+WITHOUT_ITEMS = 2.0**20  # what a rank that counts no items adds to the sum over ranks; one that does adds 1
 # The items of a recorded micro-batch that the host knows; of terms, each with its rounding, and None where it does not.
 HostItems = int | float | tuple[tuple[int | float | None, float], ...]
 
@@ -97,7 +98,7 @@ class Window:
         self._loss: Tensor | None = None  # that of the others, in a wide dtype, but for the next
         self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
         self._travelling: Callable[[], Tensor] | None = None
-        self._everyone: Tensor | None = None  # loss, items, micro-batches and flags, summed over all ranks
+        self._everyone: Tensor | None = None  # loss, items, micro-batches, who counts, flags: summed over ranks
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -252,7 +253,8 @@ class Window:
         items = self._own_items().to(wide(self.device))
         if (bad_items := self.bad_items()) is not None:
             items = items.masked_fill(bad_items, math.nan)  # so that all ranks get to know
-        host = [torch.full_like(items, number) for number in (self.micro_batches, *flags)]
+        counts = 0.0 if self._counted is None else 1.0 if self._counted else WITHOUT_ITEMS
+        host = [torch.full_like(items, number) for number in (self.micro_batches, counts, *flags)]
         self._travelling = all_reduce(torch.stack([self._total_loss(), items, *host]))
 
     def receive(self) -> None:
@@ -263,7 +265,13 @@ class Window:
     def flag(self, index: int) -> float:
         """How many ranks have set that flag. The host waits for it."""
         assert self._everyone is not None
-        return float(self._everyone[3 + index])
+        return float(self._everyone[4 + index])
+
+    def unlike_ranks(self) -> Tensor | None:
+        """Whether some ranks have given items and others none; None in one process."""
+        if self._everyone is None:
+            return None
+        return (self._everyone[3] >= WITHOUT_ITEMS) & (self._everyone[3] % WITHOUT_ITEMS > 0)
 
     # ------------------------------------------------------------------------------------------ the totals
 
@@ -312,7 +320,10 @@ class Window:
 
     def miscount(self) -> str:
         """What differs from what was said, and what to do. The host waits for it."""
-        raise AssertionError("without terms nothing is said beforehand")
+        return (
+            f"items must be given on every rank, or on none: in window {self.number} some ranks gave them, others did "
+            "not. Without them a micro-batch counts as 1, beside the tokens of the others."
+        )
 
     def losses(self) -> dict[str, Tensor] | None:
         """The mean loss of each term; None where there is one loss without a name."""

@@ -181,9 +181,16 @@ def checked_counts(counts: T) -> T:
 
 def checked_steps(steps: object, name: str) -> int:
     """A number of micro-batches, or an error."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < 1:
         raise UsageError(f"{name} must be a whole number of micro-batches, 1 or more: got {steps!r}.")
-    return steps
+    return int(steps)
+
+
+def checked_switch(name: str, value: object) -> bool:
+    """True or False, or an error."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False: got {value!r}.")
+    return value
 
 
 def require_options(given: Iterable[str], known: Iterable[str]) -> None:

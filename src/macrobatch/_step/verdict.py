@@ -87,6 +87,12 @@ class Verdict:
         return None
 
 
+def verdict_on_ranks(window: Window) -> Verdict | None:
+    """Whether all ranks give items, or none; None in one process."""
+    unlike = window.unlike_ranks()
+    return None if unlike is None else Verdict(window, {MISCOUNTED: unlike})
+
+
 def verdict_on(window: Window, *, nonfinite: Tensor | None = None, writes: Tensor | None = None) -> Verdict | None:
     """The verdict on a closing window; None where the host knows that its step may be taken.
 

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from macrobatch._torch.modules import data_parallel_of, is_fully_sharded
 from macrobatch.errors import BackendError
+
+
+class ClearingHook:
+    """An ``optimizer_zero_grad`` of the module's own, which may keep gradients on purpose: no window begins with them.
+
+    Args:
+        module: whose hook it is; Lightning's own is not looked after.
+        base: Lightning's class of modules.
+        optimizers: whose gradients it is to clear.
+    """
+
+    def __init__(self, module: Any, base: Any, optimizers: Iterable[Optimizer]) -> None:
+        self._name = f"{type(module).__name__}.optimizer_zero_grad"
+        is_own = type(module).optimizer_zero_grad is not base.optimizer_zero_grad
+        held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        self._held = set(map(id, held)) if is_own else set()
+
+    def warn_about(self, left: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Warn once, if it has left some that are not zero. The host reads them, where a module has such a hook."""
+        if not self._held or not any(id(p) in self._held and bool(gradient.any()) for p, gradient in left):
+            return
+        self._held = set()
+        warnings.warn(
+            f"{self._name} keeps the gradients of the step before, but ExactStrategy clears them: each window is one "
+            "big batch. To accumulate over more batches, make steps= larger.",
+            stacklevel=2,
+        )
 
 
 class StaleGradients:
@@ -21,26 +51,35 @@ class StaleGradients:
     def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
         self._parameters = parameters
         self._found: list[tuple[nn.Parameter, Tensor]] = []
+        self._widened: list[tuple[nn.Parameter, torch.dtype | None]] = []  # with the dtype of the window's sums
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Put them away for the first forward of a window."""
-        self._found = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._found, self._widened = [(p, p.grad) for p in self._parameters if p.grad is not None], []
         for parameter, _ in self._found:
             parameter.grad = None
         try:
             yield
         finally:
             for parameter, gradient in self._found:
-                if parameter.grad is None:
-                    parameter.grad = gradient
+                if parameter.grad is not None:
+                    continue
+                if parameter.grad_dtype not in (None, gradient.dtype):
+                    self._widened.append((parameter, parameter.grad_dtype))
+                    parameter.grad_dtype = gradient.dtype
+                parameter.grad = gradient
 
-    def drop(self) -> None:
+    def drop(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Clear those that are still there, or zeros in their place; not what somebody else has put there."""
-        for parameter, gradient in self._found:
-            if parameter.grad is gradient:
-                parameter.grad = None
-        self._found = []
+        dropped = [(parameter, gradient) for parameter, gradient in self._found if parameter.grad is gradient]
+        for parameter, _ in dropped:
+            parameter.grad = None
+        for parameter, dtype in self._widened:
+            if parameter.grad is None:
+                parameter.grad_dtype = dtype
+        self._found, self._widened = [], []
+        return dropped
 
 
 def trained_modules(model: nn.Module) -> list[nn.Module]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from macrobatch._step.validation import checked_steps
@@ -18,11 +20,15 @@ def checked_schedule(steps: Steps) -> Steps:
     """Micro-batches in a window, or those from each of some epochs on."""
     if not isinstance(steps, Mapping):
         return checked_steps(steps, "steps")
-    if not steps or not all(type(epoch) is int and epoch >= 0 for epoch in steps):
+    if not steps or not all(_is_count(epoch) and epoch >= 0 for epoch in steps):
         raise UsageError(
             f"steps={dict(steps)} is no schedule: its keys are the epochs, counted from 0, from which its values hold."
         )
-    return {0: 1} | {epoch: checked_steps(count, f"steps[{epoch}]") for epoch, count in steps.items()}
+    return {0: 1} | {int(epoch): checked_steps(count, f"steps[{epoch}]") for epoch, count in steps.items()}
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def steps_in_epoch(steps: Steps, epoch: int) -> int:
@@ -34,16 +40,18 @@ def steps_in_epoch(steps: Steps, epoch: int) -> int:
 def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
     """Let the Trainer count windows of that length, as with ``accumulate_grad_batches``."""
     before = trainer.accumulate_grad_batches
+    own: Any = type(trainer)
     schedule = None if isinstance(steps, int) else _schedule_class(package)(dict(steps))
     if schedule is None:
         trainer.accumulate_grad_batches = steps
     else:
         trainer.callbacks.insert(0, schedule)  # before callbacks that change it for an epoch
         schedule.set_length(trainer)
+        trainer.__class__ = _estimating_class(own)
     try:
         yield
     finally:
-        trainer.accumulate_grad_batches = before
+        trainer.accumulate_grad_batches, trainer.__class__ = before, own
         if schedule in trainer.callbacks:
             trainer.callbacks.remove(schedule)
 
@@ -62,6 +70,21 @@ def _schedule_class(package: str) -> Any:
             trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     return Schedule
+
+
+@functools.cache
+def _estimating_class(kind: Any) -> Any:
+    """A class of Trainers that count the windows of each epoch; Lightning takes all epochs for the first one."""
+
+    def estimated_stepping_batches(self: Any) -> int | float:
+        estimate: int | float = kind.estimated_stepping_batches.fget(self)  # it loads the data, too
+        if not math.isfinite(self.num_training_batches) or self.max_epochs == -1:
+            return estimate
+        lengths = [steps_in_epoch(self.strategy.steps, epoch) for epoch in range(max(self.max_epochs, 1))]
+        number: int = sum(math.ceil(self.num_training_batches / length) for length in lengths)
+        return number if self.max_steps == -1 else min(number, int(self.max_steps))
+
+    return type(kind.__name__, (kind,), {"estimated_stepping_batches": property(estimated_stepping_batches)})
 
 
 def require_no_other(trainer: Any, package: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import math
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 from macrobatch._cut.policies import Policy
-from macrobatch._step.validation import checked_dtype
+from macrobatch._step.validation import checked_dtype, checked_switch
 from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import LATE, choose_strategy, find_strategy, package_of
-from macrobatch.lightning.gradients import require_own, trained_modules
+from macrobatch.lightning.ends import LoaderEnds
+from macrobatch.lightning.gradients import ClearingHook, require_own, trained_modules
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
 from macrobatch.lightning.windows import BatchByBatch, Settings, WholeWindow, Windows
+from macrobatch.lightning.words import in_words_of_lightning
 from macrobatch.macrostep import checked_micro
 from macrobatch.types import StepResult
 
@@ -94,10 +96,11 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             checked_micro(micro)
         self.result: StepResult | None = None
         self.steps = checked_schedule(steps)
-        self.settings = Settings(micro, cuda_graph, checked_dtype(accumulate_dtype))
+        self.settings = Settings(micro, checked_switch("cuda_graph", cuda_graph), checked_dtype(accumulate_dtype))
         self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
         self._windows: Windows | None = None  # while a Trainer fits, with automatic optimization
         self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the windows are there
+        self._ends: LoaderEnds | None = None
         self._told = contextlib.ExitStack()  # what the Trainer was told, to be taken back
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,6 +108,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
+    @in_words_of_lightning()
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a micro-batch, and do its forward; or keep the batch until the window's last one."""
         run = functools.partial(super().training_step, *args, **kwargs)
@@ -114,6 +118,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             windows.drop()  # the loop has left the window before its last batch
         return windows.forward(run, args, last=self._is_at_last_batch())
 
+    @in_words_of_lightning()
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Add the gradient of the micro-batch; a window's last brings ``.grad`` to the mean.
 
@@ -129,6 +134,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         self.post_backward(shown)
         return shown
 
+    @in_words_of_lightning()
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's own. The window is closed when the closure has run; without items no step is taken."""
         if (windows := self._windows) is None:
@@ -183,6 +189,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         if model.automatic_optimization:
             self._told.enter_context(tell_trainer(trainer, self.steps, package_of(self.around)))
 
+    @in_words_of_lightning()
     def setup(self, trainer: Any) -> None:
         """Lightning's; then the engine is made, of the model as it is trained."""
         super().setup(trainer)
@@ -200,10 +207,12 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             "accumulate_dtype": self.settings.accumulate_dtype,
         }
         self.result = None
+        base = importlib.import_module(package_of(self.around)).LightningModule
+        clearing = ClearingHook(self.lightning_module, base, self.optimizers)
         if self.settings.keeps:
-            self._windows = WholeWindow(self, super().training_step, models, self.settings, options)
+            self._windows = WholeWindow(self, super().training_step, models, self.settings, options, clearing)
         else:
-            self._windows = BatchByBatch(models, options)
+            self._windows = BatchByBatch(models, options, clearing)
 
     def on_train_start(self) -> None:
         """Lightning's; and an error where ranks would wait for each other forever."""
@@ -212,22 +221,20 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             return
         if self._saved is not None:
             self._windows.load_state_dict(self._saved)
-        own = self.lightning_module.trainer.num_training_batches
-        lengths = self.all_gather(torch.tensor(float(own), device=self.root_device)).flatten().tolist()
-        if len(set(lengths)) > 1:
-            lengths = [int(number) if number < math.inf else number for number in lengths]
-            raise UsageError(
-                f"the ranks have different numbers of batches, {lengths}: some would wait for the others forever. "
-                "Lightning's Trainer needs as many on each: leave use_distributed_sampler on, or set "
-                f"limit_train_batches={min(lengths)}."
-            )
+        self._ends = LoaderEnds(self, self.lightning_module.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Lightning's; and the same error, where loaders of unknown length end on some ranks only."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._windows is not None and self._ends is not None:
+            self._ends.exchange(ends=self.lightning_module.trainer.is_last_batch)
 
     def teardown(self) -> None:
         """Lightning's; the Trainer is left as it was."""
         self._told.close()
         if self._windows is not None:
             self._windows.drop()
-        self._windows = self._saved = None
+        self._windows = self._saved = self._ends = None
         super().teardown()
 
     def _check(self, trainer: Any, model: Any) -> None:
@@ -248,6 +255,13 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
                     "and leave ExactStrategy out."
                 )
             return
+        if "dataloader_iter" in inspect.signature(model.training_step).parameters and (
+            longest > 1 or self.settings.keeps
+        ):
+            raise UsageError(
+                f"{type(model).__name__}.training_step takes a dataloader_iter, so the Trainer cannot tell where its "
+                "windows begin and end. Let it take a batch, or use steps=1 without micro= and cuda_graph=."
+            )
         module, plugins = importlib.import_module(package), importlib.import_module(f"{package}.plugins.precision")
         for owner, kind in ((model, module.LightningModule), (self.precision_plugin, plugins.Precision)):
             if type(owner).backward is not kind.backward:

@@ -1,13 +1,13 @@
-"""A module of Lightning as `verify` wants it: a model, a loss, a batch, and a step that does what its Trainer does."""
+"""A module of Lightning as `verify` wants it: a model, a loss, a batch, and a step that its Trainer does."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,16 +15,19 @@ from torch import Tensor, nn
 from macrobatch._cut.joining import joined
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import samples_of
-from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
-from macrobatch.lightning.schedule import steps_in_epoch
-from macrobatch.lightning.strategy import ExactStrategy
-from macrobatch.lightning.windows import BatchByBatch, loss_and_items, padding_for
-from macrobatch.macrostep import MacroStep
+from macrobatch.lightning.rehearsal import Rehearsal, given_loader
+from macrobatch.lightning.windows import loss_and_items, padding_for
 from macrobatch.types import Items
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-Run = Callable[[Any, int], Any]
+
+
+class Verify(Protocol):
+    """`verify`, of what a Trainer does."""
+
+    def __call__(self, notes: Sequence[str], **arguments: Any) -> None:
+        """Add these notes to the report."""
 
 
 def is_of_lightning(given: object) -> bool:
@@ -36,65 +39,52 @@ def _packages() -> list[Any]:
     return [sys.modules[name] for name in PACKAGES if name in sys.modules]
 
 
-def case_of(given: Any) -> dict[str, Any]:
-    """The arguments of `verify` for a Trainer with its module, or a module with its Trainer: its first window.
-
-    Raises:
-        UsageError: one of them, or the data, is missing; or the module steps by itself.
-    """
-    module = given if isinstance(given, nn.Module) else _module_of(given)
-    trainer = _trainer_of(module) if given is module else given
-    if not module.automatic_optimization:
-        raise UsageError(
-            f"{type(module).__name__} steps by itself (automatic_optimization=False): hand its loop to verify, "
-            "verify(model, loss_fn, batch, step=...)."
-        )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UsageError("a Trainer can be verified in one process only: call verify where there is no other rank.")
-    strategy = trainer.strategy
-    is_exact = isinstance(strategy, ExactStrategy)
-    steps = steps_in_epoch(strategy.steps, 0) if is_exact else trainer.accumulate_grad_batches
-    batches = _first_batches(trainer, module, steps)
-    run = _training_step(trainer, module)
-    sizes = [samples_of(batch).count for batch in batches]
-
-    def loss_fn(_: nn.Module, batch: Any) -> tuple[Tensor, Items] | Tensor:
-        loss, items = loss_and_items(run(batch, 0))
-        return loss if items is None else (loss, items)
-
-    def step(model: nn.Module, batch: Any) -> None:
-        model.zero_grad()  # as Lightning does in a window's first batch
-        if is_exact and strategy.settings.micro is not None:
-            options = {"micro": strategy.settings.micro, "accumulate_dtype": strategy.settings.accumulate_dtype}
-            MacroStep(model, None, loss_fn, **options)(batch)
-            return
-        samples, starts = samples_of(batch), [sum(sizes[:index]) for index in range(len(sizes))]
-        parts = [Part(range(at, at + size)) for at, size in zip(starts, sizes, strict=True)]
-        window = [samples.take(part) for part in parts]
-        if is_exact:
-            _run_exactly(BatchByBatch([model], {"accumulate_dtype": strategy.settings.accumulate_dtype}), run, window)
-        else:
-            for index, micro_batch in enumerate(window):
-                (loss_and_items(run(micro_batch, index))[0] / steps).backward()
-
-    return {"model": module, "loss_fn": loss_fn, "batch": joined(batches, padding_for(module), None), "step": step}
-
-
-def _run_exactly(windows: BatchByBatch, run: Run, batches: list[Any]) -> None:
-    """What an `ExactStrategy` does with the batches of a window."""
-    for index, batch in enumerate(batches):
-        windows.forward(partial(run, batch, index), (batch,), last=index == len(batches) - 1)
-        windows.backward()
-
-
-def _module_of(trainer: Any) -> Any:
-    module = trainer.lightning_module
-    if module is None:
+def module_of(given: Any) -> Any:
+    """The module of a Trainer; or the one given, which must have a Trainer."""
+    if isinstance(given, nn.Module):
+        _trainer_of(given)
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in given.parameters()):
+            raise UsageError(
+                f"some parameters of {type(given).__name__} have no shape yet (lazy modules). Call it before verify."
+            )
+        return given
+    if given.lightning_module is None:
         raise UsageError(
             "this Trainer has no module yet. Call verify(trainer) after trainer.fit(module), or before that "
             "`module.trainer = trainer` and verify(module)."
         )
-    return module
+    return given.lightning_module
+
+
+def run_first_window(given: Any, verify: Verify) -> None:
+    """Let a Trainer with its module, or a module with its Trainer, begin a fit, and verify its first window.
+
+    The Trainer is put back; the module is left as the fit leaves it.
+
+    Raises:
+        UsageError: one of them, or the data, is missing; or the module steps by itself.
+    """
+    module = module_of(given)
+    trainer = _trainer_of(module) if given is module else given
+    _require_verifiable(trainer, module)
+    rehearsal = Rehearsal(trainer, module)
+
+    def act(batches: Sequence[Any]) -> None:
+        sizes = [samples_of(batch).count for batch in batches]
+        samples_before = [sum(sizes[:index]) for index in range(len(sizes))]
+        parts = [Part(range(at, at + size)) for at, size in zip(samples_before, sizes, strict=True)]
+
+        def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, Items] | Tensor:
+            return _loss_of(trainer, model, batch)
+
+        def step(_: nn.Module, batch: Any) -> None:
+            samples = samples_of(batch)
+            rehearsal.run([samples.take(part) for part in parts])
+
+        batch = joined(batches, padding_for(module), None)
+        verify(rehearsal.notes, model=module, loss_fn=loss_fn, batch=batch, step=step)
+
+    rehearsal.at_first_window(act)
 
 
 def _trainer_of(module: Any) -> Any:
@@ -108,18 +98,39 @@ def _trainer_of(module: Any) -> Any:
     )
 
 
-def _training_step(trainer: Any, module: Any) -> Run:
-    """``training_step(batch, batch_idx)`` in the Trainer's precision; what it logs goes nowhere."""
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+def _require_verifiable(trainer: Any, module: Any) -> None:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"{name} steps by itself (automatic_optimization=False): hand its loop to verify, "
+            "verify(model, loss_fn, batch, step=...)."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UsageError(
+            f"{name}.training_step takes a dataloader_iter, so verify cannot tell which batches it uses: hand over its "
+            "loop, verify(model, loss_fn, batch, step=...)."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UsageError("a Trainer can be verified in one process only: call verify where there is no other rank.")
+    bases = [package.LightningModule.train_dataloader for package in _packages()]
+    has_own = getattr(module.train_dataloader, "__func__", None) not in bases
+    if trainer.datamodule is None and not has_own and given_loader(trainer) is None:
+        raise UsageError(
+            f"{name} has no training data: define its train_dataloader(), or call verify(trainer) after "
+            "trainer.fit(module, loader)."
+        )
 
-    def run(batch: Any, index: int) -> Any:
-        with _without_log(module), trainer.precision_plugin.train_step_context():
-            output = module.training_step(batch, index) if takes_index else module.training_step(batch)
-        if loss_and_items(output)[0] is None:
-            raise UsageError(f"{type(module).__name__}.training_step returned no loss, so there is nothing to verify.")
-        return output
 
-    return run
+def _loss_of(trainer: Any, model: Any, batch: Any) -> tuple[Tensor, Items] | Tensor:
+    """The loss of a batch, by the module or a copy of it, in the Trainer's precision; what it logs goes nowhere."""
+    model.trainer = trainer  # a copy has none
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values()
+    with _without_log(model), _gradients_kept(model), trainer.precision_plugin.train_step_context():
+        model.on_train_batch_start(batch, 0)  # it may set what training_step reads
+        loss, items = loss_and_items(model.training_step(*arguments))
+    if loss is None:
+        raise UsageError(f"{type(model).__name__}.training_step returned no loss, so there is nothing to verify.")
+    return loss if items is None else (loss, items)
 
 
 @contextlib.contextmanager
@@ -131,40 +142,14 @@ def _without_log(module: Any) -> Iterator[None]:
         del module.log
 
 
-def _first_batches(trainer: Any, module: Any, steps: int) -> list[Any]:
-    """The first window, on the device of the module, as the Trainer hands it over."""
-    before = Snapshot([module])
+@contextlib.contextmanager
+def _gradients_kept(module: nn.Module) -> Iterator[None]:
+    """Inside there are none, so that nobody can clear them."""
+    found = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in found:
+        parameter.grad = None
     try:
-        batches = [batch for _, batch in zip(range(steps), _loader_of(trainer, module), strict=False)]
+        yield
     finally:
-        before.restore()
-    if not batches:
-        raise UsageError(f"the training data of {type(module).__name__} has no batch, so there is no window to verify.")
-    return [_handed_over(trainer, module, batch) for batch in batches]
-
-
-def _handed_over(trainer: Any, module: Any, batch: Any) -> Any:
-    batch = module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
-    return module.on_after_batch_transfer(module.transfer_batch_to_device(batch, module.device, 0), 0)
-
-
-def _loader_of(trainer: Any, module: Any) -> Any:
-    loader = trainer.train_dataloader  # that of the last fit
-    if loader is None:
-        bases = [package.LightningModule.train_dataloader for package in _packages()]
-        owners = [owner for owner in (trainer.datamodule, module) if owner is not None]
-        makers = [
-            owner.train_dataloader for owner in owners if getattr(owner.train_dataloader, "__func__", None) not in bases
-        ]
-        if not makers:
-            raise UsageError(
-                f"{type(module).__name__} has no training data: define its train_dataloader(), or call verify(trainer) "
-                "after trainer.fit(module, loader)."
-            )
-        loader = makers[0]()
-    if isinstance(loader, Mapping | list | tuple):
-        raise UsageError(
-            f"{type(module).__name__} trains on several loaders at once, of which verify cannot make one big batch: "
-            "hand over what it needs, verify(model, loss_fn, batch, step=...)."
-        )
-    return loader
+        for parameter, gradient in found:
+            parameter.grad = gradient

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import package_of
-from macrobatch.lightning.gradients import StaleGradients
+from macrobatch.lightning.gradients import ClearingHook, StaleGradients
 from macrobatch.lightning.logged import Logged
 from macrobatch.lightning.schedule import wants_forwards_alone
 from macrobatch.macrostep import MacroStep
@@ -97,10 +96,12 @@ class BatchByBatch:
     Args:
         models: that are trained.
         options: for the engine.
+        clearing: the module's hook that clears gradients.
     """
 
-    def __init__(self, models: list[nn.Module], options: Mapping[str, Any]) -> None:
+    def __init__(self, models: list[nn.Module], options: Mapping[str, Any], clearing: ClearingHook) -> None:
         self._engine = engine_for(models, None, **options)
+        self._clearing = clearing
         self._stale = StaleGradients([p for model in models for p in model.parameters()])
         self._loss: tuple[Tensor, Items] | None = None  # of the batch under way, with its items
         self.length = 0
@@ -120,7 +121,7 @@ class BatchByBatch:
     def backward(self) -> StepResult | None:
         assert self._loss is not None, "there was a forward"
         (loss, items), self._loss = self._loss, None
-        self._stale.drop()
+        self._clearing.warn_about(self._stale.drop())
         self._engine.backward(loss, items)
         return self._noted(self._engine.close())
 
@@ -172,6 +173,7 @@ class WholeWindow:
         models: that are trained.
         settings: of `ExactStrategy`.
         options: for the engine.
+        clearing: the module's hook that clears gradients.
     """
 
     is_broken = False
@@ -183,14 +185,11 @@ class WholeWindow:
         models: list[nn.Module],
         settings: Settings,
         options: Mapping[str, Any],
+        clearing: ClearingHook,
     ) -> None:
         module = strategy.lightning_module
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            raise UsageError(
-                f"{type(module).__name__}.training_step takes a dataloader_iter, so its batches cannot be kept until "
-                "a window is complete. Let it take a batch, or leave micro= and cuda_graph= out."
-            )
         self._strategy = strategy
+        self._clearing = clearing
         self._run = run
         self._cuts = settings.micro is not None
         self._parameters = [p for model in models for p in model.parameters()]
@@ -220,7 +219,9 @@ class WholeWindow:
             return torch.zeros((), device=self._parameters[0].device)
         whole = joined(self._waiting, self._padding, None) if self._cuts else self._waiting
         self.length, self._waiting, self._others = len(self._waiting), [], arguments[1:]
-        self._take_gradients()  # those of the step before
+        left = self._take_gradients()  # by the step before
+        if self.length > 1:  # else the hook comes later, and finds none
+            self._clearing.warn_about(left)
         with self._logged.window():
             self._result = self._train(whole)
         self._ready = self._take_gradients()

@@ -33,7 +33,7 @@ from macrobatch.verification.report import ParameterError, Report, WindowReport
 from macrobatch.verification.sample_matching import MatchedSamples, match_samples
 from macrobatch.verification.saved_state import DropoutSwitch, SavedState
 from macrobatch.verification.step_watcher import Step, watch
-from macrobatch.verification.trainers import case_of_trainer
+from macrobatch.verification.trainers import verification_of
 from macrobatch.verification.whole_loss import WholeLoss
 
 NUM_WORST = 5  # how many parameters a report names
@@ -104,10 +104,10 @@ def verify(
         BatchError: the step took several optimizer steps, and `verify` cannot match the samples with them.
         FitError: the whole batch does not fit into memory at once.
     """
-    if loss_fn is None and batch is None and (given := case_of_trainer(model)) is not None:
+    if loss_fn is None and batch is None and (verification := verification_of(model)) is not None:
         if (micro, step, collate, counts, joint, windows, reduction) != (*[None] * 6, "mean"):
             raise UsageError("verify(trainer) takes nothing else: what it does in a window is the trainer's own.")
-        return verify(**given)
+        return verification(verify)
     if loss_fn is None:
         raise UsageError("verify(model, loss_fn, batch) needs a loss_fn and a batch, unless the first is a trainer.")
     _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)

@@ -1,0 +1,214 @@
+"""A fit of a Trainer that stops where its first window would begin, and can run that window again and again.
+
+Everything up to there is Lightning's own: ``trainer.fit`` with the loop of `_loop_class`. The Trainer is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from macrobatch.errors import UsageError
+from macrobatch.lightning.choosing import package_of
+from macrobatch.lightning.strategy import ExactStrategy
+
+# What these do besides training is not wanted: they write files, print, or run fits of their own.
+LEFT_OUT = ("Checkpoint", "ProgressBar", "ModelSummary", "LearningRateFinder", "BatchSizeFinder")
+SEVERAL = (
+    "{cls} was run on one of its {ranks} ranks, with the first batches of the whole loader: what the ranks do with "
+    "each other's gradients was not compared"
+)
+UNRECORDED = "micro-steps were not recorded (cuda_graph=True)"
+UNCLIPPED = "gradients were compared before they are clipped (gradient_clip_val={value})"
+
+
+class Batches:
+    """Hands batches to Lightning's loop, as its own fetchers do. `ends`: whether no batch comes after them."""
+
+    def __init__(self, batches: Sequence[Any], *, ends: bool) -> None:
+        self.fetched, self.done = 0, False
+        self._batches, self._ends = batches, ends
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self.fetched == len(self._batches):
+            raise StopIteration
+        self.fetched += 1
+        self.done = self._ends and self.fetched == len(self._batches)
+        return self._batches[self.fetched - 1], self.fetched - 1, 0
+
+
+class Rehearsal:
+    """A Trainer with its module, before its first window.
+
+    Args:
+        trainer: is put back after `at_first_window`.
+        module: is left as the fit leaves it.
+
+    Attributes:
+        notes: in what the fit differs from one of the Trainer's own.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.notes: list[str] = []
+        self._package = package_of(type(trainer.strategy))
+        self._ends = False  # whether the epoch ends with the window
+
+    def at_first_window(self, act: Callable[[Sequence[Any]], None]) -> None:
+        """Fit, and call `act` with the batches of the first window, when the Trainer is about to do it."""
+        advice = importlib.import_module(f"{self._package}.utilities.warnings").PossibleUserWarning
+        loader = given_loader(self.trainer)
+        with self._restored(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", advice)  # on workers, logs, validation: the fit itself gives it
+            make_loop = _loop_class(type(self.trainer.fit_loop))
+            self.trainer.fit_loop = make_loop(self.trainer.fit_loop, lambda: act(self._first_batches()))
+            if self.trainer.datamodule is not None:
+                self.trainer.fit(self.module, datamodule=self.trainer.datamodule)
+            else:
+                self.trainer.fit(self.module, loader)
+
+    def run(self, batches: Sequence[Any]) -> None:
+        """The window, of these batches in place of its own: with all hooks, to the optimizer step."""
+        callbacks = self.trainer.callbacks
+        self.trainer.callbacks = self._copies(callbacks)
+        identity = {"_on_before_batch_transfer", "_apply_batch_transfer_handler"}  # they have been transferred
+        vars(self.module).update(dict.fromkeys(identity, lambda batch, *_, **__: batch))
+        try:
+            self.trainer.fit_loop.run_batches(Batches(batches, ends=self._ends))
+        finally:
+            self.trainer.callbacks = callbacks
+            for name in identity:
+                vars(self.module).pop(name, None)
+
+    def _first_batches(self) -> list[Any]:
+        """Those of the first window, on the device, as the Trainer hands them over."""
+        trainer, fetcher = self.trainer, self.trainer.fit_loop._data_fetcher
+        if len(fetcher.combined_loader.flattened) > 1:
+            raise UsageError(
+                f"{type(self.module).__name__} trains on several loaders at once, of which verify cannot make one big "
+                "batch: hand over what it needs, verify(model, loss_fn, batch, step=...)."
+            )
+        found: list[Any] = []
+        while len(found) < trainer.accumulate_grad_batches and not fetcher.done:
+            batch, *_ = next(fetcher)
+            batch = self.module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+            found.append(trainer.strategy.batch_to_device(batch))
+        self._ends = fetcher.done
+        return found
+
+    # ------------------------------------------------------------------------------------------ putting back
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Inside, the Trainer has parts that may be changed; afterwards its own again."""
+        trainer, connector = self.trainer, self.trainer._accelerator_connector
+        owners = [trainer] if trainer.datamodule is None else [trainer, trainer.datamodule]
+        before, strategy = [dict(vars(owner)) for owner in owners], connector.strategy
+        package = importlib.import_module(self._package)
+        loggers = importlib.import_module(f"{self._package}.loggers.logger")
+        left_out = tuple(getattr(package.callbacks, name) for name in LEFT_OUT)
+        try:
+            connector.strategy = self._alone(strategy)
+            trainer.state = copy.copy(trainer.state)
+            trainer._logger_connector = type(trainer._logger_connector)(trainer)
+            trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+            trainer.profiler = package.profilers.PassThroughProfiler()
+            trainer.callbacks = self._copies([each for each in trainer.callbacks if not isinstance(each, left_out)])
+            trainer.limit_val_batches = 0
+            trainer.num_sanity_val_steps = 0
+            if trainer.gradient_clip_val and not self._overrides("configure_gradient_clipping"):
+                self.notes.append(UNCLIPPED.format(value=trainer.gradient_clip_val))
+                trainer.gradient_clip_val = None
+            yield
+        finally:
+            connector.strategy = strategy
+            for owner, attributes in zip(owners, before, strict=True):
+                vars(owner).clear()
+                vars(owner).update(attributes)
+
+    def _overrides(self, hook: str) -> bool:
+        """Whether the module has such a hook of its own."""
+        base = importlib.import_module(self._package).LightningModule
+        return getattr(type(self.module), hook) is not getattr(base, hook)
+
+    def _copies(self, callbacks: Sequence[Any]) -> list[Any]:
+        """Callbacks of the same states. One that cannot be copied is taken itself."""
+        found = []
+        for callback in callbacks:
+            shared = {id(each): each for each in (self.trainer, self.module, self.trainer.datamodule)}
+            try:
+                found.append(copy.deepcopy(callback, shared))
+            except Exception:  # e.g. it holds a file or a lock
+                found.append(callback)
+        return found
+
+    def _alone(self, strategy: Any) -> Any:
+        """A strategy that does the same in this process alone."""
+        strategies = importlib.import_module(f"{self._package}.strategies")
+        is_exact = isinstance(strategy, ExactStrategy)
+        if is_exact and strategy.settings.cuda_graph:
+            self.notes.append(UNRECORDED)
+        kind = strategy.around if is_exact else type(strategy)
+        precision = copy.deepcopy(strategy.precision_plugin)  # a scaler's scale changes
+        if issubclass(kind, strategies.SingleDeviceStrategy):
+            alone = copy.copy(strategy)
+            alone.precision_plugin = precision
+            if is_exact:
+                alone.settings = replace(strategy.settings, cuda_graph=False)
+            return alone
+        if issubclass(kind, strategies.ModelParallelStrategy) and self._overrides("configure_model"):
+            raise UsageError(
+                f"{type(self.module).__name__}.configure_model() shards the model over processes, but verify(trainer) "
+                "runs in one. Call verify(model, loss_fn, batch, step=...) under torchrun, with the sharded model."
+            )
+        if strategy.world_size > 1 or self.trainer.num_devices > 1:
+            ranks = max(strategy.world_size, self.trainer.num_devices * self.trainer.num_nodes)
+            self.notes.append(SEVERAL.format(cls="the Trainer", ranks=ranks))
+        device = {"device": strategy.root_device, "accelerator": strategy.accelerator}
+        alone = strategies.SingleDeviceStrategy(**device, precision_plugin=precision)
+        if not is_exact:
+            return alone
+        return ExactStrategy(alone, steps=strategy.steps, **vars(replace(strategy.settings, cuda_graph=False)))
+
+
+def given_loader(trainer: Any) -> Any:
+    """What the last fit was given to train on; None if there was no fit, or the module has its data itself."""
+    source = trainer.fit_loop._data_source
+    return None if source.is_module() else source.instance
+
+
+def _loop_class(kind: Any) -> Any:
+    class RehearsingLoop(kind):  # type: ignore[misc]
+        """Lightning's, up to the first batch; then `act`."""
+
+        def __init__(self, own: Any, act: Callable[[], None]) -> None:
+            super().__init__(own.trainer, own.min_epochs, own.max_epochs)
+            self._own, self._act = own, act
+            self._renew_epoch_loop()
+
+        def run(self) -> None:
+            self.setup_data()
+            if self.skip:
+                raise UsageError(
+                    "the Trainer has no batch to train on, so there is no window to verify. Look at its data, "
+                    "limit_train_batches, max_steps and max_epochs."
+                )
+            self.reset()
+            self.on_run_start()
+            self.on_advance_start()
+            self._act()
+
+        def run_batches(self, batches: Batches) -> None:
+            self._renew_epoch_loop()
+            self.epoch_loop.run(batches)
+
+        def _renew_epoch_loop(self) -> None:
+            self.epoch_loop: Any = type(self._own.epoch_loop)(self.trainer, self._own.min_steps, self._own.max_steps)
+
+    return RehearsingLoop
