@@ -162,6 +162,12 @@ def test_such_a_template_serves_where_the_last_answer_alone_is_learnt(with_templ
     assert learnt(corpus, vocabulary) == [f"<think></think>{ANSWERS[1]}<|im_end|>"]
 
 
+def test_a_template_that_leaves_answers_out_is_refused(with_template):
+    vocabulary, _ = with_template("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(BatchError, match="writes nothing of what the assistant says"):
+        Corpus.made([conversation(TALK[1:3])], vocabulary, seq_len=100)
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_an_answer_with_weight_0_is_not_learnt(with_template, template):
     vocabulary, theirs = with_template(template)
@@ -273,6 +279,8 @@ FORMATS = {
         {"instruction": "a?", "input": "c", "output": "b."},
         [{"role": "user", "content": "a?\n\nc"}, ASKED[1]],
     ),
+    "Alpaca with a history": ({"instruction": "a?", "output": "b.", "history": [["a?", "b."]]}, [*ASKED, *ASKED]),
+    "Alpaca with an empty history": ({"instruction": "a?", "output": "b.", "history": []}, ASKED),
     "prompt and completion": ({"prompt": ASKED[:1], "completion": ASKED[1:]}, ASKED),
     "an answer in the prompt": (
         {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:]},
@@ -348,6 +356,8 @@ BAD = {
     "a question to learn": ({"messages": [ASKED[0] | {"weight": 1}, ASKED[1]]}, "weight must be 0 or 1.* user"),
     "two systems": ({"system": "s", "messages": TALK}, "a field for the system's message, and such a message too"),
     "two formats": ({"messages": ASKED, "instruction": "a?", "output": "b."}, "'messages' or as 'instruction' and"),
+    "a system beside strings": ({"prompt": "a?", "completion": "b.", "system": "s"}, "'system' beside a prompt"),
+    "half a history": ({"instruction": "a?", "output": "b.", "history": [["a?"]]}, "must be a list of pairs"),
     "none": ({"question": "a?", "answer": "b."}, "no field 'text', nor .*found 'question', 'answer'"),
 }
 

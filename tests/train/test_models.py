@@ -95,6 +95,26 @@ def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
     assert main(begins(folder)) == 0
 
 
+MIXTURE = {
+    "model_type": "mixtral",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+def test_a_balance_loss_is_not_left_out_in_silence(begins, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"output_router_logits": True}))
+    refused(begins(tmp_path / "config.json"), capsys, "not only that of predicting the next token", "exact(Trainer)")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    assert main(begins(tmp_path / "config.json")) == 0
+
+
 def test_weights_that_are_not_all_there(model, begins, capsys):
     weights = load_file(model / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

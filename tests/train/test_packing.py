@@ -132,6 +132,15 @@ def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
             require_packable(model, Packer(width), CPU)
 
 
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_a_model_that_fails_on_a_packed_row_is_refused(kind):
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    with pytest.raises(UsageError, match="--pack"):
+        require_packable(model, Packer(12), CPU)
+
+
 class Deaf(nn.Module):
     """Takes a mask, and makes nothing of it."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tomllib
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -81,6 +82,25 @@ def test_the_flag_that_was_meant(flag, meant):
     assert meant is None or f"did you mean {meant}?" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data", "a", "--data", "b"], "--data is given twice"),
+        (["--lora-targets", "q", "--steps", "3", "--lora-targets", "v"], "--lora-targets is given twice"),
+        (["--data"], "--data is followed by nothing"),
+        (["--data", "--steps", "3"], "--data is followed by nothing"),
+    ],
+)
+def test_no_part_of_a_list_is_lost(flags, said):
+    with pytest.raises(UsageError, match=said):
+        parsed(flags)
+
+
+def test_programs_may_give_paths_and_lists():
+    settings = Settings(data=[Path("a"), "b"], out=Path("runs/x"))
+    assert (settings.data, settings.out) == (("a", "b"), "runs/x")
+
+
 def test_flags_are_not_mistaken():
     assert parsed(["--no-compile", "--batch_size", "3", "--prompt", "-- x"]).batch_size == 3
 
@@ -142,6 +162,9 @@ def test_large_numbers_are_told_with_their_digits():
         ({"track": ("wandb", "excel")}, "--track must be some of tensorboard, wandb, mlflow, trackio, none: got"),
         ({"track": ("wandb", "none")}, "--track none stands alone"),
         ({"best": ":max"}, "--best must name a number"),
+        ({"early_stop": 2, "validate_every": 0}, "--early-stop compares validations"),
+        ({"batch_ramp_start": 0.5}, "--batch-ramp-start is where a ramp begins"),
+        ({"prompt": "a", "sample_tokens": 0}, "--prompt begins the text"),
     ],
 )
 def test_refused(values, said):

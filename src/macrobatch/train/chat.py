@@ -130,7 +130,13 @@ class ChatTemplate:
                     f"(at message {number + 1}), so it cannot be told what the assistant said. {_WITH_MARKS} Or make a "
                     "record of each answer, with messages in prompt and completion."
                 )
-            spans.append((len(before), len(before) + self._learnt(until[len(before) :])))
+            turn = until[len(before) :]
+            if not turn.strip() and str(messages[number].get("content") or "").strip():
+                raise BatchError(
+                    f"{where}: the chat template writes nothing of what the assistant says (message {number + 1}). "
+                    "Name another one with --chat-template."
+                )
+            spans.append((len(before), len(before) + self._learnt(turn)))
         return whole, spans
 
     def _learnt(self, turn: str) -> int:

@@ -30,6 +30,7 @@ def parsed(arguments: Sequence[str]) -> Settings:
 
     arguments = _said_in_full(arguments)
     _check_flags(arguments)
+    _check_lists(arguments)
     chosen = tyro.cli(Settings, args=list(arguments), default=_basis(arguments), prog="macrobatch train")
     if chosen.epochs is None:
         chosen.check_warmup(chosen.steps or DEFAULT_STEPS)
@@ -116,6 +117,22 @@ def _check_flags(arguments: Sequence[str]) -> None:
         meant = _meant(name)
         hint = f"did you mean {flag_of(meant)}?" if meant else "macrobatch train --help lists them."
         raise UsageError(f"there is no {flag}: {hint}")
+
+
+def _check_lists(arguments: Sequence[str]) -> None:
+    """Refuse a list that is said in two parts, of which one would be lost, and one of nothing."""
+    hints = typing.get_type_hints(Settings)
+    lists = {name for name in NAMES if typing.get_origin(hints[name]) is tuple}
+    seen: set[str] = set()
+    for word, following in itertools.pairwise([*arguments, "--"]):
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if not _FLAG.fullmatch(word) or name not in lists:
+            continue
+        if name in seen:
+            raise UsageError(f"{flag_of(name)} is given twice: put all behind one, as in {flag_of(name)} ONE TWO.")
+        if "=" not in word and following.startswith("--"):
+            raise UsageError(f"{flag_of(name)} is followed by nothing: say what it is, or leave it out.")
+        seen.add(name)
 
 
 def _meant(name: str) -> str | None:

@@ -192,6 +192,12 @@ def _pair(record: _Record) -> Document:
     """Two strings; or two lists of messages, of which the second is learnt."""
     prompt, completion = record.value("prompt"), record.value("completion")
     if not isinstance(prompt, list) and not isinstance(completion, list):
+        for name in ("system", "tools"):
+            if record.value(name) not in (None, "", [], {}):
+                raise BatchError(
+                    f"{record.where}: the record has {name!r} beside a prompt that is a string, which has no place for "
+                    "it. Put it into the prompt, or make the prompt a list of messages."
+                )
         return Document(record.string("prompt"), record.string("completion"), record.where)
     before = [_message(item, f"{record.where}, message {n}") for n, item in enumerate(record.items("prompt"), 1)]
     unlearnt = [message | {"weight": 0} if message["role"] == ASSISTANT else message for message in before]
@@ -201,7 +207,9 @@ def _pair(record: _Record) -> Document:
 def _alpaca(record: _Record) -> Document:
     instruction, given, output = record.string("instruction"), record.optional("input"), record.string("output")
     asked = f"{instruction}\n\n{given}" if given else instruction
-    messages = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": output}]
+    messages = [*_history(record), {"role": "user", "content": asked}, {"role": ASSISTANT, "content": output}]
+    if len(messages) > 2:
+        return record.conversation(messages)  # the usual words have no place for earlier turns
     prompt = _ALPACA.format(
         with_input=", paired with an input that provides further context" if given else "",
         instruction=instruction,
@@ -211,6 +219,19 @@ def _alpaca(record: _Record) -> Document:
     return record.conversation(messages, f"{system}\n\n{prompt}" if system else prompt, output)
 
 
+def _history(record: _Record) -> list[Message]:
+    """Earlier turns, as LLaMA-Factory has them beside Alpaca's fields: pairs of a question and its answer."""
+    if record.value("history") in (None, "", []):
+        return []
+    turns: list[Message] = []
+    for pair in record.items("history"):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BatchError(f"{record.where}: 'history' must be a list of pairs of question and answer.")
+        for role, text in zip(("user", ASSISTANT), pair, strict=True):
+            turns.append({"role": role, "content": _string(text, "a turn in 'history'", record.where)})
+    return turns
+
+
 _FORMATS: dict[tuple[str, ...], Callable[[_Record], Document]] = {
     ("text",): _text,
     ("prompt", "completion"): _pair,
@@ -218,7 +239,7 @@ _FORMATS: dict[tuple[str, ...], Callable[[_Record], Document]] = {
     ("conversations",): lambda record: record.conversation(record.messages("conversations")),
     ("instruction", "output"): _alpaca,
 }
-_NAMES = [*(name for names in _FORMATS for name in names), "input", "system", "tools"]
+_NAMES = [*(name for names in _FORMATS for name in names), "input", "history", "system", "tools"]
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from macrobatch.errors import UsageError
-from macrobatch.train import models
+from macrobatch.train import models, suitable
 from macrobatch.train.pretrained import in_folder
 from macrobatch.train.vocabulary import Vocabulary
 
@@ -22,7 +22,7 @@ def text_from(
     if not origin.has_weights:
         raise UsageError(f"{run} holds the configuration of a model, and no weights.")
     model, vocabulary = models.merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
-    models.require_causal(model, origin)
+    suitable.require_causal(model, origin)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import BackendError, UsageError
-from macrobatch.train import adapters
+from macrobatch.train import adapters, suitable
 from macrobatch.train.files import replacing_folder
 from macrobatch.train.pretrained import (
     ADAPTER,
@@ -121,7 +121,8 @@ def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
         adapters.add(model, blocks_of(model), settings, origin)
     else:
         model = merged(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
-    require_causal(model, origin)
+    suitable.require_causal(model, origin)
+    suitable.require_plain_loss(model, origin)
     return model
 
 
@@ -131,21 +132,6 @@ def merged(origin: Origin) -> nn.Module:
     if origin.adapter is not None:
         adapters.merge(model, origin.adapter, origin.said)
     return model
-
-
-@torch.no_grad()
-def require_causal(model: nn.Module, origin: Origin) -> None:
-    """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
-    ids = torch.arange(8) % min(vocabulary_size_of(model), 8)
-    others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
-    model.eval()
-    one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
-    if (one - other).abs().max() > 1e-5 * one.abs().max():
-        raise UsageError(
-            f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
-            "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
-            '"is_decoder": true makes one.'
-        )
 
 
 def learning_rate(settings: Settings) -> float:

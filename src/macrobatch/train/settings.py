@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ Track = Literal["tensorboard", "wandb", "mlflow", "trackio", "none"]
 
 DEFAULT_BATCH = 16  # samples
 DEFAULT_STEPS = 320
+DEFAULT_RAMP_START = 0.25
 DEFAULT_VALIDATION = 0.01  # of the documents
 ALTERNATIVES = (("batch_size", "batch_tokens"), ("steps", "epochs"))
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
@@ -69,7 +71,7 @@ class Settings:
     """Tokens in a batch, instead of samples."""
     batch_ramp: int = 0
     """Steps in which the batch grows to its size."""
-    batch_ramp_start: float = 0.25
+    batch_ramp_start: float = DEFAULT_RAMP_START
     """What part of the batch a ramp begins with."""
     micro: str = "tokens"
     """How a batch is cut: N samples; tokens:N, at most N tokens with padding; tokens, as many tokens as fit into the
@@ -162,6 +164,8 @@ class Settings:
     """Show where an error was raised."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # programs have paths, and lists
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         _check_types(self)
         _check_ranges(self)
         _check_together(self)
@@ -215,6 +219,13 @@ class Settings:
         for name, value in self.lasting.items():
             lines.append(f"# {name} =" if value is None else f"{name} = {_toml(value)}")
         return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A path as a text, and a list as a tuple."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -312,6 +323,12 @@ def _check_together(settings: Settings) -> None:
         raise UsageError(f"--best must name a number: got {settings.best!r}. E.g. --best loss, or --best accuracy:max.")
     if settings.early_stop is not None and settings.validation == 0 and best in ("loss", "perplexity"):
         raise UsageError("--early-stop needs something to validate on, and --validation is 0.")
+    if settings.early_stop is not None and settings.validate_every == 0:
+        raise UsageError("--early-stop compares validations, and --validate-every 0 has one only, in the end.")
+    if settings.batch_ramp == 0 and settings.batch_ramp_start != DEFAULT_RAMP_START:
+        raise UsageError("--batch-ramp-start is where a ramp begins: give --batch-ramp too.")
+    if settings.prompt is not None and settings.sample_tokens == 0:
+        raise UsageError("--prompt begins the text that is printed in the end, and --sample-tokens 0 prints none.")
     if len(settings.track) > 1 and "none" in settings.track:
         raise UsageError(f"--track none stands alone: got {' '.join(settings.track)}.")
     for one, other in ALTERNATIVES:

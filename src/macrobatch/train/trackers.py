@@ -131,7 +131,7 @@ def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
                 Trackers(found).close("failed")
                 raise UsageError(
                     f"--track {name}: {kind.title} could not be opened: {_reason(error)}. {kind.hint} The run has not "
-                    f"begun: begin it again with --resume --out {run.folder}, or with another --track."
+                    "begun, and left nothing behind; or choose another --track."
                 ) from error
             logger.warning("%s gets no numbers of this run: %s", kind.title, _reason(error))
             continue

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from macrobatch._torch.modules import without_ddp
+from macrobatch.errors import MacrobatchError
 from macrobatch.train import adapters, cutting, folder, generate, models, optimizers, report, trackers
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
@@ -93,7 +94,12 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         recorder: Silent = Silent()
         with Signals(say=lambda text: recorder.say(text)) as signals:
             resume_step = first if past else None
-            recorder = world.together(lambda: _recorder(run, plan.steps, resume_step, settings, world, signals))
+            try:
+                recorder = world.together(lambda: _recorder(run, plan.steps, resume_step, settings, world, signals))
+            except MacrobatchError:  # a tracker that cannot be opened
+                if past is None and world.is_first:
+                    shutil.rmtree(run, ignore_errors=True)  # nothing has begun
+                raise
             stack.enter_context(recorder)
             recorder.derived(derived)
             if baseline:

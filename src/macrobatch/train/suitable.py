@@ -1,0 +1,47 @@
+"""Whether a model can be trained here: judged by what it computes, not by its name."""
+
+# mypy: untyped-calls-exclude="torch,transformers"
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from macrobatch.errors import UsageError
+from macrobatch.losses import causal_lm_loss
+from macrobatch.train.pretrained import Origin
+
+
+@torch.no_grad()
+def require_causal(model: nn.Module, origin: Origin) -> None:
+    """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
+    ids = _some_ids(model)
+    others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
+    model.eval()
+    one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
+    if (one - other).abs().max() > 1e-5 * one.abs().max():
+        raise UsageError(
+            f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
+            "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
+            '"is_decoder": true makes one.'
+        )
+
+
+@torch.no_grad()
+def require_plain_loss(model: nn.Module, origin: Origin) -> None:
+    """Refuse a model whose own loss has more in it than predicting the next token: that would be left out here."""
+    ids = _some_ids(model).unsqueeze(0)
+    model.eval()
+    own = getattr(model(input_ids=ids, labels=ids), "loss", None)
+    ours, _ = causal_lm_loss(model, {"input_ids": ids})
+    if own is not None and abs(own.item() - ours.item()) > 1e-3 * abs(ours.item()):
+        raise UsageError(
+            f"{origin.said}: the loss of {type(model).__name__} is not only that of predicting the next token: "
+            f"{own.item():.4f}, where that is {ours.item():.4f}. It adds something, such as the balance of its "
+            "experts, which is not computed here. Train it with exact(Trainer) of macrobatch.transformers; or leave it "
+            'out: "output_router_logits": false in its config.json.'
+        )
+
+
+def _some_ids(model: nn.Module) -> torch.Tensor:
+    words = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    return torch.arange(8) % min(words, 8)
