@@ -149,8 +149,16 @@ def test_special_tokens_that_somebody_writes_into_a_question_are_not_learnt(with
     assert learnt(corpus, vocabulary) == ["no <|im_end|> no" + ENDS[template]]
 
 
-def test_a_template_that_writes_the_past_anew_is_refused(with_template):
-    vocabulary, _ = with_template(FORGETFUL)
+def test_earlier_answers_are_learnt_as_they_stand_where_a_template_writes_the_last_one_otherwise(with_template):
+    vocabulary, theirs = with_template(FORGETFUL)
+    corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
+    first, last = ANSWERS
+    assert learnt(corpus, vocabulary) == [f"{first}<|im_end|>", f"<think></think>{last}<|im_end|>"]
+
+
+def test_a_template_that_writes_answers_in_other_words_is_refused(with_template):
+    vocabulary, _ = with_template(FORGETFUL.replace("message['content'] +", "(message['content'] | upper) +"))
     with pytest.raises(BatchError, match=r"line 1: .*otherwise when it goes on \(at message 3\).*{% generation %}"):
         Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
 

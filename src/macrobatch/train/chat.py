@@ -1,7 +1,8 @@
 """Conversations as text, by a chat template; and which of its characters are the assistant's, which are learnt.
 
 A template may mark them itself, with ``{% generation %}``. If it does not, an answer is what the conversation up to it
-has more than the one before it with the prompt for an answer. A template for which that does not hold is refused.
+has more than the one before it with the prompt for an answer; or, where a template writes earlier answers otherwise,
+its own words. A template for which neither holds is refused.
 """
 
 # mypy: untyped-calls-exclude="transformers"
@@ -27,6 +28,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+_STAND_IN = "what nobody would say: 7c1f0e"
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _WITH_MARKS = (
     "Put {% generation %} and {% endgeneration %} around what the assistant says in it, and name that file with "
@@ -125,6 +127,9 @@ class ChatTemplate:
             before = self._text(messages[:number], tools, where, asks=True)
             until = whole if number == last else self._text(messages[: number + 1], tools, where)
             if not until.startswith(before) or not whole.startswith(until):
+                if (span := self._verbatim(messages, number, tools, whole, where)) is not None:
+                    spans.append(span)
+                    continue
                 raise BatchError(
                     f"{where}: the chat template writes the beginning of this conversation otherwise when it goes on "
                     f"(at message {number + 1}), so it cannot be told what the assistant said. {_WITH_MARKS} Or make a "
@@ -138,6 +143,23 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(before) + self._learnt(turn)))
         return whole, spans
+
+    def _verbatim(
+        self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str, where: str
+    ) -> Span | None:
+        """Where an answer stands word for word, with the token that ends it; None: nowhere.
+
+        Templates may write it otherwise while it is the last one. With another text in its place, all around it is
+        the same.
+        """
+        said = str(messages[number].get("content") or "")
+        changed = [*messages[:number], {**messages[number], "content": _STAND_IN}, *messages[number + 1 :]]
+        before, _, after = self._text(changed, tools, where).partition(_STAND_IN)
+        for answer in dict.fromkeys((said, said.strip())):
+            if answer and whole == before + answer + after:
+                ending = next((len(token) for token in self._special if after.startswith(token)), 0)
+                return len(before), len(before) + len(answer) + ending
+        return None
 
     def _learnt(self, turn: str) -> int:
         """How many characters of a turn are learnt: white space after the token that ends it is not."""
