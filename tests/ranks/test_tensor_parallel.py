@@ -441,7 +441,7 @@ def test_a_parameter_that_a_rank_has_no_part_of(on_two):
 REFUSED = {
     "terms": (partial(spread, [0, 1], Partial()), ("'weight'", "Partial", "Replicate")),
     "fsdp1-on-four": (lambda: refuses(in_fsdp1), ("FullyShardedDataParallel", "fully_shard", "DTensors")),
-    "auto": (chosen_by_memory, ('micro="auto"', "shares a model", "number")),
+    "auto": (chosen_by_memory, ('"auto" cuts by the memory of one rank', "shares a model", "number")),
     "no_group": (lambda: refuses(lambda: alone(split, made(Feedforward))), ("DTensor", 'process_group=mesh["dp"]')),
     "no_group-on-four": (
         lambda: refuses(lambda: split(made(Feedforward), given("tensor"))),

@@ -651,3 +651,12 @@ def test_one_file_is_one_file(tmp_path, caplog):
     documents([tmp_path])
     assert "left out 1 file in" in caplog.text
     assert ", ..." not in caplog.text
+
+
+def test_what_an_earlier_version_kept_is_made_anew_without_a_word(tmp_path, caplog):
+    (tmp_path / "thing").write_bytes(b"macrobatch cache 1\n" + b"0" * 64 + b"old")
+    assert bytes(kept(tmp_path, "thing", lambda: b"new")) == b"new"
+    assert not caplog.text
+    (tmp_path / "thing").write_bytes(b"something else")
+    assert bytes(kept(tmp_path, "thing", lambda: b"new")) == b"new"
+    assert "damaged or not ours" in caplog.text

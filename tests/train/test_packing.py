@@ -20,7 +20,7 @@ from macrobatch.losses import causal_lm_loss
 from macrobatch.train.corpus import Sample, collated
 from macrobatch.train.flags import parsed
 from macrobatch.train.models import _widen_norms
-from macrobatch.train.packing import Packer, mask_dtype, masked, require_packable
+from macrobatch.train.packing import Packer, mask_for, masked
 from macrobatch.train.trainer import train
 
 WORDS = 40
@@ -82,10 +82,12 @@ def test_micro_batches_of_rows(few_shapes):
 def test_packed_losses_and_gradients_are_those_of_the_samples_alone(kind, attention, dtype, tolerance):
     tolerance = max(tolerance, 1e-6 if attention == "eager" else 0)  # its softmax is in float32
     model = model_of(kind, attention).to(dtype)
+    dtypes = {"sdpa": torch.bool, "eager": torch.float32}
+    assert mask_for(model, Packer(14), CPU) == dtypes[attention]
     given = samples(9, 3, 14, 2, 7, 5, 1, 11)
     losses, gradients = [], []
     for packer in (None, Packer(14), Packer(16, whole=True)):
-        batch = collated(given) if packer is None else masked(packer(given), mask_dtype(model))
+        batch = collated(given) if packer is None else masked(packer(given), dtypes[attention])
         loss, items = causal_lm_loss(model, batch)
         losses.append((loss.item(), items.item()))
         gradients.append(dict(zip(range(99), torch.autograd.grad(loss, list(model.parameters())), strict=False)))
@@ -119,17 +121,17 @@ def test_a_window_of_packed_rows_is_that_of_the_samples(micro):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_that_keep_samples_apart_are_packed(kind):
-    require_packable(model_of(kind), Packer(32), CPU)
+    mask_for(model_of(kind), Packer(32), CPU)
 
 
 @pytest.mark.parametrize("width", [16, 64])
 def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
     model = model_of("mistral", num_key_value_heads=2, sliding_window=24)
     if width < 24:
-        require_packable(model, Packer(width), CPU)
+        mask_for(model, Packer(width), CPU)
     else:
         with pytest.raises(UsageError, match="looks back over a limited number"):
-            require_packable(model, Packer(width), CPU)
+            mask_for(model, Packer(width), CPU)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
@@ -138,7 +140,7 @@ def test_a_model_that_fails_on_a_packed_row_is_refused(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with pytest.raises(UsageError, match="--pack"):
-        require_packable(model, Packer(12), CPU)
+        mask_for(model, Packer(12), CPU)
 
 
 class Deaf(nn.Module):
@@ -159,14 +161,7 @@ class Deaf(nn.Module):
 
 def test_a_model_that_ignores_the_mask_is_refused():
     with pytest.raises(UsageError, match="computes something else"):
-        require_packable(Deaf(), Packer(12), CPU)
-
-
-def test_attention_without_a_mask_is_refused():
-    model = model_of("llama")
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(UsageError, match="takes a mask of its own"):
-        mask_dtype(model)
+        mask_for(Deaf(), Packer(12), CPU)
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer

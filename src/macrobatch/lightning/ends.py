@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from macrobatch.errors import UsageError
+from macrobatch.lightning import private
 
 GOES_ON = -1.0
 
@@ -26,7 +27,7 @@ class LoaderEnds:
     def __init__(self, strategy: Any, trainer: Any) -> None:
         self._strategy = strategy
         self._loop = trainer.fit_loop
-        has_lengths = all(map(_has_length, self._loop._data_fetcher.combined_loader.flattened))
+        has_lengths = all(map(_has_length, private.fetcher_of(self._loop).combined_loader.flattened))
         lengths, sized = zip(*self._gather(trainer.num_training_batches, has_lengths), strict=True)
         self._exchanges = strategy.world_size > 1 and not all(sized)
         if len(set(lengths)) > 1:
@@ -37,7 +38,7 @@ class LoaderEnds:
                 f"limit_train_batches={min(shown)}."
             )
         if self._exchanges:
-            _tell_of_end(self._loop._data_fetcher, lambda: self.exchange(ends=True))
+            _tell_of_end(private.fetcher_of(self._loop), lambda: self.exchange(ends=True))
 
     def exchange(self, *, ends: bool) -> None:
         """With the other ranks, once a batch: whether it is the last one, or this rank has none in its place."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from macrobatch.errors import UsageError
+from macrobatch.lightning import private
 from macrobatch.lightning.choosing import package_of
 from macrobatch.lightning.strategy import ExactStrategy
 
@@ -63,7 +64,7 @@ class Rehearsal:
     def at_first_window(self, act: Callable[[Sequence[Any]], None]) -> None:
         """Fit, and call `act` with the batches of the first window, when the Trainer is about to do it."""
         advice = importlib.import_module(f"{self._package}.utilities.warnings").PossibleUserWarning
-        loader = given_loader(self.trainer)
+        loader = private.given_loader(self.trainer)
         with self._restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore", advice)  # on workers, logs, validation: the fit itself gives it
             make_loop = _loop_class(type(self.trainer.fit_loop))
@@ -77,18 +78,18 @@ class Rehearsal:
         """The window, of these batches in place of its own: with all hooks, to the optimizer step."""
         callbacks = self.trainer.callbacks
         self.trainer.callbacks = self._copies(callbacks)
-        identity = {"_on_before_batch_transfer", "_apply_batch_transfer_handler"}  # they have been transferred
-        vars(self.module).update(dict.fromkeys(identity, lambda batch, *_, **__: batch))
+        unchanged = dict.fromkeys(private.TRANSFERS, lambda batch, *_, **__: batch)  # they have been transferred
+        vars(self.module).update(unchanged)
         try:
             self.trainer.fit_loop.run_batches(Batches(batches, ends=self._ends))
         finally:
             self.trainer.callbacks = callbacks
-            for name in identity:
+            for name in unchanged:
                 vars(self.module).pop(name, None)
 
     def _first_batches(self) -> list[Any]:
         """Those of the first window, on the device, as the Trainer hands them over."""
-        trainer, fetcher = self.trainer, self.trainer.fit_loop._data_fetcher
+        trainer, fetcher = self.trainer, private.fetcher_of(self.trainer.fit_loop)
         if len(fetcher.combined_loader.flattened) > 1:
             raise UsageError(
                 f"{type(self.module).__name__} trains on several loaders at once, of which verify cannot make one big "
@@ -97,8 +98,7 @@ class Rehearsal:
         found: list[Any] = []
         while len(found) < trainer.accumulate_grad_batches and not fetcher.done:
             batch, *_ = next(fetcher)
-            batch = self.module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
-            found.append(trainer.strategy.batch_to_device(batch))
+            found.append(private.transferred(trainer, self.module, batch))
         self._ends = fetcher.done
         return found
 
@@ -107,7 +107,7 @@ class Rehearsal:
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         """Inside, the Trainer has parts that may be changed; afterwards its own again."""
-        trainer, connector = self.trainer, self.trainer._accelerator_connector
+        trainer, connector = self.trainer, private.connector_of(self.trainer)
         owners = [trainer] if trainer.datamodule is None else [trainer, trainer.datamodule]
         before, strategy = [dict(vars(owner)) for owner in owners], connector.strategy
         package = importlib.import_module(self._package)
@@ -116,7 +116,7 @@ class Rehearsal:
         try:
             connector.strategy = self._alone(strategy)
             trainer.state = copy.copy(trainer.state)
-            trainer._logger_connector = type(trainer._logger_connector)(trainer)
+            private.forget_logged(trainer)
             trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
             trainer.profiler = package.profilers.PassThroughProfiler()
             trainer.callbacks = self._copies([each for each in trainer.callbacks if not isinstance(each, left_out)])
@@ -175,12 +175,6 @@ class Rehearsal:
         if not is_exact:
             return alone
         return ExactStrategy(alone, steps=strategy.steps, **vars(replace(strategy.settings, cuda_graph=False)))
-
-
-def given_loader(trainer: Any) -> Any:
-    """What the last fit was given to train on; None if there was no fit, or the module has its data itself."""
-    source = trainer.fit_loop._data_source
-    return None if source.is_module() else source.instance
 
 
 def _loop_class(kind: Any) -> Any:

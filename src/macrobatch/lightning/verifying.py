@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +15,8 @@ from macrobatch._cut.joining import joined
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import samples_of
 from macrobatch.errors import UsageError
-from macrobatch.lightning.rehearsal import Rehearsal, given_loader
+from macrobatch.lightning import private
+from macrobatch.lightning.rehearsal import Rehearsal
 from macrobatch.lightning.windows import loss_and_items, padding_for
 from macrobatch.types import Items
 
@@ -114,7 +114,7 @@ def _require_verifiable(trainer: Any, module: Any) -> None:
         raise UsageError("a Trainer can be verified in one process only: call verify where there is no other rank.")
     bases = [package.LightningModule.train_dataloader for package in _packages()]
     has_own = getattr(module.train_dataloader, "__func__", None) not in bases
-    if trainer.datamodule is None and not has_own and given_loader(trainer) is None:
+    if trainer.datamodule is None and not has_own and private.given_loader(trainer) is None:
         raise UsageError(
             f"{name} has no training data: define its train_dataloader(), or call verify(trainer) after "
             "trainer.fit(module, loader)."
@@ -124,7 +124,7 @@ def _require_verifiable(trainer: Any, module: Any) -> None:
 def _loss_of(trainer: Any, model: Any, batch: Any) -> tuple[Tensor, Items] | Tensor:
     """The loss of a batch, by the module or a copy of it, in the Trainer's precision; what it logs goes nowhere."""
     model.trainer = trainer  # a copy has none
-    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values()
+    arguments = private.step_arguments(trainer, batch)
     with _without_log(model), _gradients_kept(model), trainer.precision_plugin.train_step_context():
         model.on_train_batch_start(batch, 0)  # it may set what training_step reads
         loss, items = loss_and_items(model.training_step(*arguments))

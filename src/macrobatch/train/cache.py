@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from macrobatch._io.files import replacing
 from macrobatch.errors import UsageError
@@ -31,6 +31,16 @@ _BLOCK = 1 << 20  # bytes that are read at once
 _ABANDONED = 3600.0  # seconds after which nobody is still writing a file
 
 Put = Callable[[bytes], None]
+
+
+class Checksum(Protocol):
+    """What hashlib makes."""
+
+    def update(self, data: bytes, /) -> None:
+        """Go on with these bytes."""
+
+    def hexdigest(self) -> str:
+        """That of all bytes so far."""
 
 
 def cache_folder() -> Path | None:
@@ -135,8 +145,16 @@ def _map(path: Path) -> memoryview | None:
                 return _view(file)
     except OSError:
         return None
-    logger.warning("%s is damaged or not ours: it is made anew.", path)
+    if not _is_of_another_version(path):
+        logger.warning("%s is damaged or not ours: it is made anew.", path)
     return None
+
+
+def _is_of_another_version(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        first = file.readline(len(_MAGIC)).strip()
+        return first != _MAGIC.strip() and first.startswith(_MAGIC.strip()[:-1])
+    return False
 
 
 def _is_whole(file: IO[bytes], name: str) -> bool:
@@ -146,7 +164,7 @@ def _is_whole(file: IO[bytes], name: str) -> bool:
     return head == _MAGIC + total.hexdigest().encode("ascii")
 
 
-def _begun(name: str) -> hashlib._Hash:
+def _begun(name: str) -> Checksum:
     """A checksum that is of the name too: a file that was copied to another name is not what that one promises."""
     return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))
 

@@ -22,7 +22,7 @@ from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
 from macrobatch.train.data import Data
-from macrobatch.train.packing import SEGMENTS, Packer, mask_dtype, masked, require_packable
+from macrobatch.train.packing import SEGMENTS, Packer, mask_for, masked
 from macrobatch.train.record import padded_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
@@ -224,9 +224,8 @@ class Learner:
         return self.settings.cuda_graph and self.world.device.type == "cuda"
 
     def _make_packer(self, width: int) -> Packer:
-        self._mask_dtype = mask_dtype(self.model)
         packer = Packer(width, whole=self._has_few_shapes)
-        require_packable(self.model, packer, self.world.device)
+        self._mask_dtype = mask_for(self.model, packer, self.world.device)
         return packer
 
     # -------------------------------------------------------------------------------------------------- checkpoints

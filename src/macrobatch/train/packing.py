@@ -18,7 +18,7 @@ from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import UsageError
 from macrobatch.train.corpus import Sample
 
-MASKS = {"sdpa": torch.bool, "eager": torch.float32}  # what each implementation of attention takes for a mask
+MASKS = (torch.bool, torch.float32)  # what implementations of attention take: what is seen, or what is added
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
 
@@ -96,19 +96,21 @@ def _seen(segments: Tensor) -> Tensor:
     return ((segments.unsqueeze(1) == segments.unsqueeze(2)) & is_before).unsqueeze(1)
 
 
-def mask_dtype(model: nn.Module) -> torch.dtype:
-    """The mask that the attention of this model takes. Refuses one that takes none."""
-    implementation = getattr(getattr(without_ddp(model), "config", None), "_attn_implementation", None)
-    if implementation not in MASKS:
-        raise UsageError(
-            f"--pack needs attention that takes a mask of its own ({', '.join(MASKS)}): this model has "
-            f"{implementation!r}. Leave out --pack."
-        )
-    return MASKS[implementation]
+def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dtype:
+    """The kind of mask with which this model keeps samples apart. Refuses a model for which there is none."""
+    first: UsageError | None = None
+    for dtype in MASKS:
+        try:
+            require_apart(model, packer, device, dtype)
+            return dtype
+        except UsageError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 @torch.no_grad()
-def require_packable(model: nn.Module, packer: Packer, device: torch.device) -> None:
+def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a model that sees more, or less, of a sample when it shares its row: its own answers are compared.
 
     With a row as long as they come: what looks back over so many tokens only (a sliding window) differs from there on.
@@ -119,7 +121,7 @@ def require_packable(model: nn.Module, packer: Packer, device: torch.device) -> 
     ids = [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths if length]
     was_training = model.training
     model.eval()
-    packed = masked(packer([{"input_ids": part, "labels": part} for part in ids]), mask_dtype(model))
+    packed = masked(packer([{"input_ids": part, "labels": part} for part in ids]), dtype)
     try:
         together = _logits(model, packed, device)[0]
     except Exception as error:  # whatever a model makes of a mask that it does not know

@@ -108,8 +108,8 @@ def require_installed(names: Sequence[str]) -> None:
     """Refuse trackers whose libraries are missing."""
     for name in names:
         kind = KINDS[name]
-        if not _is_installed(kind.module):
-            raise UsageError(f"--track {name} needs {kind.module}, which is not installed: pip install {kind.package}")
+        if not _is_installed(kind.library):
+            raise UsageError(f"--track {name} needs {kind.library}, which is not installed: pip install {kind.package}")
 
 
 def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
@@ -324,7 +324,7 @@ class Kind:
     """A tracker that there is: what its makers call it, what to import, what to install, and how to open it."""
 
     title: str
-    module: str
+    library: str
     package: str
     open: Callable[[Tracked], Tracker]
     hint: str = ""
