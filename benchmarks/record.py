@@ -12,8 +12,10 @@ leaves its results there. `macrobatch bench` runs them all, and finds in these f
 import argparse
 import contextlib
 import json
+import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -49,6 +51,17 @@ def machine(device: str = "cpu") -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def started(command: Sequence[str], seconds: float, **variables: str) -> str:
+    """What a program printed, which finds this package, installed or not, and no hub; its errors end this one."""
+    package = str(Path(macrobatch.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | variables
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[:5])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def quartiles(figures: Sequence[float]) -> tuple[float, float, float]:

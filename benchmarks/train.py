@@ -28,10 +28,8 @@ small a model magnify the rounding of float32 ten thousand times, in all of them
 # mypy: untyped-calls-exclude="torch,transformers,accelerate"
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +41,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +49,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import macrobatch
+from macrobatch.train import Settings
 
 MACROBATCH, TRAINER, GROUPED, ACCELERATE = "macrobatch", "Trainer", "Trainer, grouped", "Accelerate"
 IGNORED = -100
@@ -110,29 +110,31 @@ class Problem:
     samples: list[Batch]  # in the order of the batches
 
 
-def problem(sizes: Sizes) -> Problem:
+def problem(settings: Settings) -> Problem:
     from macrobatch.train import models
     from macrobatch.train.data import Data
     from macrobatch.train.learner import Plan
     from macrobatch.train.optimizers import optimizers_of
-    from macrobatch.train.settings import Settings
     from macrobatch.train.world import World
 
-    settings = Settings(model=sizes.model, steps=sizes.steps, batch_size=sizes.batch, lr=LEARNING_RATE, device="cpu")
-    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device(settings.device))
     data = Data.read(settings)
     plan = Plan.made(settings, data, world)
     model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
-    (optimizer,) = optimizers_of(model, settings, LEARNING_RATE)
+    (optimizer,) = optimizers_of(model, settings, models.learning_rate(settings))
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]
     return Problem(
         model=model,
         optimizer=optimizer,
         scheduler=LambdaLR(optimizer, lambda step: rate(step) / base),
         max_norm=settings.max_norm,
-        samples=[data.train[index] for step in range(sizes.steps) for index in stream.next(step)],
+        samples=[data.train[index] for step in range(plan.steps) for index in stream.next(step)],
     )
+
+
+def settings_of(sizes: Sizes) -> Settings:
+    return Settings(model=sizes.model, steps=sizes.steps, batch_size=sizes.batch, lr=LEARNING_RATE, device="cpu")
 
 
 class Watch:
@@ -173,7 +175,8 @@ def macrobatch_train(sizes: Sizes, folder: Path) -> Measured:
     options: dict[str, object] = {"model": sizes.model, "steps": sizes.steps, "batch-size": sizes.batch}
     options |= {"lr": LEARNING_RATE}
     options |= {"validate-every": 0, "save-every": 0, "sample-tokens": 0}  # none before the last step has ended
-    started(command + [part for name, value in options.items() for part in (f"--{name}", str(value))])
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    record.started(command + flags, SECONDS, CUDA_VISIBLE_DEVICES="")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return Measured(
         seconds=[row["seconds"] for row in rows],
@@ -190,7 +193,7 @@ def trainer(sizes: Sizes, strategy: str) -> Measured:
 
     from macrobatch.train.corpus import collated
 
-    given = problem(sizes)
+    given = problem(settings_of(sizes))
     watch = Watch(given.model)
 
     class Timing(TrainerCallback):  # type: ignore[misc]
@@ -236,7 +239,7 @@ def accelerate(sizes: Sizes) -> Measured:
 
     from macrobatch.train.corpus import collated
 
-    given, steps = problem(sizes), sizes.batch // sizes.micro_batch
+    given, steps = problem(settings_of(sizes)), sizes.batch // sizes.micro_batch
     watch = Watch(given.model)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     loader: Any = DataLoader(given.samples, batch_size=sizes.micro_batch, collate_fn=collated)  # type: ignore[arg-type]
@@ -287,23 +290,9 @@ def run(name: str, sizes: Sizes) -> Measured:
     if name == MACROBATCH:
         with tempfile.TemporaryDirectory() as folder:
             return macrobatch_train(sizes, Path(folder))
-    output = started([sys.executable, __file__, "--peer", name, "--sizes", json.dumps(asdict(sizes))])
+    command = [sys.executable, __file__, "--peer", name, "--sizes", json.dumps(asdict(sizes))]
+    output = record.started(command, SECONDS, CUDA_VISIBLE_DEVICES="")
     return Measured(**json.loads(output.splitlines()[-1]))
-
-
-def started(command: Sequence[str]) -> str:
-    """What a program printed; its errors end this one."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment(), check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[:5])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout
-
-
-def environment() -> dict[str, str]:
-    """With this package to be found, installed or not, and no word to any hub."""
-    package = str(Path(macrobatch.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,15 +361,6 @@ def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def report(sizes: Sizes, measured: dict[str, list[Measured]], rows: Sequence[Figures]) -> dict[str, Any]:
     found = min(row.macrobatch_over_this for row in rows if row.same_batches and row.name != MACROBATCH)
     tokens = measured[MACROBATCH][-1].tokens
@@ -394,7 +374,7 @@ def report(sizes: Sizes, measured: dict[str, list[Measured]], rows: Sequence[Fig
             **{name: version(name) for name in packages},
         },
         "device": "cpu",
-        "processor": processor(),
+        "processor": record.machine(),
         "threads": torch.get_num_threads(),
         "sizes": asdict(sizes),
         "learning_rate": LEARNING_RATE,

@@ -20,23 +20,21 @@ chosen, is not timed. A token is one of a sample: padding costs time, and counts
 # mypy: untyped-calls-exclude="torch,transformers,trl,datasets"
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import record
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import macrobatch
+from macrobatch.train.flags import parsed
+from train import problem
 
 OVER_SAME, OVER_ALL = 1.5, 1.0  # times the fastest peer on the same batches, and of all
 TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # on losses, relative: bfloat16 on a GPU
@@ -130,35 +128,6 @@ def flags(place: Path, size: Size) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The same for a peer."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-    samples: list[Sample]  # in the order of the batches
-
-    @classmethod
-    def read(cls, place: Path, size: Size) -> "Problem":
-        from macrobatch.train import models
-        from macrobatch.train.data import Data
-        from macrobatch.train.flags import parsed
-        from macrobatch.train.learner import Plan
-        from macrobatch.train.optimizers import optimizers_of
-        from macrobatch.train.world import World
-
-        settings = parsed(flags(place, size))
-        world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device(size.device))
-        data = Data.read(settings)
-        stream = Plan.made(settings, data, world).stream()
-        model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
-        model.config.use_cache = False  # type: ignore[union-attr]
-        (optimizer,) = optimizers_of(model, settings, 1e-4)
-        order = [index for step in range(size.steps) for index in stream.next(step)]
-        samples = [{name: value.tolist() for name, value in data.train[index].items()} for index in order]
-        return cls(model, optimizer, samples)
-
-
 # ------------------------------------------------------------------------------------------------------------- the rows
 
 
@@ -168,7 +137,8 @@ def ours(*more: str) -> Callable[[Path, Size], Measured]:
     def run(place: Path, size: Size) -> Measured:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "run")
-            started([sys.executable, "-m", "macrobatch", "train", *flags(place, size), "--out", str(out), *more])
+            command = [sys.executable, "-m", "macrobatch", "train", *flags(place, size), "--out", str(out), *more]
+            record.started(command, SECONDS)
             rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         return Measured(
             seconds=[row["seconds"] for row in rows],
@@ -225,12 +195,13 @@ def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[P
     """A trainer, set up as its documentation tells a user."""
 
     def run(place: Path, size: Size) -> Measured:
-        given, timing = Problem.read(place, size), Timing()
+        given, timing = problem(parsed(flags(place, size))), Timing()
+        samples = [{name: value.tolist() for name, value in sample.items()} for sample in given.samples]
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": at_a_time or size.at_a_time,
             "gradient_accumulation_steps": size.batch // size.at_a_time,
             "num_train_epochs": 1,
-            "max_grad_norm": 1.0,
+            "max_grad_norm": given.max_norm,
             "bf16": size.device == "cuda",
             "use_cpu": size.device == "cpu",
             "logging_steps": 1,
@@ -239,20 +210,20 @@ def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[P
             "disable_tqdm": True,
             "train_sampling_strategy": "sequential",
         } | options
-        schedulers = (given.optimizer, LambdaLR(given.optimizer, lambda _: 1.0))
+        schedulers = given.optimizer, given.scheduler
         with tempfile.TemporaryDirectory() as folder:
             if kind == "Trainer":
                 collate = Counting(padded)
                 trainer: Any = Trainer(
                     model=given.model,
                     args=TrainingArguments(folder, remove_unused_columns=False, **arguments),
-                    train_dataset=given.samples,
+                    train_dataset=samples,
                     data_collator=collate,
                     optimizers=schedulers,
                     callbacks=[timing],
                 )
             else:
-                trainer, collate = sft(given, size, folder, arguments, schedulers, timing)
+                trainer, collate = sft(given.model, samples, size, folder, arguments, schedulers, timing)
             timing.ends = [time.perf_counter()]
             trainer.train()
         tokens, widths = collate.in_steps(trainer.args.gradient_accumulation_steps)
@@ -263,7 +234,15 @@ def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[P
     return run
 
 
-def sft(given: Problem, size: Size, folder: str, arguments: dict[str, Any], schedulers: Any, timing: Timing) -> Any:
+def sft(
+    model: Any,
+    samples: list[Sample],
+    size: Size,
+    folder: str,
+    arguments: dict[str, Any],
+    schedulers: Any,
+    timing: Timing,
+) -> Any:
     """SFTTrainer on tokens that it need not make itself; packed, with about as many tokens in a step."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -275,12 +254,12 @@ def sft(given: Problem, size: Size, folder: str, arguments: dict[str, Any], sche
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")), **marks
     )
     if arguments.get("packing"):
-        rows = sum(len(sample["input_ids"]) for sample in given.samples) / size.longest / size.steps
+        rows = sum(len(sample["input_ids"]) for sample in samples) / size.longest / size.steps
         arguments["gradient_accumulation_steps"] = max(round(rows / arguments["per_device_train_batch_size"]), 1)
     trainer = SFTTrainer(
-        model=given.model,
+        model=model,
         args=SFTConfig(folder, max_length=size.longest, loss_type="nll", **arguments),
-        train_dataset=Dataset.from_list(given.samples),
+        train_dataset=Dataset.from_list(samples),
         processing_class=tokenizer,
         optimizers=schedulers,
         callbacks=[timing],
@@ -304,23 +283,12 @@ ROWS: dict[str, Callable[[Path, Size], Measured]] = {
 }
 
 
-def started(command: Sequence[str]) -> str:
-    """What a program printed; its errors end this one."""
-    package = str(Path(macrobatch.__file__).parents[1])
-    paths = [package, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[:6])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout
-
-
 def measured(name: str, place: Path, size: Size) -> Measured:
     """A row, in a process of its own."""
     if name.startswith("macrobatch"):
         return ROWS[name](place, size)
     row = ["--row", name, "--place", str(place), "--size", json.dumps(asdict(size))]
-    return Measured(**json.loads(started([sys.executable, __file__, *row]).splitlines()[-1]))
+    return Measured(**json.loads(record.started([sys.executable, __file__, *row], SECONDS).splitlines()[-1]))
 
 
 # ------------------------------------------------------------------------------------------------------------ reporting
