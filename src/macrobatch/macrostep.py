@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from macrobatch._cudagraph.cache import RecordingCache, eager_message
 from macrobatch._cudagraph.capture import capturer_for
 from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_ddp
 from macrobatch._cudagraph.two_passes import FirstPassCache, JointRecordings, SecondPassCache
-from macrobatch._cut.fitting import Fitting, FittingCount, FittingTokens, Sized
+from macrobatch._cut.fitting import Fitting, FittingCount, FittingTokens, Sized, checked_micro
 from macrobatch._cut.label_watch import LabelWatch
 from macrobatch._cut.memory import UNLIMITED, FittingSizes
 from macrobatch._cut.plans import Part
@@ -129,7 +128,7 @@ class MacroStep:
         self._loss_fn = loss_fn
         self._collate = collate
         self._micro = checked_micro(micro)
-        if fit_file is not None and not isinstance(self._micro, FittingCount | FittingTokens):
+        if fit_file is not None and self._fitting is None:
             raise UsageError(
                 'fit_file keeps the sizes that micro="auto" or by_tokens("auto") has found: leave it out otherwise.'
             )
@@ -452,16 +451,3 @@ class MacroStep:
                 "DistributedDataParallel(torch.compile(model)) can be recorded"
             )
         return None
-
-
-def checked_micro(micro: object) -> Policy | FittingCount | FittingTokens:
-    """How to cut."""
-    if isinstance(micro, ByTokens) and micro.budget == "auto":
-        return FittingTokens(micro)
-    if isinstance(micro, Policy):
-        return micro
-    if micro == "auto":
-        return FittingCount()
-    if isinstance(micro, Integral) and not isinstance(micro, bool):
-        return ByCount(int(micro))
-    raise UsageError(f'micro must be a number of samples, by_count(n), by_tokens(budget) or "auto": got {micro!r}.')

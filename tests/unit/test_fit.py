@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from macrobatch import MacroStep, StepResult, by_tokens
 from macrobatch._cut.memory import Pressure, is_out_of_memory
-from macrobatch._cut.samples import samples_of
+from macrobatch._cut.samples import TensorBatch, samples_of
 from macrobatch.errors import FitError, UsageError
 
 FEATURES = 6
@@ -336,6 +337,21 @@ def test_a_batch_of_tensors_by_the_tokens_that_fit():
     result = train({"input_ids": ids, "attention_mask": mask})
     assert tried == [(4, 3), (2, 3), (1, 3), (1, 2), (2, 1)]
     assert result.items.item() == 7
+
+
+def test_what_by_tokens_warns_of_is_said_once(caplog):
+    """Not once a window, for each of which the budget is chosen anew."""
+    model = nn.Linear(3, 1)
+    train = MacroStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: (model(batch["x"]).mean(), len(batch["x"])),
+        micro=by_tokens("auto", length=lambda batch: torch.full((4,), 3)),
+    )
+    with mock.patch.object(TensorBatch, "why_untrimmed", return_value="nothing is trimmed"):
+        for _ in range(3):
+            train({"x": torch.ones(4, 3)})
+    assert caplog.text.count("nothing is trimmed") == 1
 
 
 def test_more_tokens_are_tried_after_a_while():

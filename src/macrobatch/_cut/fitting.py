@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple, Protocol
 
 from macrobatch._cut.memory import UNLIMITED
 from macrobatch._cut.plans import Part
-from macrobatch._cut.policies import ByCount, ByTokens
+from macrobatch._cut.policies import ByCount, ByTokens, Policy
 from macrobatch._cut.samples import Samples, Shape
+from macrobatch.errors import UsageError
 
 
 class Sized(NamedTuple):
@@ -73,3 +75,16 @@ class FittingTokens:
         if len(parts) > 1 and size < UNLIMITED:
             return Sized(parts, size)
         return Sized(parts, max(2, *(self._policy.tokens_of(part, samples) for part in parts)))
+
+
+def checked_micro(micro: object) -> Policy | FittingCount | FittingTokens:
+    """What ``micro=`` stands for."""
+    if isinstance(micro, ByTokens) and micro.budget == "auto":
+        return FittingTokens(micro)
+    if isinstance(micro, Policy):
+        return micro
+    if micro == "auto":
+        return FittingCount()
+    if isinstance(micro, Integral) and not isinstance(micro, bool):
+        return ByCount(int(micro))
+    raise UsageError(f'micro must be a number of samples, by_count(n), by_tokens(budget) or "auto": got {micro!r}.')

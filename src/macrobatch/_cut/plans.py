@@ -141,12 +141,33 @@ def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int
     while start < len(order):
         longest = lengths[order[start]]
         width = max(longest, min(rounded_up(longest), budget))
-        room, left = _max_samples(width, budget), len(order) - start
-        size = room if room <= left else 1 << (left.bit_length() - 1)
+        size = _power_of_two_at_the_end(_max_samples(width, budget), len(order) - start)
         plan.append(sorted(order[start : start + size]))
         widths.append(width)
         start += size
     return plan, widths
+
+
+def _power_of_two_at_the_end(room: int, left: int) -> int:
+    """As many as there is room for; of what is left in the end, a power of two, so that few numbers come up."""
+    return room if room <= left else 1 << (left.bit_length() - 1)
+
+
+def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool) -> Plan:
+    """Micro-batches of at most so many rows that samples share, the samples in the order of the rows.
+
+    With `few_shapes` the last ones have a power of two of rows.
+
+    >>> plan_packed([3, 9, 4, 2, 8], width=10, most=2, few_shapes=False)
+    [[1, 4, 3], [2, 0]]
+    """
+    rows, plan, start = plan_rows(lengths, width), [], 0
+    while start < len(rows):
+        left = len(rows) - start
+        count = _power_of_two_at_the_end(most, left) if few_shapes else min(most, left)
+        plan.append([sample for row in rows[start : start + count] for sample in row])
+        start += count
+    return plan
 
 
 def plan_rows(lengths: Sequence[int], width: int) -> Plan:

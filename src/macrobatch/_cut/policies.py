@@ -10,7 +10,15 @@ from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from macrobatch._cut.memory import UNLIMITED
-from macrobatch._cut.plans import LengthPerGroup, Part, plan_by_count, plan_few_shapes, plan_rows, plan_sequences
+from macrobatch._cut.plans import (
+    LengthPerGroup,
+    Part,
+    plan_by_count,
+    plan_few_shapes,
+    plan_packed,
+    plan_rows,
+    plan_sequences,
+)
 from macrobatch._cut.samples import SampleList, Samples
 from macrobatch.errors import BatchError, UsageError
 
@@ -67,31 +75,39 @@ class ByTokens:
             raise UsageError(f"length must be a function that returns the lengths of samples: got {self.length!r}.")
         if self.oversize not in ("warn", "raise"):
             raise UsageError(f'oversize must be "warn" or "raise": got {self.oversize!r}.')
-        if self.budget == "auto" and self.oversize == "raise":
-            raise UsageError('oversize="raise" needs a budget to be above: with "auto" there is none to begin with.')
+        if self.budget == "auto":
+            if self.oversize == "raise":
+                raise UsageError(
+                    'oversize="raise" needs a budget to be above: with "auto" there is none to begin with.'
+                )
+            self._warnings_given["oversize"] = UNLIMITED  # nothing is said of a budget that nobody has chosen
 
     def within(self, budget: int) -> ByTokens:
-        """The same with this budget. Nothing is said of samples above it, which nobody has chosen."""
+        """The same with this budget; what was warned of once is not warned of again."""
         sized = replace(self, budget=budget)
-        sized._warnings_given.update(self._warnings_given | {"oversize": UNLIMITED})
+        object.__setattr__(sized, "_warnings_given", self._warnings_given)
         return sized
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The plan for these samples; with `few_shapes`, widths are rounded up."""
-        if self.budget == "auto":
-            raise UsageError('by_tokens("auto") finds its budget by trying: MacroStep does that, with micro=.')
+        budget = self._known_budget()
         rows = samples.lengths(self.length)
-        self._check_oversize([sum(row) for row in rows], self.budget)
+        self._check_oversize([sum(row) for row in rows], budget)
         if "untrimmed" not in self._warnings_given and (why := samples.why_untrimmed()) is not None:
             self._warnings_given["untrimmed"] = 1
             logger.warning("by_tokens: %s", why)
         if few_shapes:
-            return _parts_of_few_shapes(samples, rows, self.budget)
-        plan = plan_sequences(rows, self.budget)
+            return _parts_of_few_shapes(samples, rows, budget)
+        plan = plan_sequences(rows, budget)
         # The user's lengths of listed samples need not be those of the collated tensors: nothing is trimmed.
         if isinstance(samples, SampleList) and self.length is not None:
             return [Part(indices) for indices in plan]
         return [Part(indices, _widths_of(rows, indices)) for indices in plan]
+
+    def _known_budget(self) -> int:
+        if self.budget == "auto":
+            raise UsageError('by_tokens("auto") finds its budget by trying: MacroStep does that, with micro=.')
+        return self.budget
 
     def tokens_of(self, part: Part, samples: Samples) -> int:
         """The tokens of a micro-batch, padding included."""
@@ -120,17 +136,9 @@ class PackedRows(ByTokens):
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """As many rows in each micro-batch as the budget allows; with `few_shapes` a power of two in the last ones."""
-        if self.budget == "auto":
-            raise UsageError("the budget is found by trying: MacroStep does that, with micro=.")
-        rows = plan_rows([sum(row) for row in samples.lengths(self.length)], self.width)
-        parts, start, most = [], 0, max(self.budget // self.width, 1)
-        while start < len(rows):
-            count = min(most, len(rows) - start)
-            if few_shapes and count < most:
-                count = 1 << (count.bit_length() - 1)
-            parts.append(Part([sample for row in rows[start : start + count] for sample in row]))
-            start += count
-        return parts
+        most = max(self._known_budget() // self.width, 1)
+        lengths = [sum(row) for row in samples.lengths(self.length)]
+        return [Part(indices) for indices in plan_packed(lengths, self.width, most, few_shapes)]
 
     def tokens_of(self, part: Part, samples: Samples) -> int:
         """The rows that these samples fill, as if each was full."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import Policy
 from macrobatch._step.validation import checked_dtype, checked_switch
 from macrobatch._torch.contract import warn_about_unknown_torch
@@ -29,7 +30,6 @@ from macrobatch.lightning.gradients import ClearingHook, require_own, trained_mo
 from macrobatch.lightning.schedule import Steps, checked_schedule, require_no_other, tell_trainer
 from macrobatch.lightning.windows import BatchByBatch, Settings, WholeWindow, Windows
 from macrobatch.lightning.words import in_words_of_lightning
-from macrobatch.macrostep import checked_micro
 from macrobatch.types import StepResult
 
 if TYPE_CHECKING:

@@ -110,13 +110,17 @@ def _check_flags(arguments: Sequence[str]) -> None:
     hints = typing.get_type_hints(Settings)
     known = {*NAMES, *(f"no_{name}" for name in NAMES if hints[name] is bool), "help"}
     for word in arguments:
-        flag = word.partition("=")[0]
-        name = flag.removeprefix("--").replace("-", "_")
+        flag, name = word.partition("=")[0], _name_of(word)
         if not _FLAG.fullmatch(word) or name in known or name.startswith("tyro"):
             continue
         meant = _meant(name)
         hint = f"did you mean {flag_of(meant)}?" if meant else "macrobatch train --help lists them."
         raise UsageError(f"there is no {flag}: {hint}")
+
+
+def _name_of(word: str) -> str:
+    """The setting that a flag says, if it is one."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _check_lists(arguments: Sequence[str]) -> None:
@@ -125,7 +129,7 @@ def _check_lists(arguments: Sequence[str]) -> None:
     lists = {name for name in NAMES if typing.get_origin(hints[name]) is tuple}
     seen: set[str] = set()
     for word, following in itertools.pairwise([*arguments, "--"]):
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        name = _name_of(word)
         if not _FLAG.fullmatch(word) or name not in lists:
             continue
         if name in seen:

@@ -21,6 +21,7 @@ from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
+from macrobatch.train.cutting import Micro
 from macrobatch.train.data import Data
 from macrobatch.train.packing import SEGMENTS, Packer, mask_for, masked
 from macrobatch.train.record import padded_in_order, peak_memory
@@ -38,7 +39,7 @@ VALIDATION_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What follows from settings and data: how many steps, of which batches, at which learning rate."""
+    """What follows from settings and data: how many steps, of which batches, cut how, at which learning rate."""
 
     lengths: list[int]
     seed: int
@@ -48,6 +49,7 @@ class Plan:
     steps: int
     epochs: int | None
     rate: Rate
+    micro: Micro
 
     @classmethod
     def made(cls, settings: Settings, data: Data, world: World) -> Plan:
@@ -75,6 +77,7 @@ class Plan:
             steps=steps,
             epochs=settings.epochs,
             rate=rate_of(settings, steps, models.learning_rate(settings)),
+            micro=cutting.micro_of(settings, max(lengths), world.device),
         )
 
     def stream(self) -> Stream:
@@ -107,21 +110,20 @@ class Learner:
         self.best = Best(*settings.best_number)
         self.taken = 0  # steps
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
-        self._mask_dtype = torch.bool
-        self._packer = self._make_packer(max(plan.lengths)) if settings.pack else None
+        self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
+        self._mask = torch.bool if self._packer is None else mask_for(self.model, self._packer, world.device)
         self._recomputes = settings.checkpoint_activations == "yes"
-        self.micro = cutting.micro_of(settings, max(plan.lengths), world.device)
         self._train = MacroStep(
             self.model,
             self.optimizers,
             self._loss,
-            micro=self.micro,
+            micro=plan.micro,
             collate=self._collated,
             max_norm=settings.max_norm,
             scaler=self.scaler,
             accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
             cuda_graph=settings.cuda_graph,
-            fit_file=cutting.fit_file(settings, self.micro),
+            fit_file=cutting.fit_file(settings, plan.micro),
         )
         self.clock.watch(self._train)
 
@@ -209,7 +211,7 @@ class Learner:
         device, dtype = self.world.device, models.AUTOCAST.get(self.settings.precision)
         batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
         if SEGMENTS in batch:
-            batch = masked(batch, self._mask_dtype)
+            batch = masked(batch, self._mask)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             return causal_lm_loss(model, batch)
 
@@ -222,11 +224,6 @@ class Learner:
     @property
     def _has_few_shapes(self) -> bool:
         return self.settings.cuda_graph and self.world.device.type == "cuda"
-
-    def _make_packer(self, width: int) -> Packer:
-        packer = Packer(width, whole=self._has_few_shapes)
-        self._mask_dtype = mask_for(self.model, packer, self.world.device)
-        return packer
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 

@@ -65,8 +65,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         plan = world.together(lambda: Plan.made(settings, data, world))
         model = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model) | _identity_of_adapter(model, world)
-        micro = cutting.micro_of(settings, max(plan.lengths), world.device)
-        world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, micro), world))
+        world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, plan.micro), world))
         learner = world.together(lambda: Learner(model, plan, settings, world))
         baseline = {} if found else hooks.check(learner.model, data.vocabulary)
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
@@ -301,7 +300,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
         "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
-        "micro-batches": cutting.described(learner.micro, mine),
+        "micro-batches": cutting.described(plan.micro, mine),
         "memory": f"{_bytes(fixed / shards)} a rank for {counted}",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
