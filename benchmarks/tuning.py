@@ -20,6 +20,7 @@ chosen, is not timed. A token is one of a sample: padding costs time, and counts
 # mypy: untyped-calls-exclude="torch,transformers,trl,datasets"
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -377,17 +378,24 @@ def main() -> int:
     size = TINY if arguments.tiny else Size()
     size = Size(**asdict(size) | ({"steps": arguments.steps} if arguments.steps else {}))
     found: dict[str, Measured] = {}
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_problem(place, size)
         for name in track(arguments.only or list(ROWS), description="measuring", auto_refresh=False):
-            found[name] = measured(name, place, size)
-    result = report(found, size)
+            try:
+                found[name] = measured(name, place, size)
+            except (SystemExit, subprocess.TimeoutExpired) as error:  # the others keep their places
+                failed.append(name)
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            result = report(found, size)
+            record.save(result, arguments.out)  # now, as the rest may be cut short
+    if not found:
+        return 1
     print_table(result)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"Written to {arguments.out}")
-    return 0 if all(row["agrees"] is not False for row in result["rows"]) else 1
+    return 1 if failed or any(row["agrees"] is False for row in result["rows"]) else 0
 
 
 if __name__ == "__main__":
