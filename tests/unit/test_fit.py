@@ -339,6 +339,17 @@ def test_a_batch_of_tensors_by_the_tokens_that_fit():
     assert result.items.item() == 7
 
 
+@pytest.mark.parametrize(
+    ("room", "shapes"), [(10**9, [(2, 5000), (64, 10)]), (6_000, [(1, 5000), (1, 5000), (64, 10)])]
+)
+def test_short_samples_are_not_padded_to_the_longest_because_there_is_room(room, shapes):
+    found = Tokens(by_tokens("auto", len), room=room)
+    found.train(words([5000, 5000, *[10] * 64]))
+    assert found.sizes[-len(shapes) :] == shapes
+    if room > 6_000:
+        assert found.sizes == shapes
+
+
 def test_what_by_tokens_warns_of_is_said_once(caplog):
     """Not once a window, for each of which the budget is chosen anew."""
     model = nn.Linear(3, 1)

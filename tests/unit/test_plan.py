@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from macrobatch._cut.plans import plan_by_count, plan_by_tokens, plan_few_shapes, plan_sequences, rounded_up
+from macrobatch._cut.plans import FEWEST, plan_by_count, plan_by_tokens, plan_few_shapes, plan_sequences, rounded_up
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 at_length = settings(quickly, max_examples=300)
@@ -61,9 +61,9 @@ def greedy(lengths: Lengths, budget: int) -> list[list[int]]:
     return plan
 
 
-def check_plan(lengths: Lengths, budget: int) -> Sequence[Sequence[int]]:
+def check_plan(lengths: Lengths, budget: int, cost: int = FEWEST) -> Sequence[Sequence[int]]:
     """A plan that holds each sample once, and keeps the budget."""
-    plan = plan_by_tokens(lengths, budget)
+    plan = plan_by_tokens(lengths, budget, cost)
     assert sorted(sample for part in plan for sample in part) == list(range(len(lengths)))
     assert all(part and keeps(lengths, part, budget) for part in plan)
     return plan
@@ -133,6 +133,39 @@ def test_samples_of_no_length_are_there_too(lengths, budget):
 def test_the_longest_come_first(lengths, budget):
     longest = [max(lengths[sample] for sample in part) for part in plan_by_tokens(lengths, budget)]
     assert all(a >= b for a, b in pairwise(longest))
+
+
+# ------------------------------------------------------------------------------------------- what a micro-batch costs
+
+
+def total(lengths: Lengths, plan: Sequence[Sequence[int]], cost: int) -> int:
+    return padded(lengths, plan) + cost * len(plan)
+
+
+@at_length
+@given(few_lengths, budgets, st.integers(0, 30))
+def test_no_plan_costs_less(lengths, budget, cost):
+    plan = check_plan(lengths, budget, cost)
+    plans = partitions(list(range(len(lengths))))
+    allowed = [p for p in plans if all(keeps(lengths, part, budget) for part in p)]
+    assert total(lengths, plan, cost) == min(total(lengths, p, cost) for p in allowed)
+
+
+def test_of_many_samples_a_plan_that_costs_little_more():
+    """Found in steps of several samples; the fewest micro-batches would have all samples in one."""
+    lengths = torch.randn(4_000, generator=torch.Generator().manual_seed(0)).mul(0.8).add(4.6).exp().int().tolist()
+    with mock.patch("macrobatch._cut.plans.MAX_SEARCH_STEPS", 10**9):
+        best = check_plan(lengths, 10**9, 4_096)
+    found = check_plan(lengths, 10**9, 4_096)
+    assert total(lengths, found, 4_096) <= 1.01 * total(lengths, best, 4_096)
+    assert padded(lengths, found) < 1.3 * sum(lengths) < padded(lengths, check_plan(lengths, 10**9)) / 5
+
+
+@quickly
+@given(some_lengths, budgets, st.integers(0, 30))
+def test_a_coarse_search_keeps_the_budget(lengths, budget, cost):
+    with mock.patch("macrobatch._cut.plans.MAX_SEARCH_STEPS", 20):
+        check_plan(lengths, budget, cost)
 
 
 # --------------------------------------------------------------------------------------- samples of several sequences

@@ -68,13 +68,14 @@ class FittingTokens:
         return Shape(f"tokens of {samples.shape.kind}", ())
 
     def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
-        """Micro-batches of at most that many tokens. One that is not limited by the size has the size it needs."""
-        parts = self._policy.within(size).parts(samples, few_shapes)
+        """Micro-batches of at most that many tokens; where fewer cost less, the size is what they need."""
+        parts = self._policy.cheapest_parts(samples, UNLIMITED, few_shapes)
+        needed = max((self._policy.tokens_of(part, samples) for part in parts), default=0)
+        if is_limited := needed > size:
+            parts = self._policy.cheapest_parts(samples, size, few_shapes)
         if all(len(part.samples) == 1 for part in parts):
             return Sized(parts, min(len(parts), 1))
-        if len(parts) > 1 and size < UNLIMITED:
-            return Sized(parts, size)
-        return Sized(parts, max(2, *(self._policy.tokens_of(part, samples) for part in parts)))
+        return Sized(parts, size if is_limited else max(needed, 2))
 
 
 def checked_micro(micro: object) -> Policy | FittingCount | FittingTokens:

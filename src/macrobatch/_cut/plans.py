@@ -19,27 +19,30 @@ def plan_by_count(samples: int, size: int) -> Plan:
     return [range(start, min(start + size, samples)) for start in range(0, samples, size)]
 
 
-def plan_by_tokens(lengths: Sequence[int], budget: int) -> Plan:
+FEWEST = 1 << 40  # as the cost of a micro-batch: more than any padding that one more could save
+
+
+def plan_by_tokens(lengths: Sequence[int], budget: int, cost: int = FEWEST) -> Plan:
     """The plan with the fewest micro-batches that the budget allows, and among these with the least padding.
 
     No micro-batch has more than `budget` tokens, padding included: number of samples x longest. A sample above the
     budget is alone. The longest samples come first, so that a lack of memory shows at once.
 
+    With `cost`, that of a micro-batch beside its tokens, in tokens: the plan with the least cost, so that a large
+    budget is no reason to pad short samples to the width of the longest.
+
     >>> plan_by_tokens([3, 9, 4, 2, 8], budget=18)
     [[1, 4], [0, 2, 3]]
+    >>> plan_by_tokens([3, 9, 4, 2, 8], budget=1000), plan_by_tokens([3, 9, 4, 2, 8], budget=1000, cost=5)
+    ([[0, 1, 2, 3, 4]], [[1, 4], [0, 2, 3]])
     """
     order = sorted(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     widths = [max(lengths[sample], 1) for sample in order]  # ascending; an empty sample takes a row too
-    ends = (
-        _greedy_ends(widths, budget)
-        if _search_steps(widths, budget) > MAX_SEARCH_STEPS
-        else _tight_ends(widths, budget)
-    )
-    cuts = itertools.pairwise([0, *ends])
+    cuts = itertools.pairwise([0, *_ends(widths, budget, cost)])
     return [sorted(order[start:end]) for start, end in cuts][::-1]
 
 
-def plan_sequences(rows: Sequence[tuple[int, ...]], budget: int) -> Plan:
+def plan_sequences(rows: Sequence[tuple[int, ...]], budget: int, cost: int = FEWEST) -> Plan:
     """The same as `plan_by_tokens` for samples with several sequences, such as a question and its answer.
 
     A micro-batch has number of samples x longest tokens in each sequence, and at most `budget` in all sequences
@@ -49,12 +52,12 @@ def plan_sequences(rows: Sequence[tuple[int, ...]], budget: int) -> Plan:
     [[0, 2], [1]]
     """
     if all(len(row) == 1 for row in rows):
-        return plan_by_tokens([length for (length,) in rows], budget)
+        return plan_by_tokens([length for (length,) in rows], budget, cost)
     order = sorted(range(len(rows)), key=lambda sample: (sum(rows[sample]), rows[sample], sample))
     sequences = [tuple(max(length, 1) for length in rows[sample]) for sample in order]
     totals = [sum(row) for row in sequences]
     is_long = COST_OF_SEVERAL * _search_steps(totals, budget) > MAX_SEARCH_STEPS
-    ends = _greedy_ends_of_several(sequences, budget) if is_long else _tight_ends_of_several(sequences, budget)
+    ends = _greedy_ends_of_several(sequences, budget) if is_long else _tight_ends_of_several(sequences, budget, cost)
     return [sorted(order[start:end]) for start, end in itertools.pairwise([0, *ends])][::-1]
 
 
@@ -71,6 +74,19 @@ def _search_steps(widths: list[int], budget: int) -> int:
     return sum(min(_max_samples(width, budget), end) for end, width in enumerate(widths, start=1))
 
 
+def _ends(widths: list[int], budget: int, cost: int) -> list[int]:
+    """The ends of the micro-batches of the best plan, or of a good one if a search would take long."""
+    if not widths:
+        return []
+    steps, stride = _search_steps(widths, budget), 1
+    if cost < FEWEST:
+        while steps > MAX_SEARCH_STEPS * stride**2:
+            stride *= 2
+    if steps > MAX_SEARCH_STEPS * stride**2 or stride > _max_samples(widths[-1], budget):
+        return _greedy_ends(widths, budget)
+    return _tight_ends(widths, budget, cost, stride)
+
+
 def _greedy_ends(widths: list[int], budget: int) -> list[int]:
     """The ends of micro-batches that are filled from the longest sample down: no plan has fewer."""
     ends, end = [], len(widths)
@@ -80,13 +96,18 @@ def _greedy_ends(widths: list[int], budget: int) -> list[int]:
     return ends[::-1]
 
 
-def _tight_ends(widths: list[int], budget: int) -> list[int]:
-    """The ends of the fewest micro-batches whose padded sizes have the smallest sum."""
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # for the first n samples: micro-batches, padded size, last start
-    for end, width in enumerate(widths, start=1):
-        starts = range(max(end - _max_samples(width, budget), 0), end)
-        best.append(min((best[s][0] + 1, best[s][1] + (end - s) * width, s) for s in starts))
-    return _ends_of_best(best)
+def _tight_ends(widths: list[int], budget: int, cost: int, stride: int = 1) -> list[int]:
+    """The ends of the micro-batches whose padded sizes and costs have the smallest sum.
+
+    With `stride`, micro-batches begin at every so many samples only.
+    """
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # for the first n samples: the sum, and where the last part starts
+    for end in itertools.chain(range(stride, len(widths), stride), [len(widths)]):
+        width = widths[end - 1]
+        first = max(end - _max_samples(width, budget), 0)
+        starts = range(-(-first // stride) * stride, end, stride)
+        best[end] = min((best[s][0] + cost + (end - s) * width, s) for s in starts)
+    return _ends_of_best(best, len(widths))
 
 
 def _starts(sequences: list[tuple[int, ...]], end: int, budget: int) -> Iterator[tuple[int, int]]:
@@ -109,21 +130,20 @@ def _greedy_ends_of_several(sequences: list[tuple[int, ...]], budget: int) -> li
     return ends[::-1]
 
 
-def _tight_ends_of_several(sequences: list[tuple[int, ...]], budget: int) -> list[int]:
-    """The ends of the fewest micro-batches in this order whose padded sizes have the smallest sum."""
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # for the first n samples: micro-batches, padded size, last start
+def _tight_ends_of_several(sequences: list[tuple[int, ...]], budget: int, cost: int) -> list[int]:
+    """The ends of the micro-batches in this order whose padded sizes and costs have the smallest sum."""
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # as in `_tight_ends`
     for end in range(1, len(sequences) + 1):
-        starts = _starts(sequences, end, budget)
-        best.append(min((best[start][0] + 1, best[start][1] + size, start) for start, size in starts))
-    return _ends_of_best(best)
+        best[end] = min((best[start][0] + cost + size, start) for start, size in _starts(sequences, end, budget))
+    return _ends_of_best(best, len(sequences))
 
 
-def _ends_of_best(best: list[tuple[int, int, int]]) -> list[int]:
+def _ends_of_best(best: dict[int, tuple[int, int]], count: int) -> list[int]:
     """The ends of the micro-batches in the best plan, from the starts that the search noted."""
-    ends, end = [], len(best) - 1
+    ends, end = [], count
     while end > 0:
         ends.append(end)
-        end = best[end][2]
+        end = best[end][1]
     return ends[::-1]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from macrobatch._cut.memory import UNLIMITED
 from macrobatch._cut.plans import (
+    FEWEST,
     LengthPerGroup,
     Part,
     plan_by_count,
@@ -23,6 +24,11 @@ from macrobatch._cut.samples import SampleList, Samples
 from macrobatch.errors import BatchError, UsageError
 
 logger = logging.getLogger("macrobatch")
+
+# Where the budget is only what fits: on a GPU, queueing the kernels of a micro-batch takes as long as a few thousand
+# tokens. Replaying recorded ones takes hardly any time, so their micro-batches are small, and have little padding.
+MICRO_BATCH_COST = 4_096
+RECORDED_TOKENS = 4_096
 
 
 @runtime_checkable
@@ -82,15 +88,19 @@ class ByTokens:
                 )
             self._warnings_given["oversize"] = UNLIMITED  # nothing is said of a budget that nobody has chosen
 
-    def within(self, budget: int) -> ByTokens:
-        """The same with this budget; what was warned of once is not warned of again."""
-        sized = replace(self, budget=budget)
-        object.__setattr__(sized, "_warnings_given", self._warnings_given)
-        return sized
-
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The plan for these samples; with `few_shapes`, widths are rounded up."""
-        budget = self._known_budget()
+        if self.budget == "auto":
+            raise UsageError('by_tokens("auto") finds its budget by trying: MacroStep does that, with micro=.')
+        return self._parts_within(samples, self.budget, FEWEST, few_shapes)
+
+    def cheapest_parts(self, samples: Samples, limit: int, few_shapes: bool = False) -> list[Part]:
+        """The plan with the least padding and the fewest micro-batches, none above a limit that nobody has chosen."""
+        if few_shapes:
+            limit = min(limit, RECORDED_TOKENS)
+        return self._parts_within(samples, limit, MICRO_BATCH_COST, few_shapes)
+
+    def _parts_within(self, samples: Samples, budget: int, cost: int, few_shapes: bool) -> list[Part]:
         rows = samples.lengths(self.length)
         self._check_oversize([sum(row) for row in rows], budget)
         if "untrimmed" not in self._warnings_given and (why := samples.why_untrimmed()) is not None:
@@ -98,16 +108,11 @@ class ByTokens:
             logger.warning("by_tokens: %s", why)
         if few_shapes:
             return _parts_of_few_shapes(samples, rows, budget)
-        plan = plan_sequences(rows, budget)
+        plan = plan_sequences(rows, budget, cost)
         # The user's lengths of listed samples need not be those of the collated tensors: nothing is trimmed.
         if isinstance(samples, SampleList) and self.length is not None:
             return [Part(indices) for indices in plan]
         return [Part(indices, _widths_of(rows, indices)) for indices in plan]
-
-    def _known_budget(self) -> int:
-        if self.budget == "auto":
-            raise UsageError('by_tokens("auto") finds its budget by trying: MacroStep does that, with micro=.')
-        return self.budget
 
     def tokens_of(self, part: Part, samples: Samples) -> int:
         """The tokens of a micro-batch, padding included."""
@@ -134,11 +139,14 @@ class PackedRows(ByTokens):
 
     width: int = 1
 
-    def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
+    def cheapest_parts(self, samples: Samples, limit: int, few_shapes: bool = False) -> list[Part]:
+        """As many rows in each as the limit allows: there is hardly any padding to save."""
+        return self._parts_within(samples, limit, FEWEST, few_shapes)
+
+    def _parts_within(self, samples: Samples, budget: int, cost: int, few_shapes: bool) -> list[Part]:  # noqa: ARG002
         """As many rows in each micro-batch as the budget allows; with `few_shapes` a power of two in the last ones."""
-        most = max(self._known_budget() // self.width, 1)
         lengths = [sum(row) for row in samples.lengths(self.length)]
-        return [Part(indices) for indices in plan_packed(lengths, self.width, most, few_shapes)]
+        return [Part(part) for part in plan_packed(lengths, self.width, max(budget // self.width, 1), few_shapes)]
 
     def tokens_of(self, part: Part, samples: Samples) -> int:
         """The rows that these samples fill, as if each was full."""
