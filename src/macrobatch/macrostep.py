@@ -368,7 +368,7 @@ class MacroStep:
         with self._engine.spans.of("forward"):
             loss, items = self._loss(self._model, micro_batch)
         if self._terms is not None:
-            self._engine.backward(with_items(loss, samples))
+            self._engine.backward(with_items(loss, lambda: samples))
             return
         counted.add(items is not None)
         if len(counted) > 1:
@@ -413,13 +413,13 @@ class MacroStep:
         """Where micro-steps can be recorded; else a warning says why they run eagerly."""
         engine, bare = self._engine, without_ddp(self._model)
 
-        def loss_of(micro_batch: Any, samples: int) -> tuple[Any, Items]:
+        def loss_of(micro_batch: Any, samples: Callable[[], int]) -> tuple[Any, Items]:
             loss, items = self._loss(bare, micro_batch)
             if has_joint:
                 return loss, None
             if self._terms is not None:
                 return with_items(loss, samples), None
-            return validation.checked_loss(loss), validation.checked_items(samples if items is None else items)
+            return validation.checked_loss(loss), validation.checked_items(samples() if items is None else items)
 
         capturer = capturer_for(engine.device)
         why = f"the model is on {engine.device}" if capturer is None else self._why_eager()

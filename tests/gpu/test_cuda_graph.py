@@ -186,26 +186,45 @@ def test_fresh_random_numbers_in_every_replay():
     assert len(set(losses)) == len(losses)
 
 
-def test_samples_count_where_no_shape_shows_them():
+WEIGHED = {  # what a loss is a mean over, and how many recordings 4 samples and 1, in tensors of one shape, need then
+    "samples": (lambda loss, batch: loss, 2),
+    "items": (lambda loss, batch: (loss, (batch != 0).sum()), 1),
+    "terms, one by samples": (lambda loss, batch: {"a": (loss, (batch != 0).sum()), "b": loss}, 2),
+    "terms": (lambda loss, batch: {"a": (loss, (batch != 0).sum())}, 1),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHED)
+def test_samples_count_where_no_shape_shows_them(kind):
     """Packed into one row of a fixed length, as many samples as there are."""
+    returned, needed = WEIGHED[kind]
 
     def packed(samples):
         row = torch.zeros(64, dtype=torch.long)
         row[: sum(map(len, samples))] = torch.cat(samples)
         return row[None]
 
-    def run(model, cuda_graph):
-        def loss_fn(model, batch):
-            return model(batch).logsumexp(-1).mean()  # of samples, as no items are given
+    def counts(samples):
+        return {"a": sum(map(len, samples)), "b": len(samples)} if "samples" in kind else {"a": sum(map(len, samples))}
 
+    def run(model, cuda_graph):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train = MacroStep(model, optimizer, loss_fn, micro=4, cuda_graph=cuda_graph, collate=packed)
-        results = [train([torch.full((9 + n % 3,), n % WORDS) for n in range(13)]) for _ in range(4)]
-        return [result.items.item() for result in results], cuda_graph and len(recordings(train))
+        train = MacroStep(
+            model,
+            optimizer,
+            lambda model, batch: returned(model(batch).logsumexp(-1).mean(), batch),
+            micro=4,
+            cuda_graph=cuda_graph,
+            collate=packed,
+            counts=counts if "terms" in kind else None,
+        )
+        results = [train([torch.full((9 + n % 3,), n % WORDS + 1) for n in range(13)]) for _ in range(4)]
+        items = [result.items.item() for result in results] if "terms" not in kind else None
+        return items, cuda_graph and len(recordings(train))
 
     apart, (items, recorded) = beside_eager(make(), run)
-    assert items == [13] * 4
-    assert recorded == 2
+    assert items == {"samples": [13] * 4, "items": [129] * 4}.get(kind)
+    assert recorded == needed
     assert apart == 0.0
 
 

@@ -15,7 +15,8 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,19 @@ WARM_UPS = 3
 MAX_TIME_SHARE = 0.9  # of the eager time: slower recordings are not worth their memory
 
 MicroBatch = tuple[Any, int]  # a micro-batch on the device, with its number of samples
-LossFunction = Callable[[Any, int], tuple[Any, Any]]
+LossFunction = Callable[[Any, Callable[[], int]], tuple[Any, Any]]
+
+
+class Slot(NamedTuple):
+    """What a recording serves.
+
+    Attributes:
+        shape: the signature of micro-batches.
+        samples: their number of samples; None: any, for the loss does not depend on it.
+    """
+
+    shape: Hashable
+    samples: int | None
 
 
 class _RestartError(Exception):
@@ -71,7 +84,8 @@ class RecordingCache:
     Args:
         models: the models that are trained.
         loss_of: ``loss_of(micro_batch, samples)`` returns the loss and its items, or a dict of terms and None. It must
-            call the models without DDP (`without_ddp`), whose Python code a replay would leave out.
+            call the models without DDP (`without_ddp`), whose Python code a replay would leave out. If it calls
+            ``samples()``, for the number of samples, a recording serves this number of samples only.
         reduction: of these losses.
         has_scaler: whether a scaler multiplies the losses.
         capturer: of the models' device.
@@ -95,6 +109,7 @@ class RecordingCache:
         self._denominators = denominators
         self._capturer = capturer
         self._model_state: object = None
+        self._counts_samples = False  # whether the loss of the last recording depends on the number of samples
         self._is_disabled = False  # whether recording has been given up
         self._warms_up_outside_pool = False  # whether each shape warms up outside of the pool first
         self._messages_shown: set[str] = set()
@@ -102,8 +117,8 @@ class RecordingCache:
 
     def forget(self) -> None:
         """Drop all recordings and their memory."""
-        self._recordings: dict[Hashable, Recording | None] = {}  # None: this shape stays eager
-        self._waiting: dict[Hashable, Hashable] = {}  # shapes that came once, by their keys
+        self._recordings: dict[Slot, Recording | None] = {}  # None: this shape stays eager
+        self._waiting: dict[Slot, Hashable] = {}  # shapes that came once, by their keys
         self._examined: set[Hashable] = set()  # the keys of micro-batches that were examined
         self._ran_out = False  # whether recording a shape of this window ran out of memory
         self._release_memory()
@@ -146,17 +161,22 @@ class RecordingCache:
         if self._is_disabled:
             return None
         try:
-            shape = signature(micro_batch, samples, self._capturer.device.type)
+            slot = self._slot_of(micro_batch, samples)
         except NotRecordableError as why:
             self.refuse(str(why))
             return None
-        if shape in self._recordings:
-            return self._recordings[shape]
+        if slot in self._recordings:
+            return self._recordings[slot]
         if not self._is_full:
-            self._waiting[shape] = key
+            self._waiting[slot] = key
         if self._is_full:
             self._warn(self._why_full())
         return None
+
+    def _slot_of(self, micro_batch: Any, samples: int) -> Slot:
+        """Where the recording for a micro-batch is, or would be."""
+        shape = signature(micro_batch, self._capturer.device.type)
+        return Slot(shape, None) if Slot(shape, None) in self._recordings else Slot(shape, samples)
 
     @property
     def _is_full(self) -> bool:
@@ -230,7 +250,7 @@ class RecordingCache:
         upcoming: Sequence[tuple[Hashable, Callable[[], MicroBatch]]],
         few_shapes: bool,
     ) -> None:
-        found: dict[Hashable, MicroBatch] = {}
+        found: dict[Slot, MicroBatch] = {}
         awaited = set(self._waiting.values())
         for key, take in upcoming:
             at_once = key not in self._examined and (few_shapes or len(self._recordings) + len(found) < MAX_AT_ONCE)
@@ -239,22 +259,23 @@ class RecordingCache:
             with _restoring(self._models):  # taking a micro-batch may draw random numbers
                 micro_batch, samples = take()
             try:
-                shape = signature(micro_batch, samples, self._capturer.device.type)
+                slot = self._slot_of(micro_batch, samples)
             except NotRecordableError as why:
                 self.refuse(str(why))
                 return
-            if shape not in self._recordings and (at_once or shape in self._waiting):
-                found.setdefault(shape, (micro_batch, samples))
+            if slot not in self._recordings and (at_once or slot in self._waiting):
+                found.setdefault(slot, (micro_batch, samples))
         self._examined.update(key for key, _ in upcoming)
         if not found:
             return
         device = self._capturer.device
         release_cached_memory(device)
-        for shape, micro in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
-            if not self._is_disabled and len(self._recordings) < MAX_SHAPES:
+        for slot, micro in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
+            is_there = Slot(slot.shape, None) in self._recordings  # since one for another number of samples was made
+            if not is_there and not self._is_disabled and len(self._recordings) < MAX_SHAPES:
                 recording = self._try_to_record(parameters, *micro)  # may drop all other recordings
-                self._recordings[shape] = recording
-                self._waiting.pop(shape, None)
+                self._recordings[slot if self._counts_samples else Slot(slot.shape, None)] = recording
+            self._waiting.pop(slot, None)
         release_cached_memory(device)
 
     def _try_to_record(self, parameters: Sequence[nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
@@ -288,6 +309,7 @@ class RecordingCache:
 
     def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         capturer = self._capturer
+        self._counts_samples = False
         totals = self._totals = self._totals or self._new_totals()
         pool = self._pool = self._pool or capturer.new_pool()
         static = copy_tensors(micro_batch)
@@ -372,7 +394,7 @@ class RecordingCache:
 
     def _forward(self, micro_batch: Any, samples: int, totals: StaticTotals) -> tuple[Window, Tensor, Any]:
         """A window of one micro-batch, what its backward begins with, and what is counted of it."""
-        loss, items = self._loss_of(micro_batch, samples)
+        loss, items = self._loss_of(micro_batch, partial(self._count, samples))
         options: Any = {"number": 0, "length": 1, "reduction": self._reduction, "multiplier": self._multiplier(totals)}
         if isinstance(totals, StaticTermTotals):
             window = TermWindow(**options)
@@ -382,6 +404,11 @@ class RecordingCache:
         if loss.dtype == torch.float16 and not self._has_scaler:
             raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
         return Window(**options), loss, items
+
+    def _count(self, samples: int) -> int:
+        """The number of samples, for a loss that depends on it."""
+        self._counts_samples = True
+        return samples
 
     def _multiplier(self, totals: StaticTotals) -> float | Tensor:
         return totals.multiplier if self._has_scaler else UNSCALED

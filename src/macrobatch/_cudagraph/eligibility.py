@@ -29,9 +29,9 @@ def tensors_of(micro_batch: Any) -> list[tuple[str, Tensor]]:
     return [(path, leaf) for path, leaf in leaves(micro_batch, "batch") if isinstance(leaf, Tensor)]
 
 
-def signature(micro_batch: Any, samples: int, device_type: str = "cuda") -> Hashable:
+def signature(micro_batch: Any, device_type: str = "cuda") -> Hashable:
     """All properties of a micro-batch that a recording depends on, except the values of its tensors."""
-    parts: list[Hashable] = [samples]
+    parts: list[Hashable] = []
     for path, leaf in leaves(micro_batch, "batch"):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:

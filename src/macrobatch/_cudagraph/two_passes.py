@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class SecondPassCache(RecordingCache):
 
     def _forward(self, micro_batch: Any, samples: int, totals: StaticTotals) -> tuple[Window, Tensor, Any]:
         assert isinstance(totals, StaticJointTotals)
-        encoded, _ = self._loss_of(micro_batch.micro_batch, samples)
-        _, tensors = take_apart(encoded, samples)
+        encoded, _ = self._loss_of(micro_batch.micro_batch, partial(self._count, samples))
+        _, tensors = take_apart(encoded, self._count(samples))
         window = JointWindow(number=0, length=1, reduction=self._reduction, multiplier=self._multiplier(totals))
         window.expect(FirstPass(0, totals.ordinary, True, is_all_double(self._models)), self._capturer.device)
         items = None if micro_batch.ordinary is None else micro_batch.ordinary[1]
@@ -145,8 +146,8 @@ class FirstPassCache(RecordingCache):
         leaves_of: dict[nn.Parameter, nn.Parameter],  # noqa: ARG002
     ) -> Window:
         """The forward alone: its encodings go to fixed addresses."""
-        encoded, _ = self._loss_of(micro_batch, samples)
-        layout, tensors = take_apart(encoded, samples)
+        encoded, _ = self._loss_of(micro_batch, partial(self._count, samples))
+        layout, tensors = take_apart(encoded, self._count(samples))
         if layout != self._layout:
             raise NotRecordableError("encodings look otherwise than before")
         self._found[samples].store(tensors, encoded.loss, encoded.items)

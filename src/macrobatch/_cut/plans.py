@@ -173,19 +173,19 @@ def _power_of_two_at_the_end(room: int, left: int) -> int:
     return room if room <= left else 1 << (left.bit_length() - 1)
 
 
-def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool) -> Plan:
-    """Micro-batches of at most so many rows that samples share, the samples in the order of the rows.
+def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool) -> list[Plan]:
+    """Micro-batches of at most so many rows that samples share: the samples of each row.
 
     With `few_shapes` the last ones have a power of two of rows.
 
     >>> plan_packed([3, 9, 4, 2, 8], width=10, most=2, few_shapes=False)
-    [[1, 4, 3], [2, 0]]
+    [[[1], [4, 3]], [[2, 0]]]
     """
-    rows, plan, start = plan_rows(lengths, width), [], 0
+    rows, plan, start = plan_rows(lengths, width), list[Plan](), 0
     while start < len(rows):
         left = len(rows) - start
         count = _power_of_two_at_the_end(most, left) if few_shapes else min(most, left)
-        plan.append([sample for row in rows[start : start + count] for sample in row])
+        plan.append(rows[start : start + count])
         start += count
     return plan
 
@@ -252,8 +252,9 @@ class Part(NamedTuple):
 
     samples: Sequence[int]
     widths: LengthPerGroup = ()  # of each group of tokens, which are trimmed to it; empty: nothing is trimmed
+    rows: int | None = None  # that samples share; None: each has its own
 
     @property
     def key(self) -> tuple[int, LengthPerGroup]:
         """The part of its shape that is known before it is taken."""
-        return len(self.samples), self.widths
+        return len(self.samples) if self.rows is None else self.rows, self.widths

@@ -17,7 +17,6 @@ from macrobatch._cut.plans import (
     plan_by_count,
     plan_few_shapes,
     plan_packed,
-    plan_rows,
     plan_sequences,
 )
 from macrobatch._cut.samples import SampleList, Samples
@@ -146,12 +145,13 @@ class PackedRows(ByTokens):
     def _parts_within(self, samples: Samples, budget: int, cost: int, few_shapes: bool) -> list[Part]:  # noqa: ARG002
         """As many rows in each micro-batch as the budget allows; with `few_shapes` a power of two in the last ones."""
         lengths = [sum(row) for row in samples.lengths(self.length)]
-        return [Part(part) for part in plan_packed(lengths, self.width, max(budget // self.width, 1), few_shapes)]
+        plan = plan_packed(lengths, self.width, max(budget // self.width, 1), few_shapes)
+        return [Part([sample for row in rows for sample in row], rows=len(rows)) for rows in plan]
 
-    def tokens_of(self, part: Part, samples: Samples) -> int:
+    def tokens_of(self, part: Part, samples: Samples) -> int:  # noqa: ARG002 (rows are alike)
         """The rows that these samples fill, as if each was full."""
-        lengths = [sum(row) for row in samples.lengths(self.length)]
-        return self.width * len(plan_rows([lengths[sample] for sample in part.samples], self.width))
+        assert part.rows is not None, "a part of another policy"
+        return self.width * part.rows
 
 
 def _widths_of(rows: Sequence[LengthPerGroup], indices: Sequence[int]) -> LengthPerGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from macrobatch._cut.policies import Cut
@@ -48,14 +48,14 @@ class BatchTerms:
         return self._denominators
 
 
-def with_items(terms: Any, samples: int) -> Any:
-    """The same terms; those without items are means over the samples."""
+def with_items(terms: Any, samples: Callable[[], int]) -> Any:
+    """The same terms; those without items are means over the samples, whose number is asked for then."""
     if not isinstance(terms, Mapping):
         return terms
     return {
         name: term
         if isinstance(term, tuple | list) and len(term) == 2 and term[1] is not None
-        else (_loss(term), samples)
+        else (_loss(term), samples())
         for name, term in terms.items()
     }
 
