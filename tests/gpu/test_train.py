@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.commands import arguments, farthest, json_lines, losses, metrics, sentences
 from harness.recorded import DEVICE
+from macrobatch import causal_lm_loss
 from macrobatch.cli import main
+from macrobatch.train.packing import Packer, bounded, inputs_for, masked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures", "own_cache")]
 
@@ -47,8 +50,39 @@ def test_losses_are_those_of_a_plain_run(data, tmp_path, more, precision):
     assert farthest(found, plain) <= CLOSE[precision]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the kernels are there on a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_kernels_that_know_the_bounds(kind, dtype):
+    """As far from float64 as a mask in the same precision."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"intermediate_size": 128, "num_key_value_heads": 2}
+    if kind == "gpt2":
+        more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more)).to(DEVICE)
+    packer, where = Packer(256), torch.device(DEVICE)
+    inputs = inputs_for(model, packer, where, dtype)
+    assert inputs is bounded
+    ids = [torch.randint(0, 64, (length,)) for length in (200, 130, 50, 7, 1, 90)]
+    packed = packer([{"input_ids": one, "labels": one} for one in ids])
+    packed = {name: value.to(where) for name, value in packed.items()}
+
+    def gradients(inputs, model, dtype):
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            loss, _ = causal_lm_loss(model, inputs(packed))
+        return torch.cat([g.flatten().double() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    by_bounds, by_mask = gradients(bounded, model, dtype), gradients(masked, model, dtype)
+    exact = gradients(masked, model.double(), None)
+    errors = [((one - exact).norm() / exact.norm()).item() for one in (by_bounds, by_mask)]
+    assert errors[0] <= 1.5 * errors[1]
+
+
 @pytest.mark.parametrize(
-    "more", [(), ("--cuda-graph",), ("--pack", "--cuda-graph"), ("--precision", "bf16")], ids=" ".join
+    "more",
+    [(), ("--cuda-graph",), ("--pack", "--cuda-graph"), ("--precision", "bf16"), ("--pack", "--precision", "bf16")],
+    ids=" ".join,
 )
 def test_adapters(data, tmp_path, more):
     assert main(arguments(data, tmp_path / "base", "--device", DEVICE, "--steps", 4, "--seq-len", 128)) == 0

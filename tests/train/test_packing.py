@@ -2,12 +2,14 @@
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.reference import relative_error
@@ -17,10 +19,11 @@ from macrobatch._cut.policies import PackedRows
 from macrobatch._cut.samples import samples_of
 from macrobatch.errors import FitError, UsageError
 from macrobatch.losses import causal_lm_loss
+from macrobatch.train import varlen
 from macrobatch.train.corpus import Sample, collated
 from macrobatch.train.flags import parsed
 from macrobatch.train.models import _widen_norms
-from macrobatch.train.packing import Packer, mask_for, masked
+from macrobatch.train.packing import Packer, bounded, inputs_for, mask_for, masked
 from macrobatch.train.trainer import train
 
 WORDS = 40
@@ -114,6 +117,76 @@ def test_a_window_of_packed_rows_is_that_of_the_samples(micro):
             step(samples(9, 3, 14, 2, 7, 5, 1, 11, 4, 4, 6)[seed:])
         weights.append({name: p.detach() for name, p in model.named_parameters()})
     assert relative_error(weights[1], weights[0]) <= 1e-12
+
+
+# --------------------------------------------------------------------------------------- where kernels know the bounds
+
+
+def by_parts(query, key, value, bounds, _, most, longest, *, scale=None, window_size=None):
+    """What the kernels compute, on a CPU: attention inside each part of the tokens."""
+    assert window_size == (-1, 0)
+    assert most == longest >= bounds.diff().max()
+    parts = [tensor.tensor_split(bounds[1:-1].tolist()) for tensor in (query, key, value)]
+    attended = [
+        F.scaled_dot_product_attention(*(one.transpose(0, 1) for one in part), is_causal=True, scale=scale)
+        for part in zip(*parts, strict=True)
+    ]
+    return torch.cat([one.transpose(0, 1) for one in attended])
+
+
+def across_parts(query, key, value, bounds, *others, **options):
+    """Ones that take no notice of where samples begin."""
+    return by_parts(query, key, value, bounds[[0, -1]], None, len(query), len(query), window_size=(-1, 0))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels on a CPU, in any precision."""
+    monkeypatch.setattr(varlen, "kernel", by_parts)
+    monkeypatch.setattr(varlen, "can_serve", lambda *_: True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_know_the_bounds_compute_the_same(kind):
+    model = model_of(kind).double()
+    inputs = inputs_for(model, Packer(14), CPU, None)
+    assert inputs is bounded
+    given = samples(9, 3, 14, 2, 7, 5, 1, 11)
+    found = []
+    for batch in (collated(given), bounded(Packer(14)(given)), masked(Packer(14)(given))):
+        loss, _ = causal_lm_loss(model, batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append((loss.item(), dict(enumerate(gradients))))
+    for loss, gradients in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-12)
+        assert relative_error(gradients, found[0][1]) <= 1e-12
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("why", ["wrong kernels", "dropout", "few shapes", "a kernel that fails"])
+def test_otherwise_there_is_a_mask(why, monkeypatch):
+    model = model_of("llama", **({"attention_dropout": 0.1} if why == "dropout" else {}))
+    if why == "wrong kernels":
+        monkeypatch.setattr(varlen, "kernel", across_parts)
+    elif why == "a kernel that fails":
+        monkeypatch.setattr(varlen, "kernel", mock.Mock(side_effect=RuntimeError("no kernel")))
+    model.train()
+    before = torch.get_rng_state()
+    inputs = inputs_for(model, Packer(14, whole=why == "few shapes"), CPU, None)
+    assert inputs is not bounded
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert inputs(Packer(14)(samples(9, 3, 14)))["attention_mask"].shape == (2, 1, 14, 14)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_model_is_saved_with_its_usual_attention(tmp_path):
+    model = model_of("llama")
+    assert inputs_for(model, Packer(14), CPU, None) is bounded
+    model.save_pretrained(tmp_path)
+    assert varlen.NAME not in (tmp_path / "config.json").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

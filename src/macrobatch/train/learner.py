@@ -23,7 +23,7 @@ from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
 from macrobatch.train.cutting import Micro
 from macrobatch.train.data import Data
-from macrobatch.train.packing import SEGMENTS, Packer, mask_for, masked
+from macrobatch.train.packing import SEGMENTS, Inputs, Packer, inputs_for
 from macrobatch.train.record import padded_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
@@ -111,7 +111,10 @@ class Learner:
         self.taken = 0  # steps
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
         self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
-        self._mask = torch.bool if self._packer is None else mask_for(self.model, self._packer, world.device)
+        self._autocast = models.AUTOCAST.get(settings.precision)
+        self._inputs: Inputs | None = None
+        if self._packer is not None:
+            self._inputs = inputs_for(self.model, self._packer, world.device, self._autocast)
         self._recomputes = settings.checkpoint_activations == "yes"
         self._train = MacroStep(
             self.model,
@@ -208,10 +211,10 @@ class Learner:
             yield collated([corpus[index] for index in part]), int(number < len(plan))
 
     def _loss(self, model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
-        device, dtype = self.world.device, models.AUTOCAST.get(self.settings.precision)
+        device, dtype = self.world.device, self._autocast
         batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-        if SEGMENTS in batch:
-            batch = masked(batch, self._mask)
+        if self._inputs is not None and SEGMENTS in batch:
+            batch = self._inputs(batch)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             return causal_lm_loss(model, batch)
 

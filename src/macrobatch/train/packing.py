@@ -7,7 +7,9 @@ nothing before it belongs to it.
 # mypy: untyped-calls-exclude="torch,transformers"
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +18,20 @@ from macrobatch._cut.memory import is_out_of_memory
 from macrobatch._cut.padding import IGNORED
 from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import UsageError
+from macrobatch.train import varlen
 from macrobatch.train.corpus import Sample
 
+logger = logging.getLogger("macrobatch")
+
 MASKS = (torch.bool, torch.float32)  # what implementations of attention take: what is seen, or what is added
+MOST_APART = 0.05  # of a norm, in half precision
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
 
 SEGMENTS = "segments"  # in a packed batch: which sample of its row a token belongs to
+BOUNDS = "bounds"  # and where samples begin, of all tokens, and where the last one ends
+
+Inputs = Callable[[Sample], Sample]  # a packed batch as a model takes it
 
 
 class Packer:
@@ -37,11 +46,17 @@ class Packer:
 
     Args:
         width: the most tokens in a row, unless one sample has more.
-        whole: whether rows are filled up to the width, so that there are few shapes; else to the longest row.
+        whole: whether rows are filled up to the width, so that there are few shapes; else to the longest row, and the
+            batch has the bounds of samples.
     """
 
     def __init__(self, width: int, *, whole: bool = False) -> None:
         self.width, self._whole = width, whole
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether batches say where samples begin: their number is a shape of its own, so not where shapes are few."""
+        return not self._whole
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
         rows = self._rows(samples)
@@ -49,6 +64,7 @@ class Packer:
         shape = len(rows), max(width, self.width) if self._whole else width
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         labels, segments = torch.full(shape, IGNORED), torch.full(shape, -1)
+        bounds: list[int] = []
         for number, row in enumerate(rows):
             start = 0
             for segment, sample in enumerate(row):
@@ -57,9 +73,13 @@ class Packer:
                 ids[place], labels[place], segments[place] = sample["input_ids"], sample["labels"], segment
                 positions[place] = torch.arange(size)
                 labels[number, start] = IGNORED
+                bounds.append(number * shape[1] + start)
                 start += size
-            positions[number, start:] = torch.arange(shape[1] - start)  # padding is like one more sample
-        return {"input_ids": ids, "position_ids": positions, SEGMENTS: segments, "labels": labels}
+            if start < shape[1]:  # padding is like one more sample
+                positions[number, start:] = torch.arange(shape[1] - start)
+                bounds.append(number * shape[1] + start)
+        batch = {"input_ids": ids, "position_ids": positions, SEGMENTS: segments, "labels": labels}
+        return batch if self._whole else {**batch, BOUNDS: torch.tensor([*bounds, ids.numel()], dtype=torch.int32)}
 
     def _rows(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         rows: list[list[Sample]] = []
@@ -81,7 +101,7 @@ def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
         batch: what a `Packer` returned.
         dtype: bool says what is seen, a floating-point mask is added to the scores.
     """
-    inputs = {name: value for name, value in batch.items() if name != SEGMENTS}
+    inputs = _without_layout(batch)
     seen = _seen(batch[SEGMENTS])
     if dtype != torch.bool:
         hidden = torch.finfo(dtype).min
@@ -89,11 +109,81 @@ def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
     return {**inputs, "attention_mask": seen}
 
 
+def bounded(batch: Sample) -> Sample:
+    """A packed batch with the bounds of its samples, as the kernels of `varlen` take them."""
+    bounds, width = batch[BOUNDS], batch["input_ids"].shape[1]
+    unused = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool)  # as if somebody had made a mask: no model makes one then
+    lengths = {"max_length_q": width, "max_length_k": width}
+    return {
+        **_without_layout(batch),
+        "attention_mask": unused,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        **lengths,  # type: ignore[dict-item]  # numbers, which models pass on
+    }
+
+
+def _without_layout(batch: Sample) -> Sample:
+    return {name: value for name, value in batch.items() if name not in (SEGMENTS, BOUNDS)}
+
+
 def _seen(segments: Tensor) -> Tensor:
     """(rows, 1, width, width): whether a token sees another one, of its own sample and not after it."""
     places = torch.arange(segments.shape[1], device=segments.device)
     is_before = places.unsqueeze(0) <= places.unsqueeze(1)
     return ((segments.unsqueeze(1) == segments.unsqueeze(2)) & is_before).unsqueeze(1)
+
+
+def inputs_for(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype | None) -> Inputs:
+    """How this model is given packed batches: with bounds where its kernels can, else with a mask.
+
+    Args:
+        model: on its device.
+        packer: lays the batches out.
+        device: of the batches.
+        dtype: of autocast, if there is any.
+    """
+    with_mask = partial(masked, dtype=mask_for(model, packer, device))
+    if packer.has_bounds and varlen.can_serve(model, device, dtype):
+        varlen.switch(model, on=True)
+        if _serves_bounds(model, packer, device, dtype, with_mask):
+            return bounded
+        varlen.switch(model, on=False)
+    return with_mask
+
+
+@torch.no_grad()
+def _serves_bounds(
+    model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype | None, with_mask: Inputs
+) -> bool:
+    """Whether bounds keep samples apart as well as a mask does: far closer to it than to no bounds inside a row."""
+    packed = packer(_two_samples(model, packer.width))
+    blurred = {**packed, BOUNDS: packed[BOUNDS][[0, -1]]}
+    was_training, own = model.training, [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(own), torch.autocast(device.type, dtype, enabled=dtype is not None):
+            model.eval()
+            expected, found, wrong = (
+                _logits(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
+            )
+            _logits(model.train(), bounded(packed), device)  # where dropout is
+    except Exception as error:  # whatever a model or a kernel makes of arguments that it does not know
+        if is_out_of_memory(error):
+            raise
+        logger.info("--pack: samples are kept apart by a mask (%s: %s).", type(error).__name__, error)
+        return False
+    finally:
+        model.train(was_training)
+    apart, mixed = ((one - expected).norm().item() / expected.norm().item() for one in (found, wrong))
+    return bool(apart <= min(mixed / 3, MOST_APART))
+
+
+def _two_samples(model: nn.Module, width: int) -> list[Sample]:
+    """That fill a row: what looks back over so many tokens only (a sliding window) shows there."""
+    vocabulary = without_ddp(model).get_input_embeddings().weight.shape[0]
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, vocabulary, (n,), generator=draw) for n in (width - width // 3, width // 3) if n]
+    return [{"input_ids": part, "labels": part} for part in ids]
 
 
 def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dtype:
@@ -111,17 +201,11 @@ def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dt
 
 @torch.no_grad()
 def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model that sees more, or less, of a sample when it shares its row: its own answers are compared.
-
-    With a row as long as they come: what looks back over so many tokens only (a sliding window) differs from there on.
-    """
-    lengths = [packer.width - packer.width // 3, packer.width // 3]
-    vocabulary = without_ddp(model).get_input_embeddings().weight.shape[0]
-    draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths if length]
+    """Refuse a model that sees more, or less, of a sample when it shares its row: its own answers are compared."""
+    samples = _two_samples(model, packer.width)
     was_training = model.training
     model.eval()
-    packed = masked(packer([{"input_ids": part, "labels": part} for part in ids]), dtype)
+    packed = masked(packer(samples), dtype)
     try:
         together = _logits(model, packed, device)[0]
     except Exception as error:  # whatever a model makes of a mask that it does not know
@@ -132,7 +216,7 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Leave out --pack."
         ) from error
     start, worst, size = 0, 0.0, 0.0
-    for part in ids:
+    for part in (sample["input_ids"] for sample in samples):
         alone = _logits(model, {"input_ids": part.unsqueeze(0)}, device)[0]
         worst = max(worst, (together[start : start + len(part)] - alone).abs().max().item())
         size = max(size, alone.abs().max().item())
@@ -147,6 +231,7 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
 
 
 def _logits(model: nn.Module, batch: Sample, device: torch.device) -> Tensor:
-    inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs |= {name: value.to(device) for name, value in inputs.items() if isinstance(value, Tensor)}
     logits: Tensor = model(**inputs).logits
     return logits.double()

@@ -1,0 +1,82 @@
+"""Attention inside each sample of a packed row by torch's kernels for sequences of unequal lengths.
+
+A mask makes every token look at its whole row, and needs memory for all pairs; these kernels know where samples begin.
+They take half precision only, and models of transformers whose attention can be replaced.
+"""
+
+# mypy: untyped-calls-exclude="torch,transformers"
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from macrobatch._torch.modules import without_ddp
+from macrobatch.errors import UsageError
+
+kernel: Any
+try:
+    from torch.nn.attention.varlen import varlen_attn as kernel
+except ImportError:  # a build of torch without it
+    kernel = None
+
+NAME = "macrobatch_varlen"  # under which transformers knows this attention
+HALF = (torch.bfloat16, torch.float16)
+UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sliding_window")  # arguments of other attentions
+
+
+def can_serve(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether it is worth trying: the model has the attention that this one replaces, on a device with the kernels."""
+    inner = without_ddp(model)
+    config = getattr(inner, "config", None)
+    is_usual = getattr(config, "_attn_implementation", None) == "sdpa" and hasattr(inner, "set_attn_implementation")
+    precision = dtype or next(model.parameters()).dtype
+    return is_usual and kernel is not None and device.type == "cuda" and precision in HALF
+
+
+def switch(model: nn.Module, *, on: bool) -> None:
+    """Give a model this attention, or its usual one back."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+    without_ddp(model).set_attn_implementation(NAME if on else "sdpa")
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls, with tensors of shape (rows, heads, width, size). Batches without bounds go the usual way."""
+    bounds = others.get("cu_seq_lens_q")
+    if bounds is None:
+        usual = AttentionInterface()["sdpa"]
+        found: tuple[Tensor, None] = usual(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return found
+    given = [name for name in UNSUPPORTED if others.get(name) is not None] + (["dropout"] if dropout else [])
+    if given:
+        raise UsageError(f"the kernels for sequences of unequal lengths know no {given[0]}.")
+    rows, heads, width, _ = query.shape
+    groups = heads // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    out: Tensor = kernel(*flat, bounds, bounds, width, width, scale=scaling, **_causal(kernel))
+    return out.unflatten(0, (rows, width)), None
+
+
+@functools.cache
+def _causal(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """How this torch is told that no token looks ahead."""
+    return {"is_causal": True} if "is_causal" in inspect.signature(kernel).parameters else {"window_size": (-1, 0)}
