@@ -1,9 +1,9 @@
 """The trainers that people use, and the same ones under `exact`, on data of unequal lengths.
 
-Each trainer gets the same model, data, batches and arguments, and trains so many optimizer steps; the first half, in
-which recordings are made and kernels are chosen, is not timed; those that record take six times as many, until all
-shapes have come; the others run twice, and the second run counts, because cuDNN plans its attention for each shape that
-it has not seen, which takes longer than the attention. Tokens are those that are not padding. Rows:
+Each trainer gets the same model, data, batches and arguments, and trains so many optimizer steps after a first one that
+is not timed. Those that record take four times as many before, until all shapes have come. cuDNN plans its attention
+for each shape that it has not seen, which takes longer than the attention: so a row that brings new shapes runs twice,
+and the second run counts. Tokens are those that are not padding. Rows:
 transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
 micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of each step are
 compared with those of the trainer as it is.
@@ -38,7 +38,8 @@ from macrobatch.lightning import ExactStrategy
 from macrobatch.transformers import exact
 
 PADDED = 4_096  # tokens in a micro-batch
-LONGER = 6
+LONGER = 4
+AGAIN = ("as it is", "by tokens")  # rows that bring new shapes
 TARGETS = {"by tokens": 3.0, "by tokens, graphs": 8.0, "exact": 0.98}
 Sample = dict[str, list[int]]
 
@@ -51,7 +52,7 @@ class Size:
     longest: int = 512
     budget: int = PADDED
     per_device: int = 2
-    accumulate: int = 64
+    accumulate: int = 32
 
     def model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
@@ -249,8 +250,8 @@ def families(budget: int) -> dict[str, dict[str, Callable[[Size, int], Stopwatch
     }
 
 
-def measured(run: Callable[[Size, int], Stopwatch], size: Size, steps: int) -> dict[str, Any]:
-    """Tokens a second over the second half of the steps: their median, as a machine has slow spells."""
+def measured(run: Callable[[Size, int], Stopwatch], size: Size, steps: int, timed: int) -> dict[str, Any]:
+    """Tokens a second over the last steps: their median, as a machine has slow spells."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -261,7 +262,7 @@ def measured(run: Callable[[Size, int], Stopwatch], size: Size, steps: int) -> d
     tokens = [len(sample["input_ids"]) for sample in size.samples(steps * window)]
     each = [sum(tokens[step * window : (step + 1) * window]) for step in range(steps)]
     seconds = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
-    rates = [count / took for count, took in zip(each[1:], seconds, strict=False)][len(seconds) // 2 :]
+    rates = [count / took for count, took in zip(each[1:], seconds, strict=False)][-timed:]
     reserved = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else None
     return {"tokens_per_second": statistics.median(rates), "reserved_gib": reserved, "losses": watch.losses}
 
@@ -270,9 +271,9 @@ def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size:
     rows: list[dict[str, Any]] = []
     for way, run in ways.items():
         try:
-            if torch.cuda.is_available() and "graphs" not in way:
-                measured(run, size, steps)
-            row = measured(run, size, steps * (LONGER if "graphs" in way else 1))
+            if torch.cuda.is_available() and way in AGAIN:
+                measured(run, size, steps + 1, steps)
+            row = measured(run, size, 1 + steps * (LONGER if "graphs" in way else 1), steps)
         except Exception as error:  # one that cannot run here leaves the others their places
             print(f"{name}, {way}: {type(error).__name__}: {error}", file=sys.stderr)
             row = {"tokens_per_second": None, "reserved_gib": None, "losses": [], "error": str(error)[:200]}
@@ -304,7 +305,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each (default: 4)")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps that are timed (default: 10)")
     parser.add_argument("--only", choices=["Trainer", "SFTTrainer", "Lightning"], action="append")
     record.add_output(parser, "trainers")
     arguments = parser.parse_args()
@@ -313,20 +314,22 @@ def main() -> int:
         return 2
     size = TINY if arguments.tiny else Size()
     chosen = {name: ways for name, ways in families(size.budget).items() if name in (arguments.only or [name])}
-    tables = {name: table_of(name, ways, size, arguments.steps) for name, ways in chosen.items()}
+    tables: dict[str, Any] = {}
     packages = [name for name in ("torch", "transformers", "accelerate", "lightning", "trl") if find_spec(name)]
-    result = record.stamp("trainers", *packages) | {
-        "machine": record.machine("cuda" if torch.cuda.is_available() else "cpu"),
-        "size": asdict(size),
-        "steps": arguments.steps,
-        "trainers": tables,
-    }
+    output = arguments.output if not arguments.tiny else Path(arguments.output).with_name("trainers_tiny.json")
+    for name, ways in chosen.items():
+        tables[name] = table_of(name, ways, size, arguments.steps)
+        result = record.stamp("trainers", *packages) | {
+            "machine": record.machine("cuda" if torch.cuda.is_available() else "cpu"),
+            "size": asdict(size),
+            "steps": arguments.steps,
+            "trainers": tables,
+        }
+        record.save(result, output)  # now, as the rest may be cut short
     rows = [row for table in tables.values() for row in table["rows"]]
     where = f"{result['machine']}; {record.in_words(result['versions'])}"
     headings = ["trainer", "tokens/s", "times", "GiB", "losses apart"]
     record.show("Trainers, as they are and exact", headings, [cells_of(row) for row in rows], where)
-    output = arguments.output if not arguments.tiny else Path(arguments.output).with_name("trainers_tiny.json")
-    record.save(result, output)
     print(f"Written to {output}")
     return 0 if all(row["agrees"] is not False for row in rows) else 1
 

@@ -5,17 +5,17 @@ All rows get the same initial weights, the same tokens with the same labels (the
 AdamW, clipping and learning rates, and the same samples in the same order. Rows:
 
 - macrobatch: the command with its defaults; with ``--cuda-graph``; with ``--pack``; with both;
-- Trainer, SFTTrainer: so many samples at a time, padded to the longest; these make the same batches;
+- Trainer, SFTTrainer: 8 samples at a time, or 32, padded to the longest; these make the same batches;
 - grouped: samples of about the same length together (``train_sampling_strategy``), which makes other batches;
 - packed: SFTTrainer's ``packing=True``, so many rows at a time, which makes other batches too.
 
-Each row is a process of its own. Peers train two epochs, of which the second is timed: by then they have met all shapes,
-for each of which cuDNN plans its attention. Ours take as many steps before those that are timed, or more with graphs,
+Each row is a process of its own. Peers train two epochs, of which the second is timed: by then they have met all
+shapes, for each of which cuDNN plans its attention. Ours take as many steps before those that are timed, or more with graphs,
 until all shapes are recorded. A token is one of a sample: padding costs time, and counts for nothing.
 
     python benchmarks/tuning.py                 # on a GPU: prints a table, writes results/tuning.json
     python benchmarks/tuning.py --tiny          # a tiny model, on a CPU too: does it run?
-    python benchmarks/tuning.py --only macrobatch "SFTTrainer, packed by 1"
+    python benchmarks/tuning.py --only macrobatch "SFTTrainer, packed by 4"
 """
 
 # mypy: untyped-calls-exclude="torch,transformers,trl,datasets"
@@ -62,7 +62,7 @@ class Size:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-TINY = Size(width=32, layers=2, words=600, longest=128, batch=16, at_a_time=4, steps=4)
+TINY = Size(width=32, layers=2, words=600, longest=128, batch=32, at_a_time=4, steps=4)
 
 
 @dataclass
@@ -203,7 +203,7 @@ def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[P
         samples = [{name: value.tolist() for name, value in sample.items()} for sample in given.samples]
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": at_a_time or size.at_a_time,
-            "gradient_accumulation_steps": size.batch // size.at_a_time,
+            "gradient_accumulation_steps": size.batch // (at_a_time or size.at_a_time),
             "num_train_epochs": 2,
             "max_grad_norm": given.max_norm,
             "bf16": size.device == "cuda",
@@ -272,20 +272,23 @@ def sft(
     return trainer, collate
 
 
-SAME = ("macrobatch", "macrobatch, graphs", "macrobatch, packed", "macrobatch, packed, graphs", "Trainer", "SFTTrainer")
 ROWS: dict[str, Callable[[Path, Size], Measured]] = {
     "macrobatch": ours(),
     "macrobatch, graphs": ours("--cuda-graph"),
     "macrobatch, packed": ours("--pack"),
     "macrobatch, packed, graphs": ours("--pack", "--cuda-graph"),
     "Trainer": peer("Trainer"),
-    "Trainer, grouped": peer("Trainer", train_sampling_strategy="group_by_length"),
+    "Trainer by 32": peer("Trainer", 32),
+    "Trainer by 32, grouped": peer("Trainer", 32, train_sampling_strategy="group_by_length"),
     "SFTTrainer": peer("SFTTrainer"),
-    "SFTTrainer, grouped": peer("SFTTrainer", train_sampling_strategy="group_by_length"),
-    "SFTTrainer, packed by 1": peer("SFTTrainer", 1, packing=True),
+    "SFTTrainer by 32": peer("SFTTrainer", 32),
+    "SFTTrainer by 32, grouped": peer("SFTTrainer", 32, train_sampling_strategy="group_by_length"),
     "SFTTrainer, packed by 4": peer("SFTTrainer", 4, packing=True),
     "SFTTrainer, packed by 16": peer("SFTTrainer", 16, packing=True),
 }
+
+
+SAME = [name for name in ROWS if name.startswith("macrobatch") or not name.endswith(("grouped", "by 4", "by 16"))]
 
 
 def measured(name: str, place: Path, size: Size) -> Measured:
@@ -315,7 +318,7 @@ def report(found: dict[str, Measured], size: Size) -> dict[str, Any]:
                 "padded_to_real": round(sum(one.padded) / sum(one.tokens), 3),
                 "steps": len(one.seconds),
                 "peak_gib": round(one.peak_bytes / 2**30, 2),
-                "last_loss": one.losses[-1],
+                "last_loss": one.losses[: size.steps][-1],
                 "off_by": off,
                 "agrees": None if off is None else off <= TOLERANCE[size.device],
             }
