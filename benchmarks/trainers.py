@@ -72,10 +72,12 @@ class Size:
 
     def samples(self, count: int) -> list[Sample]:
         """Many short ones, few long ones, as in chats."""
-        draw = torch.Generator().manual_seed(0)
-        lengths = torch.randn(count, generator=draw).mul(0.8).add(4.6).exp().clamp(8, self.longest).int()
-        tokens = [torch.randint(1, self.words, (length,), generator=draw).tolist() for length in lengths.tolist()]
-        return [{"input_ids": ids, "labels": ids} for ids in tokens]
+        draw, samples = torch.Generator().manual_seed(0), list[Sample]()
+        for _ in range(count):  # one by one: more of them begin with the same ones
+            length = torch.randn((), generator=draw).mul(0.8).add(4.6).exp().clamp(8, self.longest).int().item()
+            ids = torch.randint(1, self.words, (int(length),), generator=draw).tolist()
+            samples.append({"input_ids": ids, "labels": ids})
+        return samples
 
 
 TINY = Size(width=32, layers=2, words=64, longest=32, budget=64, per_device=2, accumulate=4)

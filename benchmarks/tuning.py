@@ -10,8 +10,8 @@ AdamW, clipping and learning rates, and the same samples in the same order. Rows
 - packed: SFTTrainer's ``packing=True``, so many rows at a time, which makes other batches too.
 
 Each row is a process of its own. Peers train two epochs, of which the second is timed: by then they have met all
-shapes, for each of which cuDNN plans its attention. Ours take as many steps before those that are timed, or more with graphs,
-until all shapes are recorded. A token is one of a sample: padding costs time, and counts for nothing.
+shapes, for each of which cuDNN plans its attention. Ours take as many steps before those that are timed, or more with
+graphs, until all shapes are recorded. A token is one of a sample: padding costs time, and counts for nothing.
 
     python benchmarks/tuning.py                 # on a GPU: prints a table, writes results/tuning.json
     python benchmarks/tuning.py --tiny          # a tiny model, on a CPU too: does it run?
