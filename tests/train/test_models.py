@@ -5,13 +5,16 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from harness.commands import arguments, json_lines, refused, sentences
 from macrobatch.cli import main
+from macrobatch.train.suitable import can_spare_mask
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -321,3 +324,28 @@ def test_a_type_that_transformers_does_not_know(model, begins, capsys):
     for name in (model, model / "config.json"):
         said = refused(begins(name), capsys, "'novel'", "transformers")
         assert "executed" not in said  # there is no code
+
+
+# ----------------------------------------------------------------------------------------------- without a mask
+
+
+class Averaging(nn.Module):
+    """Sees earlier tokens only; without a mask it divides by the width of the batch."""
+
+    def __init__(self, *, by_mask: bool) -> None:
+        super().__init__()
+        self.embedding, self.by_mask = nn.Embedding(12, 12), by_mask
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, attention_mask=None):
+        width = torch.full((len(input_ids), 1, 1), input_ids.shape[1])
+        if self.by_mask and attention_mask is not None:
+            width = attention_mask.sum(1)[:, None, None]
+        return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1) / width)
+
+
+@pytest.mark.parametrize("by_mask", [True, False])
+def test_the_mask_is_left_out_only_where_it_changes_nothing(by_mask):
+    assert can_spare_mask(Averaging(by_mask=by_mask), torch.device("cpu")) is not by_mask

@@ -126,6 +126,7 @@ def by_parts(query, key, value, bounds, _, most, longest, *, scale=None, window_
     """What the kernels compute, on a CPU: attention inside each part of the tokens."""
     assert window_size == (-1, 0)
     assert most == longest >= bounds.diff().max()
+    assert query.dtype == key.dtype == value.dtype
     parts = [tensor.tensor_split(bounds[1:-1].tolist()) for tensor in (query, key, value)]
     attended = [
         F.scaled_dot_product_attention(*(one.transpose(0, 1) for one in part), is_causal=True, scale=scale)
@@ -161,6 +162,13 @@ def test_kernels_that_know_the_bounds_compute_the_same(kind):
     for loss, gradients in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-12)
         assert relative_error(gradients, found[0][1]) <= 1e-12
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_under_autocast(kind):
+    """Where queries and keys may come in float32, and values in bfloat16."""
+    assert inputs_for(model_of(kind), Packer(14), CPU, torch.bfloat16) is bounded
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from macrobatch._cut.plans import plan_by_tokens
 from macrobatch.errors import CheckpointError, FitError, NonFiniteError, UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
-from macrobatch.train import checkpoint, cutting, models, optimizers
+from macrobatch.train import checkpoint, cutting, models, optimizers, suitable
 from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
@@ -35,6 +38,12 @@ from macrobatch.types import StepResult
 logger = logging.getLogger("macrobatch")
 
 VALIDATION_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch
+KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]  # of attention, in this order where shapes are ever new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +121,7 @@ class Learner:
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
         self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
         self._autocast = models.AUTOCAST.get(settings.precision)
+        self._spares_mask = suitable.can_spare_mask(self.model, world.device)
         self._inputs: Inputs | None = None
         if self._packer is not None:
             self._inputs = inputs_for(self.model, self._packer, world.device, self._autocast)
@@ -215,8 +225,19 @@ class Learner:
         batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
         if self._inputs is not None and SEGMENTS in batch:
             batch = self._inputs(batch)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        elif self._spares_mask:
+            del batch["attention_mask"]
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), self._attention():
             return causal_lm_loss(model, batch)
+
+    def _attention(self) -> AbstractContextManager[object]:
+        """The kernels of attention in their order: cuDNN's, which torch prefers, plan for each new shape, for long.
+
+        Where shapes are few, or not CUDA's, torch knows best.
+        """
+        if self._has_few_shapes or self.world.device.type != "cuda":
+            return contextlib.nullcontext()
+        return sdpa_kernel(KERNELS, set_priority=True)
 
     def _collated(self, samples: list[Sample]) -> Sample:
         batch = collated(samples, few_widths=self._has_few_shapes) if self._packer is None else self._packer(samples)

@@ -71,9 +71,16 @@ def attention(
     groups = heads // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    dtype = _common_dtype(value)
+    flat = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     out: Tensor = kernel(*flat, bounds, bounds, width, width, scale=scaling, **_causal(kernel))
     return out.unflatten(0, (rows, width)), None
+
+
+def _common_dtype(value: Tensor) -> torch.dtype:
+    """What autocast would make of the arguments: rotated positions leave queries and keys in float32."""
+    kind = value.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
 
 
 @functools.cache
