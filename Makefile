@@ -11,7 +11,7 @@ BUILD ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 VENV := $(if $(TORCH),.venvs/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
 
-.PHONY: train test accelerate quick check format venv bench chaos fuzz clean
+.PHONY: train test accelerate quick check format docs docs-serve venv bench chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -44,6 +44,12 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: venv  ## the documentation, as a site in site/: warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: venv  ## the same, built again whenever a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
 
@@ -66,13 +72,13 @@ venv: $(VENV)/.complete  ## a .venv with all extras
 	@$(PIP) constraints.txt '$(BUILD)' || { echo; \
 	  echo "No build '$(BUILD)' was found. Point pip at PyTorch's index for CPU builds (PIP_EXTRA_INDEX_URL, see"; \
 	  echo "'Start locally' on PyTorch's site), or take the large build for CUDA: make venv BUILD='$(PINNED)'"; exit 1; }
-	$(PIP) constraints.txt --editable '.[train,data,accelerate,transformers,lightning,bench,dev]'
+	$(PIP) constraints.txt --editable '.[train,data,accelerate,transformers,lightning,bench,dev,docs]'
 	@touch $@
 
 .venvs/torch-%/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	@sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
-	$(PIP) $(@D)/constraints.txt --editable '.[train,data,accelerate,transformers,lightning,bench,dev]'
+	$(PIP) $(@D)/constraints.txt --editable '.[train,data,accelerate,transformers,lightning,bench,dev,docs]'
 	@touch $@
 
 .venvs/accelerate-%/.complete: venv
@@ -80,4 +86,4 @@ venv: $(VENV)/.complete  ## a .venv with all extras
 	@touch $@
 
 clean:
-	rm -rf .venv .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .venv .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis

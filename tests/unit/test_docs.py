@@ -2,18 +2,24 @@
 
 What a page says that they print is compared with what they print: a comment behind a `print(...)` is what that prints,
 and a block without a language that follows on one of Python is what the last `print` of that block prints.
+
+Links and anchors lead somewhere, the site's navigation lists every page, and its API reference every public name.
+`make docs` builds the site, and fails for any warning.
 """
 
 import ast
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import yaml
 
 from harness import ROOT
 from tests.ranks.test_verify import RIGHT as RIGHT_ON_RANKS
@@ -21,8 +27,9 @@ from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
 from tests.unit.test_verify_mistakes import MISTAKES, documented_causes
 from tests.unit.test_verify_right import STEPS as RIGHT
 
-LINKING = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md")]
-PAGES = [path for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")) if "```python" in path.read_text()]
+OF_THE_SITE = sorted(ROOT.glob("docs/**/*.md"))
+LINKING = [*ROOT.glob("*.md"), *OF_THE_SITE, *ROOT.glob("src/**/README.md")]
+PAGES = [path for path in (ROOT / "README.md", *OF_THE_SITE) if "```python" in path.read_text()]
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def results_said(block: Block) -> dict[int, str]:
     return {block.line + line - 1: text.removeprefix("# ") for line, text in behind.items() if text}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_page(path):
     page = path.read_text()
     assert wrong_results(page, printed_by(page, path.name)) == []
@@ -216,3 +223,63 @@ LINKED = """
 def test_a_wrong_link_is_seen(right, wrong):
     assert broken_links(ROOT / "README.md", LINKED) == []
     assert len(broken_links(ROOT / "README.md", LINKED.replace(right, wrong))) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the site
+
+SETTINGS = (ROOT / "mkdocs.yml").read_text()
+REFERENCE = "\n".join(path.read_text() for path in OF_THE_SITE if path.parent.name == "reference")
+AT_THE_ROOT = {"index.md", "changelog.md", "contributing.md"}  # made of README.md and so on, by docs/pages.py
+
+
+def listed(nav: str | list | dict) -> list[str]:
+    """The pages of a navigation, however deep they are."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in listed(part)]
+
+
+def wrongly_listed(settings: str) -> list[str]:
+    """The pages that the navigation leaves out or has twice, and those that it has but are not there."""
+    found = listed(yaml.safe_load(settings)["nav"])
+    there = AT_THE_ROOT | {path.relative_to(ROOT / "docs").as_posix() for path in OF_THE_SITE}
+    return sorted(there.symmetric_difference(found)) + [page for page in set(found) if found.count(page) > 1]
+
+
+def undocumented(reference: str) -> list[str]:
+    """The public names that the API reference does not have."""
+    documented = [pkgutil.resolve_name(path) for path in re.findall(r"^::: (\S+)$", reference, re.MULTILINE)]
+    modules = ("", ".accelerate", ".errors", ".lightning", ".train", ".transformers", ".verification")
+    public = {}
+    for module in (pkgutil.resolve_name(f"macrobatch{name}") for name in modules):
+        classes = [name for name, one in vars(module).items() if isinstance(one, type)]
+        for name in getattr(module, "__all__", classes):
+            if is_own(one := getattr(module, name)):
+                public[f"{module.__name__}.{name}"] = one
+    return [path for path, one in public.items() if not any(one is other for other in documented)]
+
+
+def is_own(thing: object) -> bool:
+    """Whether it is this library's: `macrobatch.accelerate` hands out Accelerate's own names, too."""
+    return isinstance(thing, type | FunctionType) and thing.__module__.startswith("macrobatch")
+
+
+def test_the_navigation_lists_every_page():
+    assert wrongly_listed(SETTINGS) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("recipes.md", "losses.md"), ("reference/errors.md", "errors.md"), ("index.md", "README.md")]
+)
+def test_a_page_that_is_not_listed_is_seen(right, wrong):
+    assert right in SETTINGS
+    assert {right, wrong} <= set(wrongly_listed(SETTINGS.replace(right, wrong)))
+
+
+def test_the_reference_has_every_public_name():
+    assert undocumented(REFERENCE) == []
+
+
+@pytest.mark.parametrize("name", ["MacroStep", "errors.FitError", "train.Outcome", "accelerate.Accelerator"])
+def test_a_name_without_documentation_is_seen(name):
+    assert undocumented(REFERENCE.replace(f"::: macrobatch.{name}\n", "")) == [f"macrobatch.{name}"]

@@ -1,0 +1,60 @@
+"""What the site needs beside the pages in this folder: pages that live at the root of the repository, and linked files.
+
+Links stay as they are read in the repository. Here each becomes a link to where the site has its target. Examples in
+docstrings, which are doctests, become blocks of code.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension, Object
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+AT_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
+LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of the root, and every file of the repository that a page links to."""
+    for source, place in AT_THE_ROOT.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text()))
+    for page in list(files.documentation_pages()):
+        for target in LINK.findall(page.content_string):
+            there = repository_path(page.src_uri, target)
+            if (ROOT / there).is_file() and files.get_file_from_path(site_path(there)) is None:
+                files.append(File.generated(config, site_path(there), content=(ROOT / there).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Rewrite the links of a page."""
+    here = os.path.dirname(page.file.src_uri)
+
+    def rewritten(link: re.Match[str]) -> str:
+        return os.path.relpath(site_path(repository_path(page.file.src_uri, link[1])), here or ".")
+
+    return LINK.sub(rewritten, markdown)
+
+
+def repository_path(page: str, target: str) -> str:
+    """Where a link of a page leads, from the root of the repository."""
+    sources = {place: source for source, place in AT_THE_ROOT.items()}
+    return os.path.normpath(os.path.join(os.path.dirname(sources.get(page, f"docs/{page}")), target))
+
+
+def site_path(path: str) -> str:
+    """Where the site has a file of the repository."""
+    return AT_THE_ROOT.get(path, path.removeprefix("docs/"))
+
+
+class Doctests(Extension):
+    """Fences around the examples of every docstring."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
