@@ -1,4 +1,4 @@
-"""The stories of examples/stories: scripts in cells, run for real, and the pages of docs/stories that show their output.
+"""The stories of examples/stories: scripts in cells, run for real, and the pages in docs/stories with their output.
 
 `cells_of` reads a script, `run_cells` runs it in a process of its own, `page_of` puts text, code, output and figures
 together. As a program, ``python -m harness.stories`` writes all pages and figures anew (`make stories`).
@@ -67,7 +67,9 @@ def page_of(path: Path, shown: list[Shown]) -> str:
             parts.append(f"```text\n{result.output.rstrip()}\n```")
         parts += [f"![{label}]({name})" for name, label in result.figures]
     script = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    parts.append(f"*This page is the output of `{script}`, written by `make stories`. Run it, or open it as a notebook.*")
+    parts.append(
+        f"*This page is the output of `{script}`, written by `make stories`. Run it, or open it as a notebook.*"
+    )
     return "\n\n".join(parts) + "\n"
 
 

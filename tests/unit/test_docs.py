@@ -21,7 +21,7 @@ from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
 from tests.unit.test_verify_mistakes import MISTAKES, documented_causes
 from tests.unit.test_verify_right import STEPS as RIGHT
 
-LINKING = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md")]
+LINKING = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/README.md")]
 PAGES = [path for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")) if "```python" in path.read_text()]
 
 

@@ -1,9 +1,12 @@
 """The stories run, and print what their pages say."""
 
 import difflib
+import doctest
+import importlib
 import re
 
 import pytest
+import torch
 
 from harness.stories import PAGES, SCRIPTS, cells_of, page_of, page_path, run
 
@@ -57,7 +60,7 @@ def test_every_story_is_on_the_first_page_and_every_page_is_of_a_story():
 def test_a_page_has_text_code_and_output(script, tmp_path):
     page = page_of(script, run(script, tmp_path))
     assert page.startswith("# A title\n\nTwo lines\nof text.\n\n```python\nx = 2\n")
-    assert '```\n\n```text\nx is 2\n```\n\n```python\ny = x + 1\n```\n\n```python\nprint(y)' in page
+    assert "```\n\n```text\nx is 2\n```\n\n```python\ny = x + 1\n```\n\n```python\nprint(y)" in page
     assert "```text\n3\n0.5\n```\n" in page
     assert "Not shown" not in page
 
@@ -94,6 +97,20 @@ def test_figures_are_numbered_over_the_cells(script, tmp_path):
 def test_cells_keep_their_lines():
     cells = cells_of(SCRIPT)
     assert [cell.is_text for cell in cells] == [True, False, False, False]
-    assert [SCRIPT.splitlines()[cell.line - 1] for cell in cells] == [
-        cell.source.splitlines()[0] for cell in cells
-    ]
+    assert [SCRIPT.splitlines()[cell.line - 1] for cell in cells] == [cell.source.splitlines()[0] for cell in cells]
+
+
+def test_peak_memory(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    memory = importlib.import_module("memory")
+    assert doctest.testmod(memory) == (0, 3)
+
+    weight = torch.ones(1024, 1024, requires_grad=True)  # there before: not counted, nor its views
+    with memory.PeakMemory() as peak:
+        assert peak.mib == 0
+        weight.t().sum().backward()
+    assert peak.mib == pytest.approx(0, abs=1e-4)  # the gradient is one number, expanded
+    with memory.PeakMemory() as peak:
+        for _ in range(3):
+            (weight * 2).exp().sum().backward()  # the product and its exponential; each time their gradients
+    assert 8 <= peak.mib <= 16
