@@ -234,8 +234,9 @@ for panel, sizes in ((left, SIZES), (right, BATCHES)):
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
     panel.set_ylim(bottom=0)
-    panel.legend(frameon=False)
     panel.spines[["top", "right"]].set_visible(False)
+left.legend(frameon=False)
+right.legend(frameon=False, loc="lower right")
 plt.show()
 
 # %% [markdown]

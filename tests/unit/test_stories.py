@@ -107,9 +107,8 @@ def test_peak_memory(monkeypatch):
 
     weight = torch.ones(1024, 1024, requires_grad=True)  # there before: not counted, nor its views
     with memory.PeakMemory() as peak:
-        assert peak.mib == 0
         weight.t().sum().backward()
-    assert peak.mib == pytest.approx(0, abs=1e-4)  # the gradient is one number, expanded
+    assert peak.mib == pytest.approx(4, abs=1e-4)  # the gradient of the weight
     with memory.PeakMemory() as peak:
         for _ in range(3):
             (weight * 2).exp().sum().backward()  # the product and its exponential; each time their gradients
