@@ -175,8 +175,9 @@ for size in SIZES:
 
 # %% [markdown]
 # All at once, memory grows with the square of the batch, because the table of comparisons does. With 32 at a time it
-# is nearly flat: only the encodings and their gradients grow, by 2 KiB for each pair. The price is time: every
-# micro-batch is encoded twice, once for the loss and once for its gradient.
+# is nearly flat. Two things make it so: the encoders hold one micro-batch at a time, and the loss a few tiles of the
+# table. Only the encodings and their gradients grow, by 2 KiB for each pair. The price is time: every micro-batch is
+# encoded twice, once for the loss and once for its gradient.
 #
 # ## What is the large batch good for?
 #

@@ -11,7 +11,7 @@ python examples/stories/is_my_loop_right.py
 # micro-batches can be wrong without any error: it still learns, just not as well as it should.
 #
 # This story starts with such a loop, asks `verify` what is wrong, and cures one mistake after the other. In the end
-# we look at what the mistakes had cost. Everything runs on a CPU in a few seconds, and nothing is downloaded.
+# we look at what the mistakes had cost. Everything runs on a CPU in half a minute, and nothing is downloaded.
 #
 # ## The data: how emoji are called
 #
