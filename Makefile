@@ -11,7 +11,7 @@ BUILD ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 VENV := $(if $(TORCH),.venvs/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
 
-.PHONY: train test accelerate quick check format docs docs-serve venv bench chaos fuzz clean
+.PHONY: train test accelerate quick check format docs docs-serve venv bench stories chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
@@ -52,6 +52,9 @@ docs-serve: venv  ## the same, built again whenever a page changes
 
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
+
+stories: venv  ## the pages of docs/stories, from the scripts of examples/stories and what they print
+	cd tests && ../$(BIN)/python -m harness.stories
 
 KILLS ?= 1000
 chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one

@@ -18,6 +18,7 @@ LONGEST = (
     "ranks/test_terms",
     "unit/test_exactness",
     "unit/test_docs",
+    "unit/test_stories",
     "unit/test_verify_right",
     "ranks/test_ray",
     "ranks/test_joint",
