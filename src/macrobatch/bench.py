@@ -1,6 +1,6 @@
 """`macrobatch bench`: the benchmarks one after the other, each a process of its own, then what they found.
 
-They are scripts, in `benchmarks/` of a checkout or of the installed package. `benchmarks/record.py` says what such a
+They are scripts in `benchmarks/` of a checkout; the installed package has none. `benchmarks/record.py` says what such a
 script does and what its file of results holds; nothing here knows any of them by name but the one that draws figures.
 """
 
@@ -33,12 +33,15 @@ class Benchmark(NamedTuple):
 
 
 def folder() -> Path:
-    """Where the scripts are: those of a checkout before those that were installed, which may be older."""
+    """Where the scripts are, in the checkout that this package is imported from."""
     package = Path(__file__).parent
-    for candidate in (package.parent.parent / "benchmarks", package / "benchmarks"):
-        if (candidate / "record.py").is_file():
-            return candidate
-    raise UsageError(f"there are no benchmarks beside {package}: run `macrobatch bench` in a checkout of the project.")
+    there = package.parent.parent / "benchmarks"
+    if (there / "record.py").is_file():
+        return there
+    raise UsageError(
+        f"the benchmarks are in the project's repository, not in the installed package ({package}). Run `make bench` in "
+        'a checkout of the repository, or `make bench BENCHMARKS="overhead gpu"` for some of them.'
+    )
 
 
 def benchmarks(where: Path) -> dict[str, Benchmark]:
