@@ -47,6 +47,9 @@ format: venv
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
 
+tables: venv  ## the tables of README.md and docs/, again from results/*.json
+	$(BIN)/python benchmarks/tables.py --write
+
 KILLS ?= 1000
 chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --kills $(KILLS) --out results/chaos.json

@@ -76,7 +76,7 @@ def test_those_of_the_project(capsys):
     assert main(["bench", "--list"]) == 0
     listed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert {"gpu", "network", "overhead", "variable_length"} <= set(listed)
-    assert not {"record", "figures"} & set(listed)
+    assert not {"record", "figures", "tables"} & set(listed)
     assert all(what.endswith(".") for what in listed.values()), "one line, a sentence"
 
 
