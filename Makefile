@@ -44,11 +44,30 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: venv  ## the documentation, as a site in site/: warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: venv  ## the same, built again whenever a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
 
+.PHONY: tables wheel coverage
 tables: venv  ## the tables of README.md and docs/, again from results/*.json
 	$(BIN)/python benchmarks/tables.py --write
+
+wheel: venv  ## the wheel and the source archive in dist/, after the tests of what is in the wheel
+	$(BIN)/python -m pytest tests/unit/test_wheel.py
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+COVERED = tests/unit tests/contract src
+coverage: venv  ## branches of src/macrobatch that the tests in COVERED reach; fails below `fail_under` of pyproject.toml
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(COVERED) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 KILLS ?= 1000
 chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one

@@ -39,8 +39,8 @@ def folder() -> Path:
     if (there / "record.py").is_file():
         return there
     raise UsageError(
-        f"the benchmarks are in the project's repository, not in the installed package ({package}). Run `make bench` in "
-        'a checkout of the repository, or `make bench BENCHMARKS="overhead gpu"` for some of them.'
+        f"the benchmarks are in the project's repository, not in the installed package ({package}). Run `make bench` "
+        'in a checkout of the repository, or `make bench BENCHMARKS="overhead gpu"` for some of them.'
     )
 
 
