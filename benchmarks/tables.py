@@ -94,6 +94,23 @@ def overhead(results: Results) -> str:
     return f"{table}\n\n{said} {origin(result)}"
 
 
+def speed(results: Results) -> str:
+    """The first screen of the README: loops that a user would choose from, without torch.compile."""
+    loops = ["Accelerate", "Lightning Fabric", "transformers Trainer", "hand-written"]
+    loops += ["Macrobatch", "Macrobatch, cuda_graph", "one big batch"]
+    result, gpu = results("overhead"), results("gpu")
+    added = {row["name"]: number(row["overhead"]) for row in result["rows"]}
+    added["Macrobatch"] += f"; with items as tensors {added['Macrobatch, tensor items']}"
+    rows = [["microseconds added to a micro-step (CPU)", *(added.get(loop, "") for loop in loops)]]
+    for case in gpu["cases"]:
+        if case["section"] in ("fixed", "variable"):
+            by_name = {row["name"]: row for row in case["rows"]}
+            speeds = [_checked(by_name.get(loop), lambda row: number(row["tokens_per_second"])) for loop in loops]
+            rows.append([f"tokens/s, {gpu['processor']}, {case['name']}", *speeds])
+    said = f"Target of the microseconds, relative to Fabric's: {verdict(result['target'])}."
+    return f"{markdown(['', *loops], rows)}\n\n{said}"
+
+
 def peers(results: Results) -> str:
     """Tokens per second relative to Accelerate: timed in turns, where the two were."""
 
@@ -125,23 +142,24 @@ def _loops(result: dict[str, Any], sections: Sequence[str], what: str, cell: Cal
     cases = [case for case in result["cases"] if case["section"] in sections]
     by_case = [{row["name"]: row for row in case["rows"]} for case in cases]
     names = dict.fromkeys(name for rows in by_case for name in rows)
-
-    def written(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return ""
-        if row["error"]:
-            return "failed"
-        return cell(row) if row["exact"] else f"{cell(row)}, gradient wrong"
-
     table = markdown(
-        [what, *(case["name"] for case in cases)], [[n, *(written(r.get(n)) for r in by_case)] for n in names]
+        [what, *(case["name"] for case in cases)],
+        [[name, *(_checked(rows.get(name), cell) for rows in by_case)] for name in names],
     )
     windows = [row["windows"] for rows in by_case for row in rows.values() if not row["error"]]
     said = f"Medians over {min(windows)} to {max(windows)} windows. {origin(result)}"
-    own = [
-        target for target in result["targets"] if target["name"].partition(":")[0] in {case["name"] for case in cases}
-    ]
+    shown = {case["name"] for case in cases}
+    own = [target for target in result["targets"] if target["name"].partition(":")[0] in shown]
     return "\n\n".join([table, said, *_missed(own)])
+
+
+def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str]) -> str:
+    """The cell of a row, unless it failed; nothing where there is no such row."""
+    if row is None:
+        return ""
+    if row["error"]:
+        return "failed"
+    return cell(row) if row["exact"] else f"{cell(row)}, gradient wrong"
 
 
 def targets(results: Results) -> str:
@@ -314,6 +332,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     function.__name__: function
     for function in (
         overhead,
+        speed,
         peers,
         gpu,
         micro_batch_size,

@@ -57,7 +57,7 @@ def test_a_figure_that_changed_is_seen(tree):
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        (PAGE.format("speed"), "there is no table 'speed': there are overhead, "),
+        (PAGE.format("speeds"), "there is no table 'speeds': there are overhead, "),
         (PAGE.replace("<!-- /figures -->", "").format("overhead"), "needs a <!-- /figures -->"),
         (PAGE.format("network"), "network.json: run `macrobatch bench network`"),
     ],
@@ -103,6 +103,18 @@ def test_every_row_is_shown_and_wrong_ones_are_named(imported, name):
     for loop in {row["name"] for case in cases for row in case["rows"]}:
         assert f"\n| {loop} | " in table
     assert table.count("gradient wrong") == table.count("| failed ") == len(cases)
+
+
+def test_the_readme_shows_where_a_loop_failed(imported):
+    files = {"gpu": project("gpu"), "overhead": project("overhead")}
+    case = files["gpu"]["cases"][0]
+    rows = {row["name"]: row for row in case["rows"]}
+    rows["Macrobatch"]["exact"], rows["Lightning Fabric"]["error"] = False, "no"
+    table = imported("tables").speed(files.__getitem__).splitlines()
+    (line,) = [line for line in table if case["name"] in line]
+    assert [cell.strip() for cell in line.split("|")][3:8:2] == ["failed", "10,858", "68,647"]
+    assert "| 11,205, gradient wrong |" in line
+    assert "at most 0.25: missed" in table[-1]
 
 
 def test_missed_targets_are_said(imported):

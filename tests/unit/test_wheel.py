@@ -103,9 +103,7 @@ def test_the_first_example_of_the_readme_runs_from_the_wheel(environment, tmp_pa
     program = f"{first_example()}\nimport macrobatch\nprint(macrobatch.__file__)\n"
     ran = done(environment / "bin" / "python", "-c", program, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    *printed, origin = ran.stdout.splitlines()
-    assert printed, "the example shows what it did"
-    assert Path(origin).is_relative_to(environment), "not that of the checkout"
+    assert Path(ran.stdout.splitlines()[-1]).is_relative_to(environment), "not that of the checkout"
 
 
 @pytest.mark.parametrize(
