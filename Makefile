@@ -53,6 +53,18 @@ docs-serve: venv  ## the same, built again whenever a page changes
 bench: venv  ## every benchmark that can run here, beside the peers; BENCHMARKS="overhead gpu" for some
 	$(BIN)/macrobatch bench $(BENCHMARKS)
 
+KILLS ?= 1000
+chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --kills $(KILLS) --out results/chaos.json
+
+FIRST ?= 0
+PROGRAMS ?= 2000
+RANK_PROGRAMS ?= 100
+PROCESSES ?= 1
+fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PROGRAMS=1000 FIRST=5000000 (the first seed)
+	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
+	  --out ../results/fuzz.json
+
 .PHONY: tables wheel coverage
 tables: venv  ## the tables of README.md and docs/, again from results/*.json
 	$(BIN)/python benchmarks/tables.py --write
@@ -68,18 +80,6 @@ coverage: venv  ## branches of src/macrobatch that the tests in COVERED reach; f
 	$(BIN)/python -m coverage run -m pytest $(COVERED) --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
-
-KILLS ?= 1000
-chaos: venv  ## the trainer killed KILLS times; every run that ends must be bitwise the undisturbed one
-	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --kills $(KILLS) --out results/chaos.json
-
-FIRST ?= 0
-PROGRAMS ?= 2000
-RANK_PROGRAMS ?= 100
-PROCESSES ?= 1
-fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PROGRAMS=1000 FIRST=5000000 (the first seed)
-	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
-	  --out ../results/fuzz.json
 
 venv: $(VENV)/.complete  ## a .venv with all extras
 
