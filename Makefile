@@ -74,7 +74,7 @@ wheel: venv  ## the wheel and the source archive in dist/, after the tests of wh
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 
-COVERED = tests/unit tests/contract tests/gpu src
+COVERED = tests/unit tests/contract tests/gpu tests/ranks src
 coverage: venv  ## branches of src/macrobatch that the tests in COVERED reach; fails below `fail_under` of pyproject.toml
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest $(COVERED) --numprocesses 2 --dist loadfile --no-loadscope-reorder
