@@ -68,6 +68,22 @@ fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PR
 	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
 	  --out ../results/fuzz.json
 
+.PHONY: tables wheel coverage
+tables: venv  ## the tables of README.md and docs/, again from results/*.json
+	$(BIN)/python benchmarks/tables.py --write
+
+wheel: venv  ## the wheel and the source archive in dist/, after the tests of what is in the wheel
+	$(BIN)/python -m pytest tests/unit/test_wheel.py
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+COVERED = tests/unit tests/contract tests/gpu tests/ranks src
+coverage: venv  ## branches of src/macrobatch that the tests in COVERED reach; fails below `fail_under` of pyproject.toml
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(COVERED) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+
 venv: $(VENV)/.complete  ## a .venv with all extras
 
 .venv/.complete: pyproject.toml constraints.txt

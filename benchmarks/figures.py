@@ -165,7 +165,7 @@ def main() -> int:
     try:
         drawn = figures_of(json.loads(source.read_text()))
     except ImportError as missing:
-        print(f"{missing}. It comes with an extra: pip install 'macrobatch[bench]'", file=sys.stderr)
+        print(f"{missing}. It comes with an extra: pip install -e '.[bench]'", file=sys.stderr)
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():

@@ -902,7 +902,7 @@ def main() -> int:
             *("torch", "transformers", "accelerate", "lightning"),
         )
     except ImportError as missing:
-        print(f"{missing}. The peers come with extras: pip install 'macrobatch[bench,train]'", file=sys.stderr)
+        print(f"{missing}. The peers come with extras: pip install -e '.[bench,train]'", file=sys.stderr)
         return 2
     result: dict[str, Any] = {
         **head,

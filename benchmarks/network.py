@@ -493,7 +493,7 @@ def obstacle() -> str | None:
         try:
             version(package)
         except ImportError:
-            return f"{package} is missing. The peers come with an extra: pip install 'macrobatch[bench]'"
+            return f"{package} is missing. The peers come with an extra: pip install -e '.[bench]'"
     return None
 
 

@@ -320,7 +320,7 @@ def main() -> int:
     try:
         loops = all_loops(settings)
     except ImportError as missing:
-        print(f"{missing}. The peers come with an extra: pip install 'macrobatch[bench]'", file=sys.stderr)
+        print(f"{missing}. The peers come with an extra: pip install -e '.[bench]'", file=sys.stderr)
         return 2
 
     with record.progress("measuring", (settings.rounds + 1) * len(loops)) as tick:

@@ -451,7 +451,7 @@ def main() -> int:
 
         from macrobatch.train.settings import DEFAULT_BATCH
     except ImportError as missing:
-        print(f"{missing}. It comes with an extra: pip install 'macrobatch[bench,train]'", file=sys.stderr)
+        print(f"{missing}. It comes with an extra: pip install -e '.[bench,train]'", file=sys.stderr)
         return 2
     quick = arguments.quick
     sizes = Sizes(

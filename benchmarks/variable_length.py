@@ -434,7 +434,7 @@ def main() -> int:
         exact_problem = Problem(settings=settings, windows=windows[:1], budget=budget, dtype=torch.float64)
         loops = all_loops(problem)
     except ImportError as missing:
-        print(f"{missing}. It comes with an extra: pip install 'macrobatch[bench,train]'", file=sys.stderr)
+        print(f"{missing}. It comes with an extra: pip install -e '.[bench,train]'", file=sys.stderr)
         return 2
 
     with record.progress("measuring", 1 + (settings.rounds + 2) * len(loops)) as tick:

@@ -36,6 +36,7 @@ LONGEST = (
     "train/test_checkpoint",
     "ranks/test_accelerate",
     "unit/test_bench",
+    "unit/test_wheel",
     "unit/test_terms",
     "ranks/test_ddp",
     "unit/test_traps",

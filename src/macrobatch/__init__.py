@@ -28,7 +28,7 @@ __all__ = [
     "contrastive_loss",
     "verify",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Accumulator": "accumulator",

@@ -1,7 +1,7 @@
 """`macrobatch bench`: the benchmarks one after the other, each a process of its own, then what they found.
 
-They are scripts, in `benchmarks/` of a checkout or of the installed package. `benchmarks/record.py` says what such a
-script does and what its file of results holds; nothing here knows any of them by name but the one that draws figures.
+They are scripts in `benchmarks/` of a checkout; the installed package has none. `benchmarks/record.py` says what such a
+script does and what its file of results holds; nothing here knows any of them by name but the two that show results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from macrobatch.errors import UsageError
 
 DONE, WRONG, UNUSABLE = 0, 1, 2  # exit status, of a benchmark and of all of them
-FIGURES = "figures"  # draws what the others have found
+FIGURES, TABLES = "figures", "tables"  # draw what the others have found, and write it into the documentation
 
 
 class Benchmark(NamedTuple):
@@ -33,12 +33,15 @@ class Benchmark(NamedTuple):
 
 
 def folder() -> Path:
-    """Where the scripts are: those of a checkout before those that were installed, which may be older."""
+    """Where the scripts are, in the checkout that this package is imported from."""
     package = Path(__file__).parent
-    for candidate in (package.parent.parent / "benchmarks", package / "benchmarks"):
-        if (candidate / "record.py").is_file():
-            return candidate
-    raise UsageError(f"there are no benchmarks beside {package}: run `macrobatch bench` in a checkout of the project.")
+    there = package.parent.parent / "benchmarks"
+    if (there / "record.py").is_file():
+        return there
+    raise UsageError(
+        f"the benchmarks are in the project's repository, not in the installed package ({package}). Run `make bench` "
+        'in a checkout of the repository, or `make bench BENCHMARKS="overhead gpu"` for some of them.'
+    )
 
 
 def benchmarks(where: Path) -> dict[str, Benchmark]:
@@ -48,7 +51,7 @@ def benchmarks(where: Path) -> dict[str, Benchmark]:
         module = ast.parse(path.read_text(encoding="utf-8"))
         has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body)
         docstring = ast.get_docstring(module)
-        if has_main and docstring and path.stem != FIGURES:
+        if has_main and docstring and path.stem not in (FIGURES, TABLES):
             found[path.stem] = Benchmark(path.stem, path, docstring.splitlines()[0])
     return found
 

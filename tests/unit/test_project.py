@@ -1,0 +1,134 @@
+"""The files around the package, for contributors and releases: what they name exists, and they agree."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+
+import macrobatch
+from harness import ROOT
+from macrobatch._torch.contract import NEWEST_TESTED, OLDEST_TESTED
+
+WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
+PINNED = re.compile(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)")  # to a major version
+OUTPUTS = {"dist/", "site"}  # made by the targets
+
+
+def workflow(name: str) -> dict:
+    return yaml.safe_load(WORKFLOWS[name].read_text())
+
+
+def steps_of(job: dict) -> list[dict]:
+    return job.get("steps", [])
+
+
+def missing(text: str) -> list[str]:
+    """What a workflow names and the tree does not have: targets of make, and files."""
+    said = yaml.safe_load(text)
+    found = []
+    for job in said["jobs"].values():
+        if "uses" in job and not (ROOT / job["uses"]).is_file():
+            found.append(job["uses"])
+        for step in steps_of(job):
+            run = step.get("run", "")
+            found += [f"make {target}" for target in re.findall(r"\bmake ([\w-]+)", run) if target not in TARGETS]
+            paths = re.findall(r"(?<![\w$])[\w.-]+/[\w./-]+\.\w+|[\w.-]+\.(?:txt|toml|py|md)\b", run)
+            paths += [step.get("with", {}).get(key, "") for key in ("path", "cache-dependency-path")]
+            found += [path for path in paths if path not in OUTPUTS and not (ROOT / path).exists()]
+    return found
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_names_what_exists(name):
+    assert missing(WORKFLOWS[name].read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("tests", "make quick", "make quickly"),
+        ("tests", "constraints.txt", "requirements.txt"),
+        ("release", "src/macrobatch/__init__.py", "src/macrobatch/version.py"),
+        ("release", "workflows/wheel.yml", "workflows/wheels.yml"),
+    ],
+)
+def test_a_name_that_is_wrong_is_seen(name, right, wrong):
+    text = WORKFLOWS[name].read_text()
+    assert missing(text.replace(right, wrong))
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_may_do_little_and_not_for_long(name):
+    said = workflow(name)
+    assert said["permissions"] == {"contents": "read"}
+    assert "concurrency" in said
+    for job in said["jobs"].values():
+        assert ("timeout-minutes" in job) == ("steps" in job), "a called workflow has its own"
+        for step in steps_of(job):
+            assert "uses" not in step or PINNED.fullmatch(step["uses"])
+            is_checkout = step.get("uses", "").startswith("actions/checkout@")
+            assert not is_checkout or step["with"] == {"persist-credentials": False}
+
+
+def test_only_those_who_publish_may_write():
+    allowed = {
+        (name, job): rights["permissions"]
+        for name in WORKFLOWS
+        for job, rights in workflow(name)["jobs"].items()
+        if "permissions" in rights
+    }
+    assert allowed == {
+        ("docs", "publish"): {"pages": "write", "id-token": "write"},
+        ("release", "publish"): {"id-token": "write"},
+    }
+    assert workflow("release")["jobs"]["publish"]["environment"] == "pypi"
+    assert set(workflow("release")["jobs"]["publish"]["needs"]) == {"tests", "wheel"}
+
+
+def test_the_matrix_has_every_python_and_torch():
+    matrix = workflow("tests")["jobs"]["all"]["strategy"]["matrix"]
+    pairs = {(python, torch) for python in matrix["python"] for torch in matrix["torch"]}
+    pairs |= {(more["python"], more["torch"]) for more in matrix["include"]}
+    classifiers = PROJECT["project"]["classifiers"]
+    assert {python for python, _ in pairs} == set(re.findall(r"Python :: (3\.\d+)", " ".join(classifiers)))
+    versions = {tuple(map(int, torch.split(".")[:2])) for _, torch in pairs}
+    assert versions == {(2, minor) for minor in range(OLDEST_TESTED[1], NEWEST_TESTED[1] + 1)}
+    newest = {python for python, torch in pairs if torch.startswith(".".join(map(str, NEWEST_TESTED)))}
+    assert newest == {python for python, _ in pairs}
+
+
+def test_hooks_before_a_commit_are_those_of_make_check():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in hooks] == ["local"], "versions are those of constraints.txt"
+    entries = [hook["entry"] for repository in hooks for hook in repository["hooks"]]
+    assert all(entry.startswith(".venv/bin/") for entry in entries)
+    (recipe,) = re.findall(r"^check:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    checks = re.findall(r"\$\(BIN\)/(\w+(?: check| format)?)", recipe)
+    assert [re.match(r"\.venv/bin/(\w+(?: check| format)?)", entry)[1] for entry in entries] == checks
+
+
+def test_forms_for_issues():
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        fields = form.get("body", [])
+        assert len({field["id"] for field in fields}) == len(fields)
+        assert path.stem == "config" or {"name", "description", "body"} <= set(form)
+
+
+def test_one_version_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (macrobatch.__version__, PROJECT["project"]["license"])
+    releases = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert macrobatch.__version__ in releases
+    assert releases[0] in ("Unreleased", macrobatch.__version__)
+
+
+def test_what_the_tests_need_is_pinned():
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    extras = PROJECT["project"]["optional-dependencies"]
+    needed = {re.match(r"[\w.-]+", line)[0].lower() for lines in extras.values() for line in lines}
+    assert needed - pinned == set()

@@ -1,0 +1,162 @@
+"""Every table of figures on a page is what its file of results says."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT
+
+PAGE = "# Title\n\nBefore.\n\n<!-- figures: {} -->\n\n<!-- /figures -->\n\nAfter.\n"
+
+
+def tables(*words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "benchmarks" / "tables.py", *words]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60)
+
+
+def test_every_page_agrees_with_its_results():
+    done = tables()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "`make tables` rewrites the pages"
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A README with nothing in it yet, and the results of the project."""
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(PAGE.format("overhead"))
+    return tmp_path
+
+
+def test_a_page_is_rewritten_between_its_marks_alone(tree):
+    assert tables("--root", tree).returncode == 1
+    assert tables("--root", tree, "--write").returncode == 0
+    assert tables("--root", tree).returncode == 0
+    before, table, after = (tree / "README.md").read_text().partition("| Accelerate |")
+    assert before.startswith("# Title\n\nBefore.\n\n<!-- figures: overhead -->\n\n| micro")
+    assert after.endswith("\n\n<!-- /figures -->\n\nAfter.\n")
+    assert table
+
+
+def test_a_figure_that_changed_is_seen(tree):
+    tables("--root", tree, "--write")
+    path = tree / "results" / "overhead.json"
+    result = json.loads(path.read_text())
+    result["rows"][1]["overhead"] = 19.2
+    path.write_text(json.dumps(result))
+    done = tables("--root", tree)
+    assert done.returncode == 1
+    assert "+| Macrobatch | 19 |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (PAGE.format("speeds"), "there is no table 'speeds': there are overhead, "),
+        (PAGE.replace("<!-- /figures -->", "").format("overhead"), "needs a <!-- /figures -->"),
+        (PAGE.format("network"), "network.json: run `macrobatch bench network`"),
+    ],
+)
+def test_a_table_that_cannot_be_made(tree, page, said):
+    (tree / "results" / "network.json").unlink()
+    assert tables("--root", tree, "--write").returncode == 0, "no page needs that file"
+    (tree / "docs" / "page.md").write_text(page)
+    done = tables("--root", tree, "--write")
+    assert done.returncode == 1
+    assert f"{tree / 'docs' / 'page.md'}: " in done.stderr
+    assert said in done.stderr
+    assert (tree / "docs" / "page.md").read_text() == page
+
+
+# --------------------------------------------------------------------------------------------------- what tables say
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+def results_of(result: object):
+    return lambda name: result
+
+
+def project(name: str) -> dict:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["peers", "gpu", "micro_batch_size"])
+def test_every_row_is_shown_and_wrong_ones_are_named(imported, name):
+    result = project("gpu")
+    for case in result["cases"]:
+        rows = {row["name"]: row for row in case["rows"]}
+        rows["hand-written"]["exact"] = False
+        rows["Accelerate"]["error"] = "ValueError: no"
+    table = imported("tables").BLOCKS[name](results_of(result))
+    sections = {"peers": ("fixed", "variable"), "gpu": ("fixed", "variable"), "micro_batch_size": ("sweep",)}[name]
+    cases = [case for case in result["cases"] if case["section"] in sections]
+    for loop in {row["name"] for case in cases for row in case["rows"]}:
+        assert f"\n| {loop} | " in table
+    assert table.count("gradient wrong") == table.count("| failed ") == len(cases)
+
+
+def test_the_readme_shows_where_a_loop_failed(imported):
+    files = {"gpu": project("gpu"), "overhead": project("overhead")}
+    case = files["gpu"]["cases"][0]
+    rows = {row["name"]: row for row in case["rows"]}
+    rows["Macrobatch"]["exact"], rows["Lightning Fabric"]["error"] = False, "no"
+    table = imported("tables").speed(files.__getitem__).splitlines()
+    (line,) = [line for line in table if case["name"] in line]
+    assert [cell.strip() for cell in line.split("|")][3:8:2] == ["failed", "10,858", "68,647"]
+    assert "| 11,205, gradient wrong |" in line
+    assert "at most 0.25: missed" in table[-1]
+
+
+def test_missed_targets_are_said(imported):
+    tables, result = imported("tables"), project("gpu")
+    for target in result["targets"]:
+        target["reached"] = True
+    assert "Missed" not in tables.peers(results_of(result))
+    result["targets"][3]["reached"] = False
+    assert f"- {result['targets'][3]['name']}, at least 8.00: missed (10.8" in tables.peers(results_of(result))
+    assert tables.targets(results_of(result)).count(result["targets"][3]["name"]) == 2, "one for each of two files"
+
+
+def test_the_table_of_tuning_is_what_its_benchmark_reports(imported):
+    tuning = imported("tuning")
+    ours = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.5], tokens=[300] * 4, padded=[330] * 4, peak_bytes=2**31)
+    peer = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.9], tokens=[250] * 4, padded=[500] * 4)
+    grouped = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.4], tokens=[400] * 4, padded=[420] * 4)
+    found = {"macrobatch": ours, "Trainer": peer, "Trainer, grouped": grouped}
+    table = imported("tables").tuning(results_of(tuning.report(found, tuning.TINY))).splitlines()
+    assert table[2:5] == [
+        "| macrobatch | 300 | 1.10 | 4 | 2.0 | 2.5000 | 0 |",
+        "| Trainer | 250 | 2.00 | 4 | 0.0 | 2.9000 | 2e-01, differs |",
+        "| Trainer, grouped (other batches) | 400 | 1.05 | 4 | 0.0 | 2.4000 | |",
+    ]
+    assert "Target: times the fastest peer on the same batches, at least 1.50: missed (1.20)." in table
+    assert "Target: times the fastest peer of all, at least 1.00: missed (0.75)." in table
+
+
+def test_trainers_show_times_targets_and_what_failed(imported):
+    rows = [
+        {"trainer": "Lightning", "way": "as it is", "tokens_per_second": 10.0, "times": 1.0, "apart": 0.0},
+        {"trainer": "Lightning", "way": "by tokens", "tokens_per_second": 28.0, "times": 2.8, "apart": 1e-4},
+        {"trainer": "Lightning", "way": "exact", "tokens_per_second": None, "times": None, "apart": None},
+    ]
+    rows[1]["target"] = {"found": 2.8, "at_least": 3.0, "reached": False}
+    rows[2]["error"] = "no memory"
+    result = project("trainers")
+    result["trainers"] = {"Lightning": {"rows": [{"reserved_gib": 1.0, **row} for row in rows]}}
+    table = imported("tables").trainers(results_of(result)).splitlines()
+    assert table[2:5] == [
+        "| Lightning, as it is | 10 | 1.00 | 1.0 | 0 | |",
+        "| Lightning, by tokens | 28 | 2.80 | 1.0 | 1e-04 | at least 3.00: missed (2.80) |",
+        "| Lightning, exact (1) | failed | | 1.0 | | |",
+    ]
+    assert "(1) no memory." in table
