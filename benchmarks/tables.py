@@ -183,34 +183,47 @@ def _missed(targets: Sequence[dict[str, Any]]) -> list[str]:
     return [said, "\n".join(f"- {target['name']}, {verdict(target)}" for target in missed)] if missed else [said]
 
 
+class Notes:
+    """What is said of some rows, below their table."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def mark(self, row: dict[str, Any]) -> str:
+        """What follows the name of a row with a note, or with an error."""
+        note = row.get("note") or row.get("error")
+        if not note:
+            return ""
+        self._texts += [note] if note not in self._texts else []
+        return f" ({self._texts.index(note) + 1})"
+
+    def lines(self) -> list[str]:
+        return [f"({place}) {note}." for place, note in enumerate(self._texts, start=1)]
+
+
 def trainers(results: Results) -> str:
-    result, rows, notes = results("trainers"), [], list[str]()
-    for table in result["trainers"].values():
-        for row in table["rows"]:
-            mark = ""
-            if note := row.get("note") or row.get("error"):
-                notes += [note] if note not in notes else []
-                mark = f" ({notes.index(note) + 1})"
-            rows.append(
-                [
-                    f"{row['trainer']}, {row['way']}{mark}",
-                    number(row["tokens_per_second"]) or "failed",
-                    number(row.get("times"), ".2f"),
-                    number(row["reserved_gib"], ".1f"),
-                    number(row["apart"], ".0e"),
-                    verdict(row["target"]) if "target" in row else "",
-                ]
-            )
+    result, notes = results("trainers"), Notes()
+    rows = [
+        [
+            f"{row['trainer']}, {row['way']}{notes.mark(row)}",
+            number(row["tokens_per_second"]) or "failed",
+            number(row.get("times"), ".2f"),
+            number(row["reserved_gib"], ".1f"),
+            number(row["apart"], ".0e"),
+            verdict(row["target"]) if "target" in row else "",
+        ]
+        for table in result["trainers"].values()
+        for row in table["rows"]
+    ]
     headings = ["", "tokens/s", "times as it is", "reserved GiB", "losses differ by", "target"]
-    said = [f"({place}) {note}." for place, note in enumerate(notes, start=1)]
-    return "\n\n".join([markdown(headings, rows), *said, origin(result)])
+    return "\n\n".join([markdown(headings, rows), *notes.lines(), origin(result)])
 
 
 def tuning(results: Results) -> str:
-    result = results("tuning")
+    result, notes = results("tuning"), Notes()
     rows = [
         [
-            row["name"] + ("" if row["same_batches"] else " (other batches)"),
+            row["name"] + ("" if row["same_batches"] else " (other batches)") + notes.mark(row),
             number(row["tokens_per_second"]),
             number(row["padded_to_real"], ".2f"),
             str(row["steps"]),
@@ -222,7 +235,7 @@ def tuning(results: Results) -> str:
     ]
     headings = ["", "tokens/s", "tokens computed / real", "steps", "peak GiB", "last loss", "losses differ by"]
     said = [f"Target: times {target['of']}, {verdict(target)}." for target in result["targets"]]
-    return "\n\n".join([markdown(headings, rows), *said, origin(result)])
+    return "\n\n".join([markdown(headings, rows), *notes.lines(), *said, origin(result)])
 
 
 def contrastive(results: Results) -> str:

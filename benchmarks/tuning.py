@@ -247,7 +247,10 @@ def sft(
     schedulers: Any,
     timing: Timing,
 ) -> Any:
-    """SFTTrainer on tokens that it need not make itself; packed, with about as many tokens in a step."""
+    """SFTTrainer on tokens that it need not make itself; packed, with about as many tokens in a step.
+
+    It recomputes activations by default; the others do not, so it is told not to.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -262,7 +265,7 @@ def sft(
         arguments["gradient_accumulation_steps"] = max(round(rows / arguments["per_device_train_batch_size"]), 1)
     trainer = SFTTrainer(
         model=model,
-        args=SFTConfig(folder, max_length=size.longest, loss_type="nll", **arguments),
+        args=SFTConfig(folder, max_length=size.longest, loss_type="nll", gradient_checkpointing=False, **arguments),
         train_dataset=Dataset.from_list(samples),
         processing_class=tokenizer,
         optimizers=schedulers,
