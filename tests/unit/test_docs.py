@@ -31,9 +31,7 @@ OF_THE_SITE = sorted(ROOT.glob("docs/**/*.md"))
 LINKING = [*ROOT.glob("*.md"), *OF_THE_SITE, *ROOT.glob("src/**/README.md")]
 STORIES = ROOT / "docs" / "stories"  # have a test of their own
 PAGES = [
-    path
-    for path in (ROOT / "README.md", *OF_THE_SITE)
-    if "```python" in path.read_text() and path.parent != STORIES
+    path for path in (ROOT / "README.md", *OF_THE_SITE) if "```python" in path.read_text() and path.parent != STORIES
 ]
 
 

@@ -143,8 +143,10 @@ def inputs_for(model: nn.Module, packer: Packer, device: torch.device, dtype: to
         device: of the batches.
         dtype: of autocast, if there is any.
     """
-    with_mask = partial(masked, dtype=mask_for(model, packer, device))
-    if packer.has_bounds and varlen.can_serve(model, device, dtype):
+    mask = mask_for(model, packer, device)
+    with_mask = partial(masked, dtype=mask)
+    is_usual = mask == torch.bool  # torch's own attention, "sdpa", takes one; what takes another stays
+    if is_usual and packer.has_bounds and varlen.can_serve(model, device, dtype):
         varlen.switch(model, on=True)
         if _serves_bounds(model, packer, device, dtype, with_mask):
             return bounded

@@ -31,12 +31,10 @@ UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sliding_window")  # argumen
 
 
 def can_serve(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether it is worth trying: the model has the attention that this one replaces, on a device with the kernels."""
-    inner = without_ddp(model)
-    config = getattr(inner, "config", None)
-    is_usual = getattr(config, "_attn_implementation", None) == "sdpa" and hasattr(inner, "set_attn_implementation")
+    """Whether it is worth trying: the attention of the model can be replaced, on a device with the kernels."""
     precision = dtype or next(model.parameters()).dtype
-    return is_usual and kernel is not None and device.type == "cuda" and precision in HALF
+    is_there = kernel is not None and device.type == "cuda" and precision in HALF
+    return is_there and hasattr(without_ddp(model), "set_attn_implementation")
 
 
 def switch(model: nn.Module, *, on: bool) -> None:
