@@ -1,9 +1,9 @@
 """The trainers that people use, and the same ones under `exact`, on data of unequal lengths.
 
 Each trainer gets the same model, data, batches and arguments, and trains so many optimizer steps after a first one that
-is not timed. Those that record take four times as many before, until all shapes have come. cuDNN plans its attention
-for each shape that it has not seen, which takes longer than the attention: so a row that brings new shapes runs twice,
-and the second run counts. Tokens are those that are not padding. Rows:
+is not timed. A trainer as it is and under `exact` run in turns. Those that record take four times as many steps before,
+until all shapes have come. cuDNN plans its attention for each shape that it has not seen, which takes longer than the
+attention: so a row that brings new shapes runs once before. Tokens are those that are not padding. Rows:
 transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
 micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of each step are
 compared with those of the trainer as it is.
@@ -39,7 +39,9 @@ from macrobatch.transformers import exact
 
 PADDED = 4_096  # tokens in a micro-batch
 LONGER = 4
-AGAIN = ("as it is", "by tokens")  # rows that bring new shapes
+ROUNDS = 3
+IN_TURNS = ("as it is", "exact")
+BRING_SHAPES = ("as it is", "by tokens")
 TARGETS = {"by tokens": 3.0, "by tokens, graphs": 8.0, "exact": 0.98}
 Sample = dict[str, list[int]]
 
@@ -252,47 +254,79 @@ def families(budget: int) -> dict[str, dict[str, Callable[[Size, int], Stopwatch
     }
 
 
-def measured(run: Callable[[Size, int], Stopwatch], size: Size, steps: int, timed: int) -> dict[str, Any]:
-    """Tokens a second over the last steps: their median, as a machine has slow spells."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        watch = run(size, steps)
-    window = size.per_device * size.accumulate
-    tokens = [len(sample["input_ids"]) for sample in size.samples(steps * window)]
-    each = [sum(tokens[step * window : (step + 1) * window]) for step in range(steps)]
-    seconds = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
-    rates = [count / took for count, took in zip(each[1:], seconds, strict=False)][-timed:]
-    reserved = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else None
-    return {"tokens_per_second": statistics.median(rates), "reserved_gib": reserved, "losses": watch.losses}
+@dataclass
+class Run:
+    """What some runs of a row gave."""
+
+    rates: list[float] = field(default_factory=list)  # tokens a second of each timed window
+    losses: list[float] = field(default_factory=list)  # of the first run
+    reserved: int = 0
+    error: str = ""
+
+    def add(self, run: Callable[[Size, int], Stopwatch], size: Size, steps: int, *, before: int = 1) -> None:
+        """Train, and time the last steps."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            watch = run(size, before + steps)
+        window = size.per_device * size.accumulate
+        tokens = [len(sample["input_ids"]) for sample in size.samples((before + steps) * window)]
+        each = [sum(tokens[start : start + window]) for start in range(0, len(tokens), window)]
+        seconds = [after - start for start, after in zip(watch.ends, watch.ends[1:], strict=False)]
+        self.rates += [count / took for count, took in zip(each[1:], seconds, strict=False)][-steps:]
+        self.losses = self.losses or watch.losses
+        if torch.cuda.is_available():
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+            torch.cuda.empty_cache()
+
+
+def runs_of(ways: dict[str, Callable[[Size, int], Stopwatch]], size: Size, steps: int) -> dict[str, Run]:
+    """Those that must not be slower run in turns with what they are compared to: a machine has slow spells."""
+    found = {way: Run() for way in ways}
+    on_gpu, share = torch.cuda.is_available(), -(-steps // ROUNDS)
+    turns = [(way, share, 1) for _ in range(ROUNDS) for way in IN_TURNS]
+    turns += [(way, steps, 1 + LONGER * steps if "graphs" in way else 1) for way in ways if way not in IN_TURNS]
+    for way in BRING_SHAPES if on_gpu else ():
+        try:
+            Run().add(ways[way], size, share if way in IN_TURNS else steps)
+        except Exception as error:
+            found[way].error = str(error)
+    for way, count, before in turns:
+        try:
+            found[way].add(ways[way], size, count, before=before)
+        except Exception as error:  # one that cannot run here leaves the others their places
+            print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
+            found[way].error = str(error)[:200]
+    return found
 
 
 def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size: Size, steps: int) -> dict[str, Any]:
+    found = runs_of(ways, size, steps)
+    usual = found["as it is"]
     rows: list[dict[str, Any]] = []
-    for way, run in ways.items():
-        try:
-            if torch.cuda.is_available() and way in AGAIN:
-                measured(run, size, steps + 1, steps)
-            row = measured(run, size, 1 + steps * (LONGER if "graphs" in way else 1), steps)
-        except Exception as error:  # one that cannot run here leaves the others their places
-            print(f"{name}, {way}: {type(error).__name__}: {error}", file=sys.stderr)
-            row = {"tokens_per_second": None, "reserved_gib": None, "losses": [], "error": str(error)[:200]}
-        rows.append({"trainer": name, "way": way, **row})
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    usual, losses = rows[0]["tokens_per_second"], rows[0]["losses"]
-    for row in rows:
-        rate = row["tokens_per_second"]
-        row["times"] = rate / usual if rate and usual else None
-        pairs = list(zip(row["losses"], losses, strict=False))
-        row["apart"] = max((abs(one - other) for one, other in pairs), default=None)
-        row["agrees"] = None if row["apart"] is None else row["apart"] <= 0.02  # rounding of bfloat16, added up
-        if row["way"] in TARGETS and row["times"] is not None:
-            bound = TARGETS[row["way"]]
+    for way, one in found.items():
+        rate = statistics.median(one.rates) if one.rates else None
+        pairs = list(zip(one.losses, usual.losses, strict=False))
+        apart = max((abs(a - b) for a, b in pairs), default=None)
+        row: dict[str, Any] = {
+            "trainer": name,
+            "way": way,
+            "tokens_per_second": rate,
+            "windows": len(one.rates),
+            "reserved_gib": one.reserved / 2**30 if one.reserved else None,
+            "times": rate / statistics.median(usual.rates) if rate and usual.rates else None,
+            "losses": one.losses[:3],
+            "apart": apart,
+            "agrees": None if apart is None else apart <= 0.02,  # rounding of bfloat16, added up
+        }
+        if one.error:
+            row["error"] = one.error
+        if way in TARGETS and row["times"] is not None:
+            bound = TARGETS[way]
             row["target"] = {"found": row["times"], "at_least": bound, "reached": row["times"] >= bound}
-        row["losses"] = row["losses"][-3:]
+        rows.append(row)
     return {"rows": rows}
 
 
