@@ -215,6 +215,14 @@ class MacroStep:
         """Go on from what `state_dict` gave."""
         self._engine.load_state(state)
 
+    def forget_sizes(self) -> None:
+        """Forget which sizes of micro-batches fit, in the `fit_file` too: the largest is tried first again.
+
+        For a program that changes what a sample needs, such as one that turns activation checkpointing on. All ranks
+        call it.
+        """
+        self._sizes.forget()
+
     def observe(self, observer: Observer) -> None:
         """Have every span of the windows watched: ``observer(span, loss)`` returns a context manager to enter.
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch import MacroStep, StepResult, by_tokens
-from macrobatch._cut.memory import Pressure, is_out_of_memory
-from macrobatch._cut.samples import TensorBatch, samples_of
+from macrobatch._cut.memory import FittingSizes, Pressure, is_out_of_memory
+from macrobatch._cut.samples import Shape, TensorBatch, samples_of
 from macrobatch.errors import FitError, UsageError
 
 FEATURES = 6
@@ -371,6 +371,22 @@ def test_more_tokens_are_tried_after_a_while():
         found.train(words([6] * 10, seed))
     assert set(found.sizes[1:-2]) == {(5, 6)}
     assert max(found.sizes[-2:]) == (7, 6)  # half-way to the 60 that did not fit
+
+
+def test_sizes_are_forgotten_when_samples_need_less(tmp_path):
+    """In the file too, where what others wrote stays."""
+    file = tmp_path / "fit.json"
+    other = FittingSizes(file)
+    other.note_failure(Shape("another model's", ()), 8)
+    found = Tokens(by_tokens("auto", len), room=5, options={"fit_file": file})
+    with pytest.raises(FitError):
+        found.train(words(LENGTHS))
+    found.room = 100
+    found.train.forget_sizes()
+    found.sizes.clear()
+    found.train(words(LENGTHS))
+    assert found.sizes == [(10, 6)]
+    assert [row["kind"] for row in json.loads(file.read_text())["shapes"]] == ["another model's"]
 
 
 def test_a_sample_that_does_not_fit_alone():

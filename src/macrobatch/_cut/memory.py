@@ -148,6 +148,7 @@ class FittingSizes:
 
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
         self._known: dict[Shape, SizeRecord] = {}
+        self._noted: set[Shape] = set()  # of these, what was seen here, not in the file alone
         if file is not None and not isinstance(file, str | os.PathLike):
             raise UsageError(f"fit_file must be the path of a file: got {file!r}.")
         self.file = None if file is None else Path(file)
@@ -182,7 +183,15 @@ class FittingSizes:
         self._of(shape).note_failure(size)
         self.save()
 
+    def forget(self) -> None:
+        """Forget all sizes that were noted here, in the file too. Those of other shapes, which it came with, stay."""
+        noted, self._noted = self._noted, set()
+        self._known = {shape: one for shape, one in self._known.items() if shape not in noted}
+        if self.file is not None and self.file.exists():
+            self._write({shape: one for shape, one in _read_file(self.file).items() if shape not in noted})
+
     def _of(self, shape: Shape) -> SizeRecord:
+        self._noted.add(shape)
         if shape not in self._known:
             self._known[shape] = SizeRecord(self.proposal(shape))
             if len(self._known) > MAX_SHAPES:
@@ -193,12 +202,15 @@ class FittingSizes:
         """Write the sizes that are limited to the file, if there is one. Sizes that others wrote there stay."""
         if self.file is None:
             return
-        merged = _read_file(self.file) | {
-            shape: known for shape, known in self._known.items() if known.size < UNLIMITED
-        }
+        self._write(
+            _read_file(self.file) | {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
+        )
+
+    def _write(self, records: dict[Shape, SizeRecord]) -> None:
+        assert self.file is not None, "whoever writes has looked"
         rows = [
             {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
-            for shape, known in merged.items()
+            for shape, known in records.items()
         ]
         with replacing(self.file) as file:
             json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)

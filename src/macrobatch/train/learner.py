@@ -196,6 +196,7 @@ class Learner:
             logger.warning("from now on each layer is computed again in the backward, for otherwise %s", error)
         self._recomputes = True
         models.checkpoint_activations(self.model)
+        self._train.forget_sizes()
         self._widths.clear()
         return self._train(samples)
 
