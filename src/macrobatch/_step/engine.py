@@ -173,7 +173,7 @@ class Engine:
         if self.is_last:
             self._send(window)  # it travels during the backward
         try:
-            self._run_backward(root, seed, confinement, counts=counts, awaited=awaited)
+            self._run_backward(root, seed, gradients, confinement, counts=counts, awaited=awaited)
         finally:
             self._end()
         self._lifecycle.end_backward()
@@ -276,10 +276,17 @@ class Engine:
             self._before_repeat = None
 
     def _run_backward(
-        self, loss: Tensor, seed: Tensor, confinement: Confinement | None, *, counts: bool, awaited: Sequence[str]
+        self,
+        loss: Tensor,
+        seed: Tensor,
+        gradients: Gradients,
+        confinement: Confinement | None,
+        *,
+        counts: bool,
+        awaited: Sequence[str],
     ) -> None:
         """Where it fails half-way in the window's first micro-batch, the window is as before it."""
-        gradients, is_first = self.open_gradients(), self.window.turns == 1
+        is_first = self.window.turns == 1
         try:
             with self.spans.of("backward", loss):
                 if not (awaited or self._notes_use):

@@ -76,11 +76,11 @@ _ON_HOST = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 def number_on_host(loss: Tensor) -> float | None:
     """The value of a loss that lies in the host's memory: nobody is waited for. None for any other."""
-    if type(loss) is not Tensor or loss.device.type != "cpu" or (kind := _ON_HOST.get(loss.dtype)) is None:
+    if type(loss) is not Tensor or not loss.is_cpu or (kind := _ON_HOST.get(loss.dtype)) is None:
         return None
     if loss.is_neg():  # what lies in memory has the other sign
         return None
-    with unobserved():  # this is no read of a device
+    with unobserved():  # this is no read of a device, and none that a mode would take for one, as item() is
         address = loss.data_ptr()
     return kind.from_address(address).value if address else None
 

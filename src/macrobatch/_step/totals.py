@@ -104,12 +104,14 @@ class Window:
 
     def add(self, loss: Any, items: Items) -> Tensor:
         """Count a micro-batch; returns the seed of its backward, which makes its gradient that of a sum."""
-        if type(items) is int and items and self._counted and self._is_simple and self._multiplier is UNSCALED:
-            self.turns += 1  # what the lines below come to, for most micro-batches but the first
-            self.micro_batches += 1
-            self._host_items += items
-            self._add_loss(loss, items)
-            return self._seeds.of(items, loss)
+        if self._is_simple and self._multiplier is UNSCALED and self._counted is (items is not None):
+            count = 1 if items is None else items
+            if type(count) is int and count:  # what the lines below come to, for most micro-batches but the first
+                self.turns += 1
+                self.micro_batches += 1
+                self._host_items += count
+                self._add_loss(loss, count)
+                return self._seeds.of(count, loss)
         seed = self._seed(loss, items)
         self._count(loss, items)
         return seed
@@ -125,7 +127,8 @@ class Window:
             weight = count if self.multiplier is UNSCALED else count * weight
         # In memory of its own, each time: torch may keep a view of it as a parameter's gradient, and add to that later.
         if isinstance(weight, Tensor):
-            return weight.detach().to(loss.device, loss.dtype, non_blocking=True, copy=True).reshape(loss.shape)
+            seed = weight.data.to(loss.device, loss.dtype, non_blocking=True, copy=True)
+            return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
         return self._seeds.of(weight, loss)
 
     def _count(self, loss: Tensor, items: Items) -> None:
