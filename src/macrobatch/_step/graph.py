@@ -48,8 +48,9 @@ def _walk(loss: Tensor) -> Reach:
     root: Any = loss.grad_fn
     if root is None:  # the loss is a leaf itself
         return Reach([loss], may_nest=False)
-    seen, ends, kinds, pending = {root, None}, [], {type(root)}, [root]
-    pop, push, see, note = pending.pop, pending.append, seen.add, kinds.add
+    known, seen, ends, pending = _CPP_NODES, {root, None}, [], [root]
+    unknown = set() if type(root) in known else {type(root)}
+    pop, push, see = pending.pop, pending.append, seen.add
     while pending:
         for node, _ in pop().next_functions:
             if node not in seen:
@@ -58,11 +59,14 @@ def _walk(loss: Tensor) -> Reach:
                 if kind is AccumulateGrad:
                     ends.append(node)
                 else:
-                    note(kind)
+                    if kind not in known:
+                        unknown.add(kind)
                     push(node)
-    if unknown := kinds - _CPP_NODES:
-        _CPP_NODES.update(kind for kind in unknown if not issubclass(kind, BackwardCFunction))
-    return Reach([node.variable for node in ends], may_nest=any(map(_may_nest, unknown)))
+    leaves = [node.variable for node in ends]
+    if not unknown:
+        return Reach(leaves, may_nest=False)
+    known.update(kind for kind in unknown if not issubclass(kind, BackwardCFunction))
+    return Reach(leaves, may_nest=any(map(_may_nest, unknown)))
 
 
 class Walker:
