@@ -348,4 +348,4 @@ class Averaging(nn.Module):
 
 @pytest.mark.parametrize("by_mask", [True, False])
 def test_the_mask_is_left_out_only_where_it_changes_nothing(by_mask):
-    assert can_spare_mask(Averaging(by_mask=by_mask), torch.device("cpu")) is not by_mask
+    assert can_spare_mask(Averaging(by_mask=by_mask), 16, torch.device("cpu")) is not by_mask

@@ -121,7 +121,7 @@ class Learner:
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
         self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
         self._autocast = models.AUTOCAST.get(settings.precision)
-        self._spares_mask = suitable.can_spare_mask(self.model, world.device)
+        self._spares_mask = suitable.can_spare_mask(self.model, max(plan.lengths), world.device)
         self._inputs: Inputs | None = None
         if self._packer is not None:
             self._inputs = inputs_for(self.model, self._packer, world.device, self._autocast)

@@ -12,6 +12,9 @@ from macrobatch.losses import causal_lm_loss
 from macrobatch.train.pretrained import Origin
 
 
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}  # of logits, relative; coarser in half precision
+
+
 @torch.no_grad()
 def require_causal(model: nn.Module, origin: Origin) -> None:
     """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
@@ -44,23 +47,29 @@ def require_plain_loss(model: nn.Module, origin: Origin) -> None:
 
 
 @torch.no_grad()
-def can_spare_mask(model: nn.Module, device: torch.device) -> bool:
+def can_spare_mask(model: nn.Module, width: int, device: torch.device) -> bool:
     """Whether padding on the right, which no token before it sees, changes nothing without an attention mask either.
 
-    Attention without a mask is faster, and has kernels that take any shape at once.
+    Attention without a mask is faster, and has kernels that take any shape at once. Tried with rows as wide as they
+    come, filled with the padding of batches.
     """
-    ids = _some_ids(model).to(device)
-    batch = {"input_ids": torch.stack([ids, ids]), "attention_mask": torch.ones(2, len(ids), device=device).long()}
-    batch["attention_mask"][1, 3:] = 0
+    draw, shape = torch.Generator().manual_seed(0), (2, width)
+    ids = torch.randint(0, _num_words(model), shape, generator=draw).to(device)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for tensor in batch.values():
+        tensor[1, width // 3 + 1 :] = 0
     was_training = model.training
     model.eval()
     with_mask, without = model(**batch).logits, model(input_ids=batch["input_ids"]).logits
     model.train(was_training)
     seen = batch["attention_mask"].bool()
     apart, size = (with_mask - without)[seen].abs().max(), with_mask[seen].abs().max()
-    return bool(apart <= (1e-2 if with_mask.dtype in (torch.bfloat16, torch.float16) else 1e-5) * size)
+    return bool(apart <= ROUNDING.get(with_mask.dtype, 1e-2) * size)
 
 
 def _some_ids(model: nn.Module) -> torch.Tensor:
-    words = int(without_ddp(model).get_input_embeddings().weight.shape[0])
-    return torch.arange(8) % min(words, 8)
+    return torch.arange(8) % min(_num_words(model), 8)
+
+
+def _num_words(model: nn.Module) -> int:
+    return int(without_ddp(model).get_input_embeddings().weight.shape[0])
