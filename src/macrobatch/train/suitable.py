@@ -11,7 +11,6 @@ from macrobatch.errors import UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.train.pretrained import Origin
 
-
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}  # of logits, relative; coarser in half precision
 
 
