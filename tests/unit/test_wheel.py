@@ -122,6 +122,20 @@ def test_the_command_without_extras(environment, tmp_path, words, status, said):
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "extra"),
+    [
+        ("from macrobatch.transformers import exact", "transformers"),
+        ("from macrobatch.accelerate import Accelerator", "accelerate"),
+        ("from macrobatch.train import Settings, train", "train"),
+        ("from macrobatch.lightning import ExactStrategy; ExactStrategy('ddp', steps=2)", "lightning"),
+    ],
+)
+def test_an_import_without_its_extra_says_what_to_install(environment, tmp_path, line, extra):
+    ran = done(environment / "bin" / "python", "-c", line, cwd=tmp_path)
+    assert f"macrobatch[{extra}]" in ran.stderr.splitlines()[-1], ran.stderr
+
+
 def test_verify_runs_without_extras(environment, tmp_path):
     (tmp_path / "loop.py").write_text(
         "import torch\n"

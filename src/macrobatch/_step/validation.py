@@ -43,7 +43,9 @@ def checked_loss(loss: object) -> Tensor:
             "joint=): a function of the model and all encodings."
         )
     if not isinstance(loss, Tensor):
-        raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Hand over what loss_fn returned.")
+        raise BatchError(
+            f"the loss must be a tensor: got {type(loss).__name__}. Hand over the loss itself, with its graph."
+        )
     if loss.numel() != 1:
         raise BatchError(
             f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "

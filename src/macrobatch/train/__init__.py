@@ -23,4 +23,11 @@ _HOMES = {"Event": "hooks", "Outcome": "outcome", "Settings": "settings", "StopT
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("macrobatch"):
+            raise
+        raise ImportError(
+            f'macrobatch.train needs {error.name}, which is not installed: pip install "macrobatch[train]".'
+        ) from error

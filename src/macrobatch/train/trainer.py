@@ -288,6 +288,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     """What is printed first."""
     world, corpus = learner.world, data.train
     batch = plan.stream().next(plan.steps)
+    repeated = "; more than the data has, so samples come several times" if len(batch) > len(corpus) else ""
     mine = [plan.lengths[index] for index in share(batch, plan.lengths, 0, world.size)]
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
@@ -298,7 +299,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
         **_trained(learner),
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
         "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
-        "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens",
+        "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens{repeated}",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": cutting.described(plan.micro, mine),
         "memory": f"{_bytes(fixed / shards)} a rank for {counted}",

@@ -7,6 +7,14 @@
 (True, 'ExactTrainer')
 """
 
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "macrobatch.transformers builds on the library transformers, which is not installed: "
+        'pip install "macrobatch[transformers]".'
+    ) from error
+
 from macrobatch.transformers.trainer import exact
 
 __all__ = ["exact"]
