@@ -95,6 +95,13 @@ def test_what_was_derived_is_printed_first(data, tmp_path, capsys):
     assert "\nthe quick" in out  # and a text last
 
 
+def test_a_batch_that_is_larger_than_the_data_is_said_to_be(tmp_path):
+    data = json_lines(tmp_path / "few.jsonl", [{"text": text} for text in sentences(6)])
+    assert main(arguments(data, tmp_path / "run", "--steps", 1, "--batch-size", 64)) == 0
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "more than the data has" in described["derived"]["batch"]
+
+
 def test_a_run_describes_itself(run):
     described = json.loads((run / "run.json").read_text())
     assert described["settings"]["batch_size"] == 24
