@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.commands import arguments, json_lines, refused, sentences
 from macrobatch.cli import main
-from macrobatch.train.suitable import can_spare_mask
+from macrobatch.train.suitable import padding_effect
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -329,23 +329,53 @@ def test_a_type_that_transformers_does_not_know(model, begins, capsys):
 # ----------------------------------------------------------------------------------------------- without a mask
 
 
-class Averaging(nn.Module):
-    """Sees earlier tokens only; without a mask it divides by the width of the batch."""
+class Scaled(nn.Module):
+    """Sees earlier tokens only, but takes samples of more than so many tokens otherwise, if that shows in the mask."""
 
-    def __init__(self, *, by_mask: bool) -> None:
+    def __init__(self, *, by: str, above: int = 0, in_training: bool = False) -> None:
         super().__init__()
-        self.embedding, self.by_mask = nn.Embedding(12, 12), by_mask
+        self.embedding, self.by, self.above, self.in_training = nn.Embedding(12, 12), by, above, in_training
 
     def get_input_embeddings(self):
         return self.embedding
 
     def forward(self, input_ids, attention_mask=None):
-        width = torch.full((len(input_ids), 1, 1), input_ids.shape[1])
-        if self.by_mask and attention_mask is not None:
-            width = attention_mask.sum(1)[:, None, None]
-        return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1) / width)
+        seen = torch.ones_like(input_ids) if attention_mask is None or self.by == "width" else attention_mask
+        size = seen.sum(1)[:, None, None]
+        is_scaled = (size > self.above) & (self.by != "nothing") & (self.training or not self.in_training)
+        return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1) * torch.where(is_scaled, 2.0, 1.0))
 
 
-@pytest.mark.parametrize("by_mask", [True, False])
-def test_the_mask_is_left_out_only_where_it_changes_nothing(by_mask):
-    assert can_spare_mask(Averaging(by_mask=by_mask), 16, torch.device("cpu")) is not by_mask
+@pytest.mark.parametrize(
+    ("options", "effect"),
+    [
+        ({"by": "nothing"}, (True, True)),
+        ({"by": "mask", "above": 20}, (False, True)),
+        ({"by": "mask", "above": 20, "in_training": True}, (False, True)),
+        ({"by": "width", "above": 20}, (False, False)),
+    ],
+)
+def test_what_padding_does_is_found_by_trying(options, effect):
+    """The mask is left out only where it changes nothing; where it does not help either, that is said."""
+    model = Scaled(**options).eval()
+    assert padding_effect(model, 48, torch.device("cpu")) == effect
+    assert not model.training
+
+
+def test_a_model_that_depends_on_the_width_of_its_batch_is_said_to(data, tmp_path, capsys):
+    rope = {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [4] * 4, "rope_theta": 10000.0}
+    rope["original_max_position_embeddings"] = 16
+    config = {
+        "model_type": "phi3",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 400,
+    }
+    config |= {"num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0}
+    config |= {"original_max_position_embeddings": 16, "rope_parameters": rope, "initializer_range": 0.3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--model", tmp_path / "config.json", "--steps", 1, "--seq-len", 48)
+    for micro, is_said in ((8, True), (1, False)):
+        assert main(arguments(data, tmp_path / f"run{micro}", *flags, "--micro", micro)) == 0
+        assert ("depends on the padding beside it" in capsys.readouterr().err) is is_said

@@ -205,10 +205,10 @@ def test_models_that_keep_samples_apart_are_packed(kind):
     mask_for(model_of(kind), Packer(32), CPU)
 
 
-@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("width", [16, 24, 26, 30, 64])
 def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
     model = model_of("mistral", num_key_value_heads=2, sliding_window=24)
-    if width < 24:
+    if width <= 24:
         mask_for(model, Packer(width), CPU)
     else:
         with pytest.raises(UsageError, match="looks back over a limited number"):
@@ -222,6 +222,21 @@ def test_a_model_that_fails_on_a_packed_row_is_refused(kind):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with pytest.raises(UsageError, match="--pack"):
         mask_for(model, Packer(12), CPU)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
+def test_what_passes_between_samples_does_not_hide_behind_rounding(data, tmp_path, precision):
+    """Convolutions over tokens, which no mask confines, in weights so small that bfloat16 rounds as much away."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = {
+        "model_type": "lfm2",
+        "vocab_size": 300,
+        "intermediate_size": 48,
+        "layer_types": ["conv", "full_attention"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"max_position_embeddings": 64}))
+    with pytest.raises(UsageError, match="--pack"):
+        run(data, tmp_path / "out", "--model", str(tmp_path / "config.json"), "--pack", "--precision", precision)
 
 
 class Deaf(nn.Module):

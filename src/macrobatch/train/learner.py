@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
 from macrobatch.train.cutting import Micro
 from macrobatch.train.data import Data
-from macrobatch.train.packing import SEGMENTS, Inputs, Packer, inputs_for
+from macrobatch.train.packing import SEGMENTS, Inputs, Packer, inputs_for, mask_for
 from macrobatch.train.record import padded_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
@@ -110,6 +111,10 @@ class Learner:
         self.kept = self.origin.kept()
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
         self.stream = plan.stream()
+        self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
+        mask = None
+        if self._packer is not None and models.WEIGHTS.get(settings.precision) == torch.bfloat16:
+            mask = mask_for(model, self._packer, torch.device("cpu"))  # while it is in float32
         self.model = models.prepared(model, settings, world)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -119,12 +124,17 @@ class Learner:
         self.best = Best(*settings.best_number)
         self.taken = 0  # steps
         self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
-        self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
         self._autocast = models.AUTOCAST.get(settings.precision)
-        self._spares_mask = suitable.can_spare_mask(self.model, max(plan.lengths), world.device)
+        self._padding = suitable.padding_effect(self.model, max(plan.lengths), world.device)
+        if not self._padding.is_masked and self._packer is None and plan.micro != 1:
+            warnings.warn(
+                "what this model computes for a sample depends on the padding beside it, so that losses depend on how "
+                "batches are cut. With --micro 1 no sample is padded.",
+                stacklevel=2,
+            )
         self._inputs: Inputs | None = None
         if self._packer is not None:
-            self._inputs = inputs_for(self.model, self._packer, world.device, self._autocast)
+            self._inputs = inputs_for(self.model, self._packer, world.device, self._autocast, mask)
         self._recomputes = settings.checkpoint_activations == "yes"
         self._train = MacroStep(
             self.model,
@@ -226,7 +236,7 @@ class Learner:
         batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
         if self._inputs is not None and SEGMENTS in batch:
             batch = self._inputs(batch)
-        elif self._spares_mask:
+        elif self._padding.is_none:
             del batch["attention_mask"]
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), self._attention():
             return causal_lm_loss(model, batch)

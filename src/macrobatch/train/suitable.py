@@ -3,6 +3,9 @@
 # mypy: untyped-calls-exclude="torch,transformers"
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -11,7 +14,9 @@ from macrobatch.errors import UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.train.pretrained import Origin
 
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}  # of logits, relative; coarser in half precision
+# Of logits, relative: what is rounding for sure, and what is more. (Some models compute in float32, whatever they get.)
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+MORE = {torch.float64: 1e-3, torch.float32: 1e-3}
 
 
 @torch.no_grad()
@@ -45,25 +50,50 @@ def require_plain_loss(model: nn.Module, origin: Origin) -> None:
         )
 
 
-@torch.no_grad()
-def can_spare_mask(model: nn.Module, width: int, device: torch.device) -> bool:
-    """Whether padding on the right, which no token before it sees, changes nothing without an attention mask either.
+class PaddingEffect(NamedTuple):
+    """What padding on the right does to the tokens before it.
 
-    Attention without a mask is faster, and has kernels that take any shape at once. Tried with rows as wide as they
-    come, filled with the padding of batches.
+    Attributes:
+        is_none: nothing, even without an attention mask. Attention without one is faster, and has kernels that take any
+            shape at once.
+        is_masked: nothing but rounding, with a mask.
     """
-    draw, shape = torch.Generator().manual_seed(0), (2, width)
-    ids = torch.randint(0, _num_words(model), shape, generator=draw).to(device)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for tensor in batch.values():
-        tensor[1, width // 3 + 1 :] = 0
-    was_training = model.training
-    model.eval()
-    with_mask, without = model(**batch).logits, model(input_ids=batch["input_ids"]).logits
+
+    is_none: bool
+    is_masked: bool
+
+
+@torch.no_grad()
+def padding_effect(model: nn.Module, width: int, device: torch.device) -> PaddingEffect:
+    """Compare padded samples with the same ones alone, in rows as wide as they come, as in training too if it can."""
+    sizes = sorted({width // 3 + 1, width // 8 + 1, min(width, 2)})
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, _num_words(model), (1 + len(sizes), width), generator=draw).to(device)
+    samples = [row[:size].clone().unsqueeze(0) for row, size in zip(ids[1:], sizes, strict=True)]
+    mask = torch.ones_like(ids)
+    for row, size in enumerate(sizes, start=1):
+        ids[row, size:] = mask[row, size:] = 0
+    was_training, own = model.training, [device] if device.type == "cuda" else []
+    is_none = is_masked = True
+    with torch.random.fork_rng(own):
+        for trains in (False, True):
+            model.train(trains)
+            expected = [model(input_ids=sample).logits[0] for sample in samples]
+            if trains and not torch.equal(expected[-1], model(input_ids=samples[-1]).logits[0]):
+                break  # dropout: nothing to compare
+            without, masked = (
+                _farthest(model(input_ids=ids, **more).logits[1:], expected) for more in ({}, {"attention_mask": mask})
+            )
+            is_none &= without <= ROUNDING.get(expected[0].dtype, 1e-2)
+            is_masked &= masked <= MORE.get(expected[0].dtype, 1e-1)
     model.train(was_training)
-    seen = batch["attention_mask"].bool()
-    apart, size = (with_mask - without)[seen].abs().max(), with_mask[seen].abs().max()
-    return bool(apart <= ROUNDING.get(with_mask.dtype, 1e-2) * size)
+    return PaddingEffect(is_none, is_masked)
+
+
+def _farthest(rows: torch.Tensor, expected: Sequence[torch.Tensor]) -> float:
+    """How far the beginnings of rows are from what is expected, relative to the largest number."""
+    pairs = [(row[: len(one)], one) for row, one in zip(rows, expected, strict=True)]
+    return max(float((row - one).abs().max() / one.abs().max()) for row, one in pairs)
 
 
 def _some_ids(model: nn.Module) -> torch.Tensor:
