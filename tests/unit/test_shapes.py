@@ -112,9 +112,7 @@ def test_loops_that_are_not_compiled_say_so(planted):
     for rows in planted.values():
         late = [row for name, row in rows.items() if "compiled" in name]
         assert len(late) >= 4
-        assert {(row["per_second"], row["note"]) for row in late} == {
-            (None, "not run: no time was left to compile it")
-        }
+        assert {(row["per_second"], row["note"]) for row in late} == {(None, "not run: no time was left to compile it")}
 
 
 def test_compiled_loops_and_what_a_file_keeps(tmp_path):
