@@ -213,8 +213,11 @@ def moved(batch: Batch) -> Batch:
     return {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()}
 
 
-def autocast() -> contextlib.AbstractContextManager[object]:
-    return torch.autocast("cuda", torch.bfloat16) if DEVICE == "cuda" else contextlib.nullcontext()
+def autocast(is_compiled: bool = False) -> contextlib.AbstractContextManager[object]:
+    """Compiled code does without the cache of autocast: it would be compiled again where recordings turn that off."""
+    if DEVICE == "cpu":
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False if is_compiled else None)
 
 
 SHAPES = [

@@ -66,6 +66,7 @@ class Job:
     max_norm: float
     windows: Sequence[Batch]
     is_grouped: bool
+    is_compiled: bool
 
     def loaders(self) -> list[Any]:
         """For each window the micro-batches of the peers."""
@@ -85,7 +86,7 @@ def hand_written(job: Job) -> Run:
         window = list(loaders[index])
         items = sum(items_of(job.shape, batch) for batch in window)
         for batch in map(moved, window):
-            with autocast():
+            with autocast(job.is_compiled):
                 loss, _ = job.shape.loss(model, batch)
             (loss / items).backward()
         nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
@@ -99,7 +100,7 @@ def hand_written(job: Job) -> Run:
 def accelerate(job: Job) -> Run:
     """Under `accumulate`; its recipe for "training samples of variable size" where lengths vary."""
     from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.utils import AutocastKwargs, DataLoaderConfiguration
 
     shape, steps = job.shape, job.shape.micro_batches
     accelerator = Accelerator(
@@ -107,6 +108,7 @@ def accelerate(job: Job) -> Run:
         mixed_precision="bf16" if DEVICE == "cuda" else "no",
         gradient_accumulation_steps=steps,
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)] if job.is_compiled else None,
     )
     model, optimizer = accelerator.prepare(job.model, job.optimizer)
     loaders = [accelerator.prepare(each) for each in job.loaders()]
@@ -143,7 +145,7 @@ def macro_step(job: Job, cuda_graph: bool = False) -> Run:
     shape = job.shape
 
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        with autocast():
+        with autocast(job.is_compiled):
             return shape.loss(model, moved(batch))
 
     micro: Any = shape.micro_batch if shape.budget is None else by_tokens(shape.budget)
@@ -269,7 +271,7 @@ class Bench:
             model = torch.compile(model, dynamic=self.shape.budget is not None, backend=backend)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=learning_rate, fused=True)
-        options: Any = {"windows": self.windows, "is_grouped": way.is_grouped}
+        options: Any = {"windows": self.windows, "is_grouped": way.is_grouped, "is_compiled": way.is_compiled}
         return Job(shape=self.shape, model=model, optimizer=optimizer, max_norm=max_norm, **options)
 
     def _judge(self, way: Way, row: Row) -> None:
