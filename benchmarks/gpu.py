@@ -92,6 +92,7 @@ class Shape:
 MODELS = {
     "110M": Shape(width=768, layers=12, heads=12),
     "41M": Shape(width=512, layers=8, heads=8),
+    "1.1B": Shape(width=2048, layers=22, heads=32),
     "tiny": Shape(width=32, layers=2, heads=2, vocabulary=64),
 }
 

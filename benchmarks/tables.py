@@ -247,6 +247,34 @@ def trainers(results: Results) -> str:
     return "\n\n".join([markdown(headings, rows), *notes.lines(), origin(result)])
 
 
+def shapes(results: Results) -> str:
+    """One row for each loop and one column for each shape; what was not run, or failed, has a note."""
+    result, notes = results("shapes"), Notes()
+    ran = [shape for shape in result["shapes"] if shape["rows"]]
+    by_shape = [{row["name"]: row for row in shape["rows"]} for shape in ran]
+    in_full = max(by_shape, key=len, default={})  # the shape with all loops has them in their order
+    names = dict.fromkeys([*in_full, *(name for rows in by_shape for name in rows)])
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        if row["per_second"] is None:
+            return ("failed" if row["error"] else "not run") + notes.mark(row)
+        memory = "" if row["reserved_gib"] is None else f" ({row['reserved_gib']:.1f} GiB)"
+        wrong = ", gradient wrong" if row["agrees"] is False else ""
+        return f"{number(row['per_second'])}{memory}{wrong}{notes.mark(row)}"
+
+    table = markdown(
+        ["per second (reserved)", *(f"{shape['title']}, {shape['unit']}" for shape in ran)],
+        [[name, *(cell(rows.get(name)) for rows in by_shape)] for name in names],
+    )
+    windows = {row["windows"] for rows in by_shape for row in rows.values() if row["windows"]}
+    count = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else "no"
+    said = f"Medians over {count} windows, in turns with the others of a column. {origin(result)}"
+    failed = [f"{shape['title']} failed: {shape['error']}." for shape in result["shapes"] if shape["error"]]
+    return "\n\n".join([table, *notes.lines(), *failed, said])
+
+
 def tuning(results: Results) -> str:
     result, notes = results("tuning"), Notes()
     rows = [
@@ -379,6 +407,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
         micro_batch_size,
         targets,
         trainers,
+        shapes,
         tuning,
         contrastive,
         terms,

@@ -160,3 +160,40 @@ def test_trainers_show_times_targets_and_what_failed(imported):
         "| Lightning, exact (1) | failed | | 1.0 | | |",
     ]
     assert "(1) no memory." in table
+
+
+def test_shapes_show_every_loop_and_why_one_is_missing(imported):
+    def row(name: str, speed: float | None, **changed: object) -> dict:
+        plain = {"windows": 10 if speed else 0, "reserved_gib": 2.04, "agrees": True, "note": "", "error": ""}
+        return {"name": name, "per_second": speed, **plain, **changed}
+
+    late = "not run: no time was left to compile it"
+    images = [row("hand-written", 601.4), row("hand-written, compiled", None, note=late)]
+    texts = [
+        row("hand-written", 28_950.0, agrees=None, note="not compared: with dropout it is the reference of the others"),
+        row("hand-written, grouped", 30_000.0),
+        row("Macrobatch", 28_496.0, agrees=False, windows=12, reserved_gib=None),
+        row("hand-written, compiled", None, error="ValueError: no"),
+    ]
+    shapes = [
+        {"title": "ResNet-50", "unit": "images", "rows": images, "error": ""},
+        {"title": "LoRA", "unit": "tokens", "rows": [], "error": "ImportError: no peft"},
+        {"title": "GPT-2", "unit": "tokens", "rows": texts, "error": ""},
+    ]
+    result = {**project("gpu"), "shapes": shapes}
+    table = imported("tables").shapes(results_of(result)).splitlines()
+    assert table[:6] == [
+        "| per second (reserved) | ResNet-50, images | GPT-2, tokens |",
+        "|---|---|---|",
+        "| hand-written | 601 (2.0 GiB) | 28,950 (2.0 GiB) (1) |",
+        "| hand-written, grouped | | 30,000 (2.0 GiB) |",
+        "| Macrobatch | | 28,496, gradient wrong |",
+        "| hand-written, compiled | not run (2) | failed (3) |",
+    ]
+    assert table[7:14:2] == [
+        "(1) not compared: with dropout it is the reference of the others.",
+        f"(2) {late}.",
+        "(3) ValueError: no.",
+        "LoRA failed: ImportError: no peft.",
+    ]
+    assert table[-1].startswith("Medians over 10 to 12 windows, in turns with the others of a column. NVIDIA H200, ")

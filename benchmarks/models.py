@@ -1,0 +1,346 @@
+"""The models of `shapes.py`, made from configurations, with windows of random samples and with their losses."""
+
+# mypy: untyped-calls-exclude="torch,transformers,peft"
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpu
+from gpu import IGNORED, Batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+
+class Bottleneck(nn.Module):
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, beside a shortcut."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        wide = 4 * width
+        self.path = nn.Sequential(
+            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide)),
+        )
+        is_same = stride == 1 and channels == wide
+        projection = nn.Sequential(nn.Conv2d(channels, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
+        self.shortcut = nn.Identity() if is_same else projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
+def resnet(width: int, depths: Sequence[int], classes: int) -> nn.Module:
+    """A residual network of bottlenecks: ResNet-50 has a width of 64 and depths of 3, 4, 6 and 3."""
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks, channels = list[nn.Module](), width
+    for stage, depth in enumerate(depths):
+        for place in range(depth):
+            blocks.append(Bottleneck(channels, width << stage, 2 if stage and not place else 1))
+            channels = 4 * (width << stage)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+def gpt2(tiny: bool) -> nn.Module:
+    """With its usual dropout of 0.1; all tokens count, so that no mask is needed."""
+    from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(gpu.ATTENTION, sdpa_attention_forward)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64} if tiny else {}
+    config = GPT2Config(attn_implementation=gpu.ATTENTION, bos_token_id=0, eos_token_id=0, **sizes)
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
+
+
+def llama(size: str, length: int) -> nn.Module:
+    case = gpu.Case(section="fixed", model=size, micro_batch=1, length=length, micro_batches=1)
+    with torch.device("cpu"):  # where it draws its samples
+        problem = gpu.Problem(case, DEVICE)
+    return problem.model()
+
+
+def lora(size: str, length: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    # By default one of the two factors begins at zero, so that the other would have no gradient.
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model: Any = llama(size, length)
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=16, target_modules=layers, init_lora_weights=False))
+    return adapted
+
+
+def vit(tiny: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {**SMALL, "image_size": 32} if tiny else {}
+    config = ViTConfig(num_labels=10 if tiny else 1_000, attn_implementation="sdpa", **sizes)
+    model: nn.Module = ViTForImageClassification(config)
+    return model
+
+
+def bert(tiny: bool) -> nn.Module:
+    """Without dropout, so that its gradient can be compared with one big batch."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {**SMALL, "vocab_size": 64} if tiny else {}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model: nn.Module = BertForMaskedLM(BertConfig(attn_implementation="sdpa", **dropout, **sizes))
+    return model
+
+
+# ------------------------------------------------------------------------------------------------ windows and losses
+
+
+def tokens(words: int, length: int, samples: int, draw: torch.Generator) -> Batch:
+    return {"input_ids": torch.randint(words, (samples, length), generator=draw)}
+
+
+def images(side: int, classes: int, samples: int, draw: torch.Generator) -> Batch:
+    pixels = torch.randn(samples, 3, side, side, generator=draw)
+    return {"pixels": pixels, "labels": torch.randint(classes, (samples,), generator=draw)}
+
+
+def masked_texts(words: int, longest: int, samples: int, draw: torch.Generator) -> Batch:
+    """Log-normal lengths, padded to the longest; 15 % of the tokens are to be found."""
+    drawn = torch.empty(samples).log_normal_(math.log(longest / 4), gpu.SPREAD, generator=draw)
+    lengths = drawn.clamp(8, longest).int()
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.randint(5, words, mask.shape, generator=draw).masked_fill(~mask, 0)
+    hidden = mask & (torch.rand(mask.shape, generator=draw) < 0.15)
+    labels = ids.masked_fill(~hidden, IGNORED)
+    return {"input_ids": ids.masked_fill(hidden, 4), "attention_mask": mask.long(), "labels": labels}
+
+
+def next_token_loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
+    ids = batch["input_ids"]
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
+
+
+def image_loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
+    found = model(batch["pixels"])
+    logits = found if isinstance(found, Tensor) else found.logits
+    return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(logits)
+
+
+def masked_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, (batch["labels"] != IGNORED).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------- the shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is trained, and on which windows. `micro_batch` and `micro_batches` are those of the peers."""
+
+    name: str
+    title: str
+    micro_batch: int
+    micro_batches: int
+    make: Callable[[], nn.Module]
+    draw: Callable[[int, torch.Generator], Batch]  # a window of so many samples
+    loss: Callable[[Any, Batch], tuple[Tensor, Any]]  # the sum, and its items
+    depends_on: str = ""  # what makes the gradient depend on the cut
+    budget: int | None = None  # tokens of a micro-batch with their padding, if lengths vary
+    together: int | None = None  # samples of the reference that fit at once; None: all
+    alive: int = 12  # loops whose models fit into memory at once
+
+    @property
+    def samples(self) -> int:
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def unit(self) -> str:
+        return "images" if self.loss is image_loss else "tokens"
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """With the same weights every time."""
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            return self.make().to(DEVICE, dtype).train()
+
+    def window(self, index: int) -> Batch:
+        return self.draw(self.samples, torch.Generator().manual_seed(index))
+
+
+def size_of(window: Batch) -> int:
+    """Tokens without padding, or images."""
+    if "attention_mask" in window:
+        return int(window["attention_mask"].sum())
+    return window["input_ids"].numel() if "input_ids" in window else len(window["labels"])
+
+
+def items_of(shape: Shape, batch: Batch) -> Any:
+    """What a micro-batch on the host is averaged over."""
+    if "attention_mask" in batch:
+        return (batch["labels"] != gpu.IGNORED).sum()
+    return len(batch["labels"]) if shape.unit == "images" else batch["input_ids"][:, 1:].numel()
+
+
+def cut(window: Batch, size: int, is_grouped: bool = False) -> list[Batch]:
+    """Micro-batches of so many samples, sorted by length first if they are to be grouped; padding is trimmed."""
+    mask = window.get("attention_mask")
+    if mask is None:
+        starts = range(0, len(next(iter(window.values()))), size)
+        return [{name: tensor[start : start + size] for name, tensor in window.items()} for start in starts]
+    lengths = mask.sum(1)
+    order = lengths.argsort(stable=True) if is_grouped else torch.arange(len(lengths))
+    return [
+        {name: tensor[rows, : int(lengths[rows].max())].contiguous() for name, tensor in window.items()}
+        for rows in order.split(size)
+    ]
+
+
+def pinned(batch: Batch) -> Batch:
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if DEVICE == "cuda" else batch
+
+
+def moved(batch: Batch) -> Batch:
+    return {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()}
+
+
+def autocast(is_compiled: bool = False) -> contextlib.AbstractContextManager[object]:
+    """Compiled code does without the cache of autocast: it would be compiled again where recordings turn that off."""
+    if DEVICE == "cpu":
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False if is_compiled else None)
+
+
+SHAPES = [
+    Shape(
+        name="gpt2",
+        title="GPT-2 124M, dropout 0.1, 2 x 512 x 16",
+        micro_batch=2,
+        micro_batches=16,
+        make=lambda: gpt2(tiny=False),
+        draw=lambda samples, draw: tokens(50_257, 512, samples, draw),
+        loss=next_token_loss,
+        depends_on="dropout",
+    ),
+    Shape(
+        name="vit",
+        title="ViT-B/16, 8 x 16",
+        micro_batch=8,
+        micro_batches=16,
+        make=lambda: vit(tiny=False),
+        draw=lambda samples, draw: images(224, 1_000, samples, draw),
+        loss=image_loss,
+    ),
+    Shape(
+        name="resnet",
+        title="ResNet-50, BatchNorm, 16 x 8",
+        micro_batch=16,
+        micro_batches=8,
+        make=lambda: resnet(64, (3, 4, 6, 3), 1_000),
+        draw=lambda samples, draw: images(224, 1_000, samples, draw),
+        loss=image_loss,
+        depends_on="BatchNorm",
+    ),
+    Shape(
+        name="lora",
+        title="LoRA on 110M, 2 x 512 x 16",
+        micro_batch=2,
+        micro_batches=16,
+        make=lambda: lora("110M", 512),
+        draw=lambda samples, draw: tokens(32_000, 512, samples, draw),
+        loss=next_token_loss,
+    ),
+    Shape(
+        name="1.1B",
+        title="Llama 1.1B, 1 x 2048 x 8",
+        micro_batch=1,
+        micro_batches=8,
+        make=lambda: llama("1.1B", 2_048),
+        draw=lambda samples, draw: tokens(32_000, 2_048, samples, draw),
+        loss=next_token_loss,
+        together=2,
+        alive=4,  # 18 GB for each
+    ),
+    Shape(
+        name="bert",
+        title="BERT-base masked LM, 128 samples of up to 512",
+        micro_batch=2,
+        micro_batches=64,
+        make=lambda: bert(tiny=False),
+        draw=lambda samples, draw: masked_texts(30_522, 512, samples, draw),
+        loss=masked_loss,
+        budget=4_096,
+        together=16,
+    ),
+]
+TINY = [
+    Shape(
+        name="gpt2",
+        title="tiny GPT-2, dropout 0.1",
+        micro_batch=2,
+        micro_batches=3,
+        make=lambda: gpt2(tiny=True),
+        draw=lambda samples, draw: tokens(64, 16, samples, draw),
+        loss=next_token_loss,
+        depends_on="dropout",
+    ),
+    Shape(
+        name="vit",
+        title="tiny ViT",
+        micro_batch=2,
+        micro_batches=3,
+        make=lambda: vit(tiny=True),
+        draw=lambda samples, draw: images(32, 10, samples, draw),
+        loss=image_loss,
+    ),
+    Shape(
+        name="resnet",
+        title="tiny ResNet, BatchNorm",
+        micro_batch=4,
+        micro_batches=2,
+        make=lambda: resnet(8, (1, 1), 10),
+        draw=lambda samples, draw: images(32, 10, samples, draw),
+        loss=image_loss,
+        depends_on="BatchNorm",
+    ),
+    Shape(
+        name="lora",
+        title="LoRA on a tiny Llama",
+        micro_batch=2,
+        micro_batches=3,
+        make=lambda: lora("tiny", 16),
+        draw=lambda samples, draw: tokens(64, 16, samples, draw),
+        loss=next_token_loss,
+    ),
+    Shape(
+        name="1.1B",
+        title="tiny Llama, 4 loops at once",
+        micro_batch=1,
+        micro_batches=3,
+        make=lambda: llama("tiny", 16),
+        draw=lambda samples, draw: tokens(64, 16, samples, draw),
+        loss=next_token_loss,
+        together=2,
+        alive=4,
+    ),
+    Shape(
+        name="bert",
+        title="tiny BERT, 12 samples of up to 64",
+        micro_batch=2,
+        micro_batches=6,
+        make=lambda: bert(tiny=True),
+        draw=lambda samples, draw: masked_texts(64, 64, samples, draw),
+        loss=masked_loss,
+        budget=128,
+        together=4,
+    ),
+]

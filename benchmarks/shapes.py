@@ -1,0 +1,492 @@
+"""Samples a second and memory on a GPU: GPT-2, LoRA, ViT, ResNet, BERT and a Llama of 1.1B, in turns with the peers.
+
+Every shape has a loop by hand, Accelerate and `MacroStep` without and with CUDA graphs, each of them eager and with
+`torch.compile(model)`. All train on the same windows under bf16 autocast over float32 weights, clip at 1.0, and step
+with fused AdamW. The data are in pinned host memory, cut and padded beforehand for the peers; `MacroStep` gets the
+whole window, and its cutting is timed. Samples of unequal lengths (BERT) are cut by tokens; the peers take two at a
+time, in the order in which they come and, "grouped", sorted by length inside the window.
+
+Each loop first runs alone, without learning: its reserved memory is taken, and its gradients of two windows, before
+clipping, are compared with those of one big batch in float32. The error is max |difference| / max |gradient|; it may be
+three times that of one big batch under the same autocast. With BatchNorm the gradient depends on the cut: the reference
+is cut in the same way. With dropout it depends on random numbers too: the reference is the loop by hand from the same
+seeds, compiled for compiled loops. Then all loops of a shape are timed in turns, window by window, in an order that
+rotates; ratios are taken within a round.
+
+    python benchmarks/shapes.py                            # everything; writes results/shapes.json after every shape
+    python benchmarks/shapes.py --compile-within 300       # shapes that begin later run without their compiled loops
+    python benchmarks/shapes.py --only bert 1.1B --add     # some shapes; the others stay in the file as they are
+    python benchmarks/shapes.py --tiny                     # tiny models, on a CPU too: does it run?
+"""
+
+# mypy: untyped-calls-exclude="torch,transformers,accelerate"
+import argparse
+import contextlib
+import gc
+import importlib.metadata
+import json
+import math
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import models
+import record
+import torch
+from models import DEVICE, Shape, autocast, cut, items_of, moved, pinned
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import gpu
+from gpu import ACCELERATE, EAGER, GRAPHS, HAND, MAX_NORM, Batch, Gradients
+from macrobatch import MacroStep, by_tokens
+from macrobatch.bench import plain_table
+
+WINDOWS = 2  # different ones of a shape
+LATE = "not run: no time was left to compile it"
+Run = Callable[[int], int]  # trains on the window of that number; returns how many micro-batches it made
+
+
+# ----------------------------------------------------------------------------------------------------------- the loops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a loop gets."""
+
+    shape: Shape
+    model: nn.Module
+    optimizer: Optimizer
+    max_norm: float
+    windows: Sequence[Batch]
+    is_grouped: bool
+    is_compiled: bool
+
+    def loaders(self) -> list[Any]:
+        """For each window the micro-batches of the peers."""
+        size = self.shape.micro_batch
+        return [loader(map(pinned, cut(window, size, self.is_grouped))) for window in self.windows]
+
+
+def loader(batches: Iterable[Batch]) -> Any:
+    """Hands out batches as they are. It has a generator of its own: a loader draws a seed, also if it needs none."""
+    return DataLoader(list(batches), collate_fn=itemgetter(0), generator=torch.Generator())  # type: ignore[arg-type]
+
+
+def hand_written(job: Job) -> Run:
+    model, optimizer, loaders = job.model, job.optimizer, job.loaders()
+
+    def run(index: int) -> int:
+        window = list(loaders[index])
+        items = sum(items_of(job.shape, batch) for batch in window)
+        for batch in map(moved, window):
+            with autocast(job.is_compiled):
+                loss, _ = job.shape.loss(model, batch)
+            (loss / items).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(window)
+
+    return run
+
+
+def accelerate(job: Job) -> Run:
+    """Under `accumulate`; its recipe for "training samples of variable size" where lengths vary."""
+    from accelerate import Accelerator
+    from accelerate.utils import AutocastKwargs, DataLoaderConfiguration
+
+    shape, steps = job.shape, job.shape.micro_batches
+    accelerator = Accelerator(
+        cpu=DEVICE == "cpu",
+        mixed_precision="bf16" if DEVICE == "cuda" else "no",
+        gradient_accumulation_steps=steps,
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)] if job.is_compiled else None,
+    )
+    model, optimizer = accelerator.prepare(job.model, job.optimizer)
+    loaders = [accelerator.prepare(each) for each in job.loaders()]
+
+    def run(index: int) -> int:
+        done = 0
+        for batch in loaders[index]:
+            with accelerator.accumulate(model):
+                loss, items = shape.loss(model, batch)
+                accelerator.backward(loss / items)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), job.max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            done += 1
+        return done
+
+    def run_varying(index: int) -> int:
+        window = list(loaders[index])
+        counted = sum((batch["labels"] != gpu.IGNORED).sum() for batch in window)
+        items = accelerator.gather(counted).sum().item()
+        for batch in window:
+            loss, _ = shape.loss(model, batch)
+            accelerator.backward(loss * steps / items)
+        accelerator.clip_grad_norm_(model.parameters(), job.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(window)
+
+    return run if shape.budget is None else run_varying
+
+
+def macro_step(job: Job, cuda_graph: bool = False) -> Run:
+    shape = job.shape
+
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        with autocast(job.is_compiled):
+            return shape.loss(model, moved(batch))
+
+    micro: Any = shape.micro_batch if shape.budget is None else by_tokens(shape.budget)
+    options: Any = {"micro": micro, "max_norm": job.max_norm, "reduction": "sum", "cuda_graph": cuda_graph}
+    train = MacroStep(job.model, job.optimizer, loss_fn, **options)
+    loaders = [loader([window]) for window in job.windows]
+
+    def run(index: int) -> int:
+        return sum(train(batch).micro_batches for batch in loaders[index])
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One row. The first of its kind, compiled or not, is the loop by hand."""
+
+    name: str
+    build: Callable[[Job], Run]
+    is_compiled: bool
+    is_grouped: bool = False
+    has_graphs: bool = False
+
+
+def ways_of(shape: Shape, is_compiled: bool) -> Iterator[Way]:
+    end = ", compiled" if is_compiled else ""
+    yield Way(name=HAND + end, build=hand_written, is_compiled=is_compiled)
+    yield Way(name=ACCELERATE + end, build=accelerate, is_compiled=is_compiled)
+    if shape.budget is not None:
+        yield Way(name=f"{HAND}, grouped{end}", build=hand_written, is_compiled=is_compiled, is_grouped=True)
+        yield Way(name=f"{ACCELERATE}, grouped{end}", build=accelerate, is_compiled=is_compiled, is_grouped=True)
+    yield Way(name=EAGER + end, build=macro_step, is_compiled=is_compiled)
+    graphs = f"{EAGER}{end}{GRAPHS.removeprefix(EAGER)}"
+    yield Way(name=graphs, build=lambda job: macro_step(job, True), is_compiled=is_compiled, has_graphs=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What one loop did. `agrees`: whether its gradient is right; None: not compared, for a reason in `note`."""
+
+    name: str
+    per_second: float | None = None  # median over the windows
+    quartiles: tuple[float, float] | None = None
+    windows: int = 0  # timed
+    over_accelerate: float | None = None  # of the Accelerate that is compiled if this is; median over the rounds
+    reserved_gib: float | None = None  # at most, alone
+    micro_batches: int | None = None
+    first_window_seconds: float | None = None  # compiling and capturing included
+    gradient_error: float | None = None
+    gradient_scale: float | None = None  # that of the window where it is farthest from 1
+    agrees: bool | None = None
+    note: str = ""
+    error: str = ""
+
+
+@dataclass
+class Bench:
+    """One shape with its windows and references."""
+
+    shape: Shape
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.windows = [pinned(self.shape.window(index)) for index in range(WINDOWS)]
+        self.sizes = [models.size_of(window) for window in self.windows]
+        precise = torch.float32 if DEVICE == "cuda" else torch.float64
+        exact = [self._reference(index, precise) for index in range(WINDOWS)]
+        own = max(gpu.difference(self._reference(index, None), exact[index]).error for index in range(WINDOWS))
+        self.allowed = max(gpu.ALLOWED * own, gpu.FLOOR)
+        self.expected: dict[bool, list[Gradients]] = {False: exact, True: exact}  # by whether it is compiled
+        if self.shape.depends_on == "dropout":
+            self.expected = {False: [], True: []}  # until the loop by hand has run
+
+    def _reference(self, index: int, precise: torch.dtype | None) -> Gradients:
+        """The gradient of a window in plain torch, without dropout; under autocast where no precision is given."""
+        shape, window = self.shape, self.windows[index]
+        model = shape.model(precise or torch.float32)
+        if shape.depends_on == "dropout":
+            model.eval()
+        size = shape.micro_batch if shape.depends_on == "BatchNorm" else shape.together or shape.samples
+        items = sum(items_of(shape, batch) for batch in cut(window, shape.samples))
+        for batch in map(moved, cut(window, size, is_grouped=True)):
+            if precise is not None:
+                batch = {name: t.to(precise) if t.is_floating_point() else t for name, t in batch.items()}
+            with autocast() if precise is None else contextlib.nullcontext():
+                loss, _ = shape.loss(model, batch)
+            (loss / items).backward()
+        return list(gradients_of(model))
+
+    def run(self, ways: Sequence[Way], windows: int) -> None:
+        """Judge each loop alone, then time those that ran in turns. What a loop raises is its row."""
+        for way in ways:
+            row = self.rows[way.name] = Row(name=way.name)
+            gpu.fresh(DEVICE)
+            with self._catching(row):
+                self._judge(way, row)
+            print(said_of(row, self.allowed), flush=True)
+        gpu.fresh(DEVICE)
+        self._time([way for way in ways if not self.rows[way.name].error], windows)
+        gpu.fresh(DEVICE)
+
+    @contextlib.contextmanager
+    def _catching(self, row: Row) -> Iterator[None]:
+        """What a loop raises, or says of its graphs, goes into its row."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", message="cuda_graph")
+            try:
+                yield
+            except Exception as error:
+                traceback.print_exc()
+                row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        if caught:
+            row.note = row.note or str(caught[0].message).rstrip(".")
+
+    def _job(self, way: Way, learning_rate: float, max_norm: float) -> Job:
+        model: Any = self.shape.model()
+        if way.is_compiled:  # on a CPU nothing is gained: only that it runs
+            backend = "inductor" if DEVICE == "cuda" else "eager"
+            model = torch.compile(model, dynamic=self.shape.budget is not None, backend=backend)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=learning_rate, fused=True)
+        options: Any = {"windows": self.windows, "is_grouped": way.is_grouped, "is_compiled": way.is_compiled}
+        return Job(shape=self.shape, model=model, optimizer=optimizer, max_norm=max_norm, **options)
+
+    def _judge(self, way: Way, row: Row) -> None:
+        """Memory and gradients of a loop that learns nothing."""
+        before = torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        job = self._job(way, learning_rate=0.0, max_norm=math.inf)
+        run, found, seen = way.build(job), list[gpu.Difference](), list[Gradients]()
+        expected = self.expected[way.is_compiled]
+        is_reference = not expected and way.build is hand_written
+        window = 0
+
+        def look(*_: object) -> None:
+            divisor = getattr(job.optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
+            own = (gradient if divisor is None else gradient / divisor for gradient in gradients_of(job.model))
+            if is_reference:
+                seen.append([gradient.cpu().clone() for gradient in own])  # on the host, as its memory is measured
+            elif expected:
+                found.append(gpu.difference(own, expected[window]))
+
+        job.optimizer.register_step_pre_hook(look)
+        order = [*range(WINDOWS), 0] if way.has_graphs else [*range(WINDOWS)]
+        for turn, window in enumerate(order):
+            torch.manual_seed(100 + window)
+            began = now()
+            row.micro_batches = run(window)
+            if not turn:
+                row.first_window_seconds = round(now() - began, 3)
+        if DEVICE == "cuda":
+            row.reserved_gib = round((torch.cuda.max_memory_reserved() - before) / 2**30, 3)
+        if is_reference:
+            self.expected[way.is_compiled] = seen
+            row.note = f"not compared: with {self.shape.depends_on} it is the reference of the others"
+        elif not expected:
+            row.note = f"not compared: {self.shape.depends_on}, and the loop by hand failed"
+        elif len(found) != len(order):
+            raise RuntimeError(f"{len(order)} windows were handed over, and {len(found)} optimizer steps taken")
+        else:
+            # Unlike Python's, torch's max keeps a NaN.
+            row.gradient_error = torch.tensor([each.error for each in found], dtype=torch.float64).max().item()
+            row.gradient_scale = round(max(found, key=lambda each: abs(each.scale - 1)).scale, 6)
+            row.agrees = row.gradient_error <= self.allowed
+
+    def _time(self, ways: Sequence[Way], windows: int) -> None:
+        """Window by window in turns, after every loop has been through all windows."""
+        run: Run | None
+        runs: dict[str, Run] = {}
+        seconds: dict[str, list[float]] = {}
+        for way in ways:
+            with self._catching(self.rows[way.name]):
+                run = way.build(self._job(way, learning_rate=1e-4, max_norm=MAX_NORM))
+                for index in range(WINDOWS):
+                    run(index)
+                runs[way.name], seconds[way.name] = run, []
+            run = None  # if it failed, nothing of it stays in memory
+        gc.collect()
+        for number in range(windows):
+            first = number % max(len(seconds), 1)
+            for name in [*list(seconds)[first:], *list(seconds)[:first]]:
+                with self._catching(self.rows[name]):
+                    began = now()
+                    runs[name](number % WINDOWS)
+                    seconds[name].append(now() - began)
+                if self.rows[name].error:
+                    del seconds[name], runs[name]
+        for way in ways:
+            if way.name in seconds:
+                end = ", compiled" if way.is_compiled else ""
+                self._note_speed(self.rows[way.name], seconds[way.name], seconds.get(ACCELERATE + end))
+
+    def _note_speed(self, row: Row, own: list[float], theirs: list[float] | None) -> None:
+        median, lower, upper = record.quartiles([self.sizes[n % WINDOWS] / took for n, took in enumerate(own)])
+        row.per_second, row.quartiles, row.windows = round(median, 1), (round(lower, 1), round(upper, 1)), len(own)
+        if theirs is not None:
+            ratios = [their / mine for mine, their in zip(own, theirs, strict=True)]
+            row.over_accelerate = round(record.quartiles(ratios)[0], 3)
+
+
+def gradients_of(model: nn.Module) -> Iterator[Tensor]:
+    """Of the parameters that are trained."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            yield parameter.grad
+
+
+def now() -> float:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# ----------------------------------------------------------------------------------------------------------- reporting
+
+
+def said_of(row: Row, allowed: float) -> str:
+    """The line that follows the run of a loop by itself."""
+    if row.error:
+        return f"  {row.name}: FAILED, {row.error}"
+    words = {True: "ok", False: "WRONG", None: "not compared"}[row.agrees]
+    error = "" if row.gradient_error is None else f" {row.gradient_error:.1e} of {allowed:.1e}"
+    memory = "" if row.reserved_gib is None else f", {row.reserved_gib:.2f} GiB"
+    note = f" ({row.note})" if row.note else ""
+    return f"  {row.name}: first window {row.first_window_seconds:.2f} s{memory}, gradient {words}{error}{note}"
+
+
+def cells_of(row: Row) -> list[str]:
+    if row.per_second is None or row.quartiles is None:
+        return [row.name, "failed" if row.error else "not run", "", "", "", ""]
+    memory = "" if row.reserved_gib is None else f"{row.reserved_gib:.2f}"
+    times = "" if row.over_accelerate is None else f"{row.over_accelerate:.2f}"
+    around = " - ".join(f"{quartile:,.0f}" for quartile in row.quartiles)
+    verdict = {True: "ok", False: "WRONG", None: "not compared"}[row.agrees]
+    return [row.name, f"{row.per_second:,.0f}", around, times, memory, verdict]
+
+
+def measure(shape: Shape, windows: int, compiles: bool) -> dict[str, Any]:
+    """The rows of a shape, in groups whose models fit into memory."""
+    print(f"\n{shape.title}", flush=True)
+    described: dict[str, Any] = {"name": shape.name, "title": shape.title, "unit": shape.unit, "rows": [], "error": ""}
+    described |= {"micro_batch": shape.micro_batch, "micro_batches": shape.micro_batches, "budget": shape.budget}
+    began = time.perf_counter()
+    gpu.fresh(DEVICE)
+    try:
+        bench = Bench(shape)
+    except Exception as error:  # such as a package that is not there
+        traceback.print_exc()
+        return described | {"error": f"{type(error).__name__}: {error}"[:200]}
+    compiled = list(ways_of(shape, is_compiled=True))
+    ways = [*ways_of(shape, is_compiled=False), *(compiled if compiles else [])]
+    for start in range(0, len(ways), shape.alive):
+        bench.run(ways[start : start + shape.alive], windows)
+    rows = [*bench.rows.values(), *(Row(name=way.name, note=LATE) for way in compiled if not compiles)]
+    torch._dynamo.reset()
+    headings = ["", f"{shape.unit}/s", "quartiles", "/ Accelerate", "GiB", "gradient"]
+    print(f"\n{plain_table(headings, [cells_of(row) for row in rows])}", flush=True)
+    return described | {
+        "size_of_a_window": round(sum(bench.sizes) / len(bench.sizes)),
+        "gradient_error_allowed": bench.allowed,
+        "seconds": round(time.perf_counter() - began),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [shape.name for shape in models.SHAPES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these shapes")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too: does it run?")
+    parser.add_argument("--windows", type=int, default=10, help="to time, of each loop (default: 10)")
+    parser.add_argument("--compile-within", type=float, default=math.inf, metavar="SECONDS", help="of the start")
+    parser.add_argument("--add", action="store_true", help="keep the other shapes that the file of results has")
+    record.add_output(parser, "shapes")
+    arguments = parser.parse_args()
+    if arguments.windows < 1:
+        parser.error(f"--windows must be at least 1: got {arguments.windows}")
+    if arguments.tiny and arguments.output.name == "shapes.json":
+        arguments.output = arguments.output.with_name("shapes_tiny.json")
+    return arguments
+
+
+def earlier(arguments: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
+    """The other shapes of the file, by name, if they were measured with the same versions on such a machine."""
+    if not (arguments.add and arguments.output.exists()):
+        return {}
+    there = json.loads(arguments.output.read_text())
+    for what in ("versions", "processor"):
+        if there[what] != head[what]:
+            raise SystemExit(f"--add: {arguments.output} has other {what}: {there[what]}, here {head[what]}.")
+    return {shape["name"]: shape for shape in there["shapes"]}
+
+
+def load_peers() -> list[str]:
+    """All before anything is timed: what imports leave behind makes every later collection of garbage slow."""
+    loaded = []
+    for name in ("torch", "transformers", "accelerate", "peft"):
+        with contextlib.suppress(ImportError):  # its shapes and loops will say so
+            importlib.import_module(name)
+            importlib.metadata.version(name)
+            loaded.append(name)
+    gc.collect()
+    gc.freeze()
+    return loaded
+
+
+def main() -> int:
+    arguments, began = parsed(), time.perf_counter()
+    if DEVICE == "cpu" and not arguments.tiny:
+        print("It needs a CUDA device; --tiny shows that it runs.", file=sys.stderr)
+        return 2
+    warnings.filterwarnings("ignore")  # the peers' advice
+    torch.set_float32_matmul_precision("highest")  # no TF32 in the reference; under autocast nothing is float32
+    torch.backends.cudnn.allow_tf32 = False
+    head: dict[str, Any] = {
+        **record.stamp("samples a second and memory, all loops of a shape in turns in one process", *load_peers()),
+        "device": DEVICE,
+        "processor": record.machine(DEVICE),
+        "host": record.machine(),
+        "precision": "bf16 autocast, float32 weights" if DEVICE == "cuda" else "float32",
+        "optimizer": f"fused AdamW, gradients clipped at {MAX_NORM}",
+    }
+    found = earlier(arguments, head)
+    print(f"{head['processor']}; {record.in_words(head['versions'])}")
+    for shape in models.TINY if arguments.tiny else models.SHAPES:
+        if shape.name in arguments.only:
+            compiles = time.perf_counter() - began < arguments.compile_within
+            found[shape.name] = measure(shape, arguments.windows, compiles)
+            record.save({**head, "shapes": list(found.values())}, arguments.output)
+    print(f"Written to {arguments.output}, after {time.perf_counter() - began:.0f} s")
+    ran = [found[name] for name in arguments.only]
+    rows = [row for shape in ran for row in shape["rows"]]
+    failed = any(shape["error"] for shape in ran) or any(row["error"] or row["agrees"] is False for row in rows)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

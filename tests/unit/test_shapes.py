@@ -1,0 +1,135 @@
+"""`benchmarks/shapes.py` with tiny models: right loops are found right, wrong ones wrong. Nothing is timed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from harness import ROOT
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+NAMES = ["gpt2", "vit", "resnet", "lora", "1.1B", "bert"]
+PLANTED = """
+import sys
+import shapes
+
+
+def scaled(job):
+    for parameter in job.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient * 0.999)
+    return shapes.macro_step(job)
+
+
+def stale(job):  # trains on its first window again and again, as a graph would whose input is not filled anew
+    run = shapes.macro_step(job)
+    return lambda index: run(0)
+
+
+def raises(job):
+    raise ZeroDivisionError("of its own")
+
+
+def raises_later(job):
+    run, done = shapes.macro_step(job), []
+
+    def late(index):
+        done.append(index)
+        if job.max_norm == shapes.MAX_NORM and len(done) > 3:  # in its second timed window
+            raise ZeroDivisionError("later")
+        return run(index)
+
+    return late
+
+
+def ways(shape, is_compiled):
+    yield from usual(shape, is_compiled)
+    if not is_compiled:
+        for build in (scaled, stale, raises, raises_later):
+            yield shapes.Way(name=build.__name__, build=build, is_compiled=False)
+
+
+usual, shapes.ways_of = shapes.ways_of, ways
+sys.exit(shapes.main())
+"""
+
+
+def run(script, *words) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "benchmarks")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, script, *words]
+    return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> dict:
+    """All shapes without compiling, with loops that are wrong beside those that are right."""
+    folder = tmp_path_factory.mktemp("shapes")
+    (folder / "planted.py").write_text(PLANTED)
+    done = run(folder / "planted.py", "--tiny", "--windows", 2, "--compile-within", 0, "--out", folder)
+    assert done.returncode == 1, done.stderr
+    found = json.loads((folder / "shapes_tiny.json").read_text())
+    return {shape["name"]: {row["name"]: row for row in shape["rows"]} for shape in found["shapes"]}
+
+
+def test_right_loops_agree(planted):
+    assert list(planted) == NAMES
+    for name, rows in planted.items():
+        for loop in ("hand-written", "Accelerate", "Macrobatch", "Macrobatch, cuda_graph"):
+            is_reference = (name, loop) == ("gpt2", "hand-written")
+            assert rows[loop]["agrees"] is (None if is_reference else True), (name, rows[loop])
+            assert rows[loop]["per_second"] > 0
+            assert rows[loop]["windows"] == 2
+        assert "dropout" in planted["gpt2"]["hand-written"]["note"]
+        assert "the model is on cpu" in rows["Macrobatch, cuda_graph"]["note"]
+
+
+@pytest.mark.parametrize("loop", ["scaled", "stale"])
+def test_wrong_gradients_are_seen(planted, loop):
+    assert {name: rows[loop]["agrees"] for name, rows in planted.items()} == dict.fromkeys(NAMES, False)
+
+
+def test_a_loop_that_raises_leaves_the_others_their_places(planted):
+    for rows in planted.values():
+        assert rows["raises"]["error"] == "ZeroDivisionError: of its own"
+        assert rows["raises_later"]["error"] == "ZeroDivisionError: later"
+        assert rows["raises_later"]["per_second"] is None
+
+
+def test_samples_of_unequal_lengths_are_cut_by_tokens_and_grouped(planted):
+    assert planted["bert"]["Macrobatch"]["micro_batches"] < planted["bert"]["hand-written"]["micro_batches"]
+    for loop in ("hand-written, grouped", "Accelerate, grouped"):
+        assert planted["bert"][loop]["agrees"]
+        assert loop not in planted["gpt2"]
+
+
+def test_loops_that_are_not_compiled_say_so(planted):
+    for rows in planted.values():
+        late = [row for name, row in rows.items() if "compiled" in name]
+        assert len(late) >= 4
+        assert {(row["per_second"], row["note"]) for row in late} == {(None, "not run: no time was left to compile it")}
+
+
+def test_compiled_loops_and_what_a_file_keeps(tmp_path):
+    (tmp_path / "shapes_tiny.json").write_text("{}")
+    script = ROOT / "benchmarks" / "shapes.py"
+    first = run(script, "--tiny", "--windows", 1, "--only", "1.1B", "--out", tmp_path)
+    assert first.returncode == 0, first.stderr
+    then = run(script, "--tiny", "--windows", 1, "--only", "resnet", "--compile-within", 0, "--add", "--out", tmp_path)
+    assert then.returncode == 0, then.stderr
+    llama, resnet = json.loads((tmp_path / "shapes_tiny.json").read_text())["shapes"]
+    assert (llama["name"], resnet["name"]) == ("1.1B", "resnet")
+    compiled = [row for row in llama["rows"] if "compiled" in row["name"]]
+    assert [row["agrees"] for row in compiled] == [True] * 4
+    assert next(row for row in compiled if row["name"] == "Accelerate, compiled")["over_accelerate"] == 1.0
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    done = run(ROOT / "benchmarks" / "shapes.py", "--out", tmp_path)
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert done.stderr == "It needs a CUDA device; --tiny shows that it runs.\n"
