@@ -362,6 +362,7 @@ def test_what_padding_does_is_found_by_trying(options, effect):
     assert not model.training
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_model_that_depends_on_the_width_of_its_batch_is_said_to(data, tmp_path, capsys):
     rope = {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [4] * 4, "rope_theta": 10000.0}
     rope["original_max_position_embeddings"] = 16
