@@ -14,7 +14,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-AT_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+AT_THE_ROOT = {"README.md": "index.md"} | {
+    f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")
+}
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
 
