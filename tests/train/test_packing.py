@@ -24,6 +24,7 @@ from macrobatch.train.corpus import Sample, collated
 from macrobatch.train.flags import parsed
 from macrobatch.train.models import _widen_norms
 from macrobatch.train.packing import Packer, bounded, inputs_for, mask_for, masked
+from macrobatch.train.suitable import states_of
 from macrobatch.train.trainer import train
 
 WORDS = 40
@@ -237,6 +238,19 @@ def test_what_passes_between_samples_does_not_hide_behind_rounding(data, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"max_position_embeddings": 64}))
     with pytest.raises(UsageError, match="--pack"):
         run(data, tmp_path / "out", "--model", str(tmp_path / "config.json"), "--pack", "--precision", precision)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_makes_no_logits(kind):
+    """Of long rows and many words they would be more than training itself needs."""
+    model = model_of(kind).eval()
+    made = []
+    model.get_output_embeddings().register_forward_hook(lambda _, args, logits: made.append(tuple(logits.shape)))
+    ids = samples(9)[0]["input_ids"].unsqueeze(0)
+    states = states_of(model, input_ids=ids)
+    assert states.shape == (1, 9, 16)
+    assert made == [(1, 1, WORDS)]
+    assert torch.equal(model.get_output_embeddings()(states), model(input_ids=ids).logits)
 
 
 class Deaf(nn.Module):

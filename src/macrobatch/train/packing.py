@@ -20,12 +20,13 @@ from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import UsageError
 from macrobatch.train import varlen
 from macrobatch.train.corpus import Sample
+from macrobatch.train.suitable import states_of
 
 logger = logging.getLogger("macrobatch")
 
 MASKS = (torch.bool, torch.float32)  # what implementations of attention take: what is seen, or what is added
 MOST_APART = 0.05  # of a norm, in half precision
-# Of the largest logit, in float32; half precision would hide what passes between samples.
+# Of the largest number that a head is given, in float32; half precision would hide what passes between samples.
 ROUNDING = 2e-4  # at most, on any device
 CLOSE = 1e-5  # rounding for sure
 
@@ -172,9 +173,9 @@ def _serves_bounds(
         with torch.random.fork_rng(own), torch.autocast(device.type, dtype, enabled=dtype is not None):
             model.eval()
             expected, found, wrong = (
-                _logits(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
+                _states(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
             )
-            _logits(model.train(), bounded(packed), device)  # where dropout is
+            _states(model.train(), bounded(packed), device)  # where dropout is
     except Exception as error:  # whatever a model or a kernel makes of arguments that it does not know
         if is_out_of_memory(error):
             raise
@@ -216,7 +217,7 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
     model.eval()
     packed = masked(packer(samples), dtype)
     try:
-        together = _logits(model, packed, device).flatten(0, 1)
+        together = _states(model, packed, device).flatten(0, 1)
     except Exception as error:  # whatever a model makes of a mask that it does not know
         if is_out_of_memory(error):
             raise
@@ -226,7 +227,7 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
         ) from error
     start, apart, size = 0, list[float](), 0.0
     for part in (sample["input_ids"] for sample in samples):
-        alone = _logits(model, {"input_ids": part.unsqueeze(0)}, device)[0]
+        alone = _states(model, {"input_ids": part.unsqueeze(0)}, device)[0]
         apart.append((together[start : start + len(part)] - alone).abs().max().item())
         size = max(size, alone.abs().max().item())
         start += len(part)
@@ -236,13 +237,12 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
     if not (rounding <= ROUNDING * size and worst <= max(10 * rounding, CLOSE * size)):
         raise UsageError(
             f"--pack: {type(without_ddp(model)).__name__} computes something else for a sample that shares its row "
-            f"with another (logits differ by {worst:.2g}): it takes no notice of positions or of the mask, or looks "
-            "back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
+            f"with another (by {worst / size:.1g} of the largest number): it takes no notice of positions or of the "
+            "mask, or looks back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
         )
 
 
-def _logits(model: nn.Module, batch: Sample, device: torch.device) -> Tensor:
+def _states(model: nn.Module, batch: Sample, device: torch.device) -> Tensor:
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     inputs |= {name: value.to(device) for name, value in inputs.items() if isinstance(value, Tensor)}
-    logits: Tensor = model(**inputs).logits
-    return logits.double()
+    return states_of(model, **inputs).double()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -78,16 +78,36 @@ def padding_effect(model: nn.Module, width: int, device: torch.device) -> Paddin
     with torch.random.fork_rng(own):
         for trains in (False, True):
             model.train(trains)
-            expected = [model(input_ids=sample).logits[0] for sample in samples]
-            if trains and not torch.equal(expected[-1], model(input_ids=samples[-1]).logits[0]):
+            expected = [states_of(model, input_ids=sample)[0] for sample in samples]
+            if trains and not torch.equal(expected[-1], states_of(model, input_ids=samples[-1])[0]):
                 break  # dropout: nothing to compare
             without, masked = (
-                _farthest(model(input_ids=ids, **more).logits[1:], expected) for more in ({}, {"attention_mask": mask})
+                _farthest(states_of(model, input_ids=ids, **more)[1:], expected)
+                for more in ({}, {"attention_mask": mask})
             )
             is_none &= without <= ROUNDING.get(expected[0].dtype, 1e-2)
             is_masked &= masked <= MORE.get(expected[0].dtype, 1e-1)
     model.train(was_training)
     return PaddingEffect(is_none, is_masked)
+
+
+def states_of(model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """What a model makes of its inputs: what its head is given, if it has one. All logits can be more than fits."""
+    head = getattr(without_ddp(model), "get_output_embeddings", lambda: None)()
+    seen: list[torch.Tensor] = []
+
+    def look(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        seen.extend(args)
+        return tuple(states[:, :1] for states in args)  # the logits of one token
+
+    hook = head.register_forward_pre_hook(look) if isinstance(head, nn.Module) else None
+    try:
+        output = model(**inputs)
+    finally:
+        if hook is not None:
+            hook.remove()
+    logits: torch.Tensor = output.logits
+    return seen[0] if len(seen) == 1 else logits
 
 
 def _farthest(rows: torch.Tensor, expected: Sequence[torch.Tensor]) -> float:
