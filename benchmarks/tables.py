@@ -71,9 +71,13 @@ def verdict(target: dict[str, Any], form: str = ".2f") -> str:
     >>> verdict({"at_least": 6.0, "found": 5.75, "reached": False})
     'at least 6.00: missed (5.75)'
     """
+    return f"{wanted(target, form)}: {'reached' if target['reached'] else 'missed'} ({target['found']:{form}})"
+
+
+def wanted(target: dict[str, Any], form: str) -> str:
+    """What a target asks for: a bound is called at_least or at_most, and may say of what."""
     bound = next(key for key in target if key.startswith(("at_least", "at_most")))
-    wanted = f"{'at least' if bound.startswith('at_least') else 'at most'} {target[bound]:{form}}"
-    return f"{wanted}: {'reached' if target['reached'] else 'missed'} ({target['found']:{form}})"
+    return f"{'at least' if bound.startswith('at_least') else 'at most'} {target[bound]:{form}}"
 
 
 def origin(result: dict[str, Any]) -> str:
@@ -180,9 +184,8 @@ def targets(results: Results) -> str:
     for name in WITH_TARGETS:
         for said, target in _targets_in(results(name)):
             if not target["reached"]:
-                bound = next(key for key in target if key.startswith(("at_least", "at_most")))
-                wanted = f"{bound.replace('_', ' ')} {target[bound]:g}"
-                rows.append([f"`{name}.json`{': ' if said else ''}{said}", wanted, f"{target['found']:.2f}"])
+                called = f"`{name}.json`{': ' if said else ''}{said}"
+                rows.append([called, wanted(target, "g"), f"{target['found']:.2f}"])
     return markdown(["missed", "target", "found"], rows)
 
 

@@ -253,6 +253,21 @@ def test_a_trial_makes_no_logits(kind):
     assert torch.equal(model.get_output_embeddings()(states), model(input_ids=ids).logits)
 
 
+def test_a_model_that_fails_with_one_mask_is_in_its_mode_with_the_next():
+    """Not left in eval mode, in which it would be trained without its dropout."""
+    model = model_of("llama", "eager").train()
+    forward = model.forward
+
+    def picky(*args, attention_mask=None, **more):
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            raise TypeError("a mask is added")
+        return forward(*args, attention_mask=attention_mask, **more)
+
+    model.forward = picky
+    assert mask_for(model, Packer(14), CPU) == torch.float32
+    assert model.training
+
+
 class Deaf(nn.Module):
     """Takes a mask, and makes nothing of it."""
 

@@ -20,14 +20,14 @@ from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import UsageError
 from macrobatch.train import varlen
 from macrobatch.train.corpus import Sample
-from macrobatch.train.suitable import states_of
+from macrobatch.train.suitable import on_trial, states_of
 
 logger = logging.getLogger("macrobatch")
 
 MASKS = (torch.bool, torch.float32)  # what implementations of attention take: what is seen, or what is added
 MOST_APART = 0.05  # of a norm, in half precision
 # Of the largest number that a head is given, in float32; half precision would hide what passes between samples.
-ROUNDING = 2e-4  # at most, on any device
+MOST_ROUNDING = 2e-4  # on any device
 CLOSE = 1e-5  # rounding for sure
 
 
@@ -160,7 +160,6 @@ def inputs_for(
     return with_mask
 
 
-@torch.no_grad()
 def _serves_bounds(
     model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype | None, with_mask: Inputs
 ) -> bool:
@@ -168,9 +167,8 @@ def _serves_bounds(
     packed = packer(_trial_samples(model, packer.width))
     total, width = packed["input_ids"].numel(), packed["input_ids"].shape[1]
     blurred = {**packed, BOUNDS: torch.arange(0, total + 1, width, dtype=torch.int32)}
-    was_training, own = model.training, [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(own), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with on_trial(model, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
             model.eval()
             expected, found, wrong = (
                 _states(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
@@ -181,8 +179,6 @@ def _serves_bounds(
             raise
         logger.info("--pack: samples are kept apart by a mask (%s: %s).", type(error).__name__, error)
         return False
-    finally:
-        model.train(was_training)
     apart, mixed = ((one - expected).norm().item() / expected.norm().item() for one in (found, wrong))
     return bool(apart <= min(mixed / 3, MOST_APART))
 
@@ -209,36 +205,31 @@ def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dt
     raise first
 
 
-@torch.no_grad()
 def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a model that sees more, or less, of a sample when it shares its row: its own answers are compared."""
     samples = _trial_samples(model, packer.width)
-    was_training = model.training
-    model.eval()
     packed = masked(packer(samples), dtype)
-    try:
-        together = _states(model, packed, device).flatten(0, 1)
-    except Exception as error:  # whatever a model makes of a mask that it does not know
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--pack: {type(without_ddp(model)).__name__} does not take several samples in a row "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Leave out --pack."
-        ) from error
-    start, apart, size = 0, list[float](), 0.0
-    for part in (sample["input_ids"] for sample in samples):
-        alone = _states(model, {"input_ids": part.unsqueeze(0)}, device)[0]
-        apart.append((together[start : start + len(part)] - alone).abs().max().item())
-        size = max(size, alone.abs().max().item())
-        start += len(part)
-    model.train(was_training)
-    *_, rounding = apart  # of the sample that shares its row with no other
-    worst = max(apart)
-    if not (rounding <= ROUNDING * size and worst <= max(10 * rounding, CLOSE * size)):
+    with on_trial(model, device):
+        model.eval()
+        try:
+            together = _states(model, packed, device).flatten(0, 1)
+        except Exception as error:  # whatever a model makes of a mask that it does not know
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"--pack: {type(without_ddp(model)).__name__} does not take several samples in a row "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Leave out --pack."
+            ) from error
+        alone = [_states(model, {"input_ids": one["input_ids"].unsqueeze(0)}, device)[0] for one in samples]
+    shared = together.split([len(one) for one in alone])
+    apart = [(one - other).abs().max().item() for one, other in zip(shared, alone, strict=True)]
+    rounding, worst = apart[-1], max(apart)  # the last sample shares its row with no other
+    size = max(one.abs().max().item() for one in alone)
+    if not (rounding <= MOST_ROUNDING * size and worst <= max(10 * rounding, CLOSE * size)):
         raise UsageError(
             f"--pack: {type(without_ddp(model)).__name__} computes something else for a sample that shares its row "
-            f"with another (by {worst / size:.1g} of the largest number): it takes no notice of positions or of the "
-            "mask, or looks back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
+            f"with another (off by {worst:.2g}, in numbers of up to {size:.2g}): it takes no notice of positions or of "
+            "the mask, or looks back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
         )
 
 

@@ -3,7 +3,8 @@
 # mypy: untyped-calls-exclude="torch,transformers"
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,17 @@ class PaddingEffect(NamedTuple):
     is_masked: bool
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def on_trial(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Forwards that leave no trace: no graph, and the model's mode and the random numbers as they were."""
+    was_training = model.training
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
 def padding_effect(model: nn.Module, width: int, device: torch.device) -> PaddingEffect:
     """Compare padded samples with the same ones alone, in rows as wide as they come, as in training too if it can."""
     sizes = sorted({width // 3 + 1, width // 8 + 1, min(width, 2)})
@@ -73,9 +84,8 @@ def padding_effect(model: nn.Module, width: int, device: torch.device) -> Paddin
     mask = torch.ones_like(ids)
     for row, size in enumerate(sizes, start=1):
         ids[row, size:] = mask[row, size:] = 0
-    was_training, own = model.training, [device] if device.type == "cuda" else []
     is_none = is_masked = True
-    with torch.random.fork_rng(own):
+    with on_trial(model, device):
         for trains in (False, True):
             model.train(trains)
             expected = [states_of(model, input_ids=sample)[0] for sample in samples]
@@ -87,7 +97,6 @@ def padding_effect(model: nn.Module, width: int, device: torch.device) -> Paddin
             )
             is_none &= without <= ROUNDING.get(expected[0].dtype, 1e-2)
             is_masked &= not masked > MORE.get(expected[0].dtype, 1e-1)  # NaN says nothing of padding
-    model.train(was_training)
     return PaddingEffect(is_none, is_masked)
 
 
