@@ -1,12 +1,14 @@
 """The trainers that people use, and the same ones under `exact`, on data of unequal lengths.
 
-Each trainer gets the same model, data, batches and arguments, and trains so many optimizer steps after a first one that
-is not timed. A trainer as it is and under `exact` run in turns. Those that record take four times as many steps before,
-until all shapes have come. cuDNN plans its attention for each shape that it has not seen, which takes longer than the
-attention: so a row that brings new shapes runs once before. Tokens are those that are not padding. Rows:
-transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
-micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of each step are
-compared with those of the trainer as it is.
+Each trainer gets the same model, data, batches and arguments. A trainer as it is and under `exact` train at the same
+time, a window each in turns: a machine has slow spells, and they fall on both. Ratios are taken window by window. The
+windows 1, 2, 4, 8, ... in which `exact` looks again at what the loss is a mean over, do not count there; what they take
+is written beside. The other rows run alone, after a first window that is not timed; those that record take four times
+as many steps before, until all shapes have come. cuDNN plans its attention for each shape that it has not seen, which
+takes longer than the attention: so a row that brings new shapes runs once before, which tells its memory too. Tokens
+are those that are not padding. Rows: transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with
+``micro=by_tokens``, and with recorded micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside
+`ExactStrategy`. Losses of each step, over the tokens of the window, are compared with those of the trainer as it is.
 
     python benchmarks/trainers.py            # prints a table, and writes results/trainers.json
     python benchmarks/trainers.py --tiny     # a tiny model, on a CPU too: does it run?
@@ -19,9 +21,10 @@ import io
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,11 +42,11 @@ from macrobatch.transformers import exact
 
 PADDED = 4_096  # tokens in a micro-batch
 LONGER = 4
-ROUNDS = 3
 IN_TURNS = ("as it is", "exact")
-BRING_SHAPES = ("as it is", "by tokens")
+BRING_SHAPES = ("as it is", "exact", "by tokens")
 TARGETS = {"by tokens": 3.0, "by tokens, graphs": 8.0, "exact": 0.98}
 Sample = dict[str, list[int]]
+Train = Callable[["Size", int, "Stopwatch"], None]  # so many windows
 
 
 @dataclass(frozen=True)
@@ -95,17 +98,41 @@ def collate(samples: list[Sample]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": padded("labels", -100)}
 
 
+class Turns:
+    """Lets trainings, each on a thread of its own, run one window each in turns."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._changed = threading.Condition()
+        self._waiting = list(names)  # the first of them has its turn
+
+    def await_own(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[0] == name)
+
+    def hand_on(self, name: str, *, ends: bool = False) -> None:
+        with self._changed:
+            self._waiting.remove(name)
+            if not ends:
+                self._waiting.append(name)
+            self._changed.notify_all()
+
+
 @dataclass
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """When each step ended, and its loss."""
+    """How long each window took, and its loss."""
 
-    ends: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    between: Callable[[], None] = lambda: None  # what happens between windows, untimed
+    begin: float = field(default_factory=time.perf_counter)
 
     def note(self) -> None:
+        """A window ends here."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        self.seconds.append(time.perf_counter() - self.begin)
+        self.between()
+        self.begin = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.note()
@@ -137,26 +164,23 @@ def arguments_for(size: Size, steps: int, kind: type = TrainingArguments, **more
     )
 
 
-def with_trainer(wrap: Callable[[type], type]) -> Callable[[Size, int], Stopwatch]:
-    def run(size: Size, steps: int) -> Stopwatch:
-        watch = Stopwatch()
+def with_trainer(wrap: Callable[[type], type]) -> Train:
+    def run(size: Size, steps: int, watch: Stopwatch) -> None:
         data = size.samples(steps * size.per_device * size.accumulate)
         arguments = arguments_for(size, steps, remove_unused_columns=False)
         trainer: Any = wrap(Trainer)
         trainer(
             model=size.model(), args=arguments, train_dataset=data, data_collator=collate, callbacks=[watch]
         ).train()
-        return watch
 
     return run
 
 
-def with_sft(wrap: Callable[[type], type]) -> Callable[[Size, int], Stopwatch]:
-    def run(size: Size, steps: int) -> Stopwatch:
+def with_sft(wrap: Callable[[type], type]) -> Train:
+    def run(size: Size, steps: int, watch: Stopwatch) -> None:
         import trl
         from datasets import Dataset
 
-        watch = Stopwatch()
         data = Dataset.from_list(size.samples(steps * size.per_device * size.accumulate))
         arguments = arguments_for(size, steps, trl.SFTConfig, max_length=size.longest, gradient_checkpointing=False)
         trainer: Any = wrap(trl.SFTTrainer)
@@ -167,7 +191,6 @@ def with_sft(wrap: Callable[[type], type]) -> Callable[[Size, int], Stopwatch]:
             processing_class=words_tokenizer(size.words),
             callbacks=[watch],
         ).train()
-        return watch
 
     return run
 
@@ -183,13 +206,11 @@ def words_tokenizer(words: int) -> Any:
     )
 
 
-def with_lightning(**options: Any) -> Callable[[Size, int], Stopwatch]:
+def with_lightning(**options: Any) -> Train:
     """Without options Lightning's own accumulation."""
 
-    def run(size: Size, steps: int) -> Stopwatch:
+    def run(size: Size, steps: int, watch: Stopwatch) -> None:
         import lightning.pytorch as lightning
-
-        watch = Stopwatch()
 
         class Module(lightning.LightningModule):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -197,16 +218,24 @@ def with_lightning(**options: Any) -> Callable[[Size, int], Stopwatch]:
                 self.model = size.model()
 
             def training_step(self, batch: dict[str, Tensor], _: int) -> Any:
-                loss = self.model(**batch).loss
-                return {"loss": loss, "items": (batch["labels"][:, 1:] != -100).sum()} if options else loss
+                loss, items = self.model(**batch).loss, (batch["labels"][:, 1:] != -100).sum()
+                if options:
+                    return {"loss": loss, "items": items}
+                summed.append(torch.stack([loss.detach() * items, items]))
+                return loss
 
             def configure_optimizers(self) -> Any:
                 return torch.optim.AdamW(self.parameters(), lr=1e-4)  # Lightning does not clip for a fused one
 
-            def on_before_zero_grad(self, *_: Any) -> None:
-                if not watch.ends or self.trainer.global_step >= len(watch.ends):
-                    watch.note()
+            def on_train_batch_end(self, _: Any, __: Any, index: int) -> None:
+                if (index + 1) % size.accumulate:
+                    return
+                loss, items = sum(summed) if summed else (self.trainer.strategy.result.loss, 1)
+                watch.losses.append(float(loss / items))
+                summed.clear()
+                watch.note()
 
+        summed: list[Tensor] = []  # losses and items of a window as it is
         data = size.samples(steps * size.per_device * size.accumulate)
         loader: Any = torch.utils.data.DataLoader(data, size.per_device, collate_fn=collate)  # type: ignore[arg-type]
         choices: dict[str, Any] = {"accumulate_grad_batches": size.accumulate}
@@ -225,7 +254,6 @@ def with_lightning(**options: Any) -> Callable[[Size, int], Stopwatch]:
             enable_model_summary=False,
             **choices,
         ).fit(Module(), loader)
-        return watch
 
     return run
 
@@ -234,7 +262,7 @@ def same(trainer: type) -> type:
     return trainer
 
 
-def families(budget: int) -> dict[str, dict[str, Callable[[Size, int], Stopwatch]]]:
+def families(budget: int) -> dict[str, dict[str, Train]]:
     policy = by_tokens(budget)
     wraps: dict[str, Callable[[type], type]] = {
         "as it is": same,
@@ -255,55 +283,93 @@ def families(budget: int) -> dict[str, dict[str, Callable[[Size, int], Stopwatch
 
 
 @dataclass
-class Run:
-    """What some runs of a row gave."""
+class Row:
+    """What a row has come to."""
 
     rates: list[float] = field(default_factory=list)  # tokens a second of each timed window
-    losses: list[float] = field(default_factory=list)  # of the first run
+    looked_at: list[float] = field(default_factory=list)  # the same of windows in which the loss was looked at
+    losses: list[float] = field(default_factory=list)
     reserved: int = 0
     error: str = ""
 
-    def add(self, run: Callable[[Size, int], Stopwatch], size: Size, steps: int, *, before: int = 1) -> None:
-        """Train, and time the last steps."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            watch = run(size, before + steps)
-        window = size.per_device * size.accumulate
-        tokens = [len(sample["input_ids"]) for sample in size.samples((before + steps) * window)]
-        each = [sum(tokens[start : start + window]) for start in range(0, len(tokens), window)]
-        seconds = [after - start for start, after in zip(watch.ends, watch.ends[1:], strict=False)]
-        self.rates += [count / took for count, took in zip(each[1:], seconds, strict=False)][-steps:]
-        self.losses = self.losses or watch.losses
-        if torch.cuda.is_available():
-            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-            torch.cuda.empty_cache()
+
+def is_looked_at(window: int) -> bool:
+    """Whether `exact` looks at the loss in that window, counted from 1."""
+    return window & (window - 1) == 0
 
 
-def runs_of(ways: dict[str, Callable[[Size, int], Stopwatch]], size: Size, steps: int) -> dict[str, Run]:
-    """Those that must not be slower run in turns with what they are compared to: a machine has slow spells."""
-    found = {way: Run() for way in ways}
-    on_gpu, share = torch.cuda.is_available(), -(-steps // ROUNDS)
-    turns = [(way, share, 1) for _ in range(ROUNDS) for way in IN_TURNS]
-    turns += [(way, steps, 1 + LONGER * steps if "graphs" in way else 1) for way in ways if way not in IN_TURNS]
-    for way in BRING_SHAPES if on_gpu else ():
+def watched(train: Train, size: Size, windows: int, watch: Stopwatch) -> tuple[list[float], int]:
+    """Train. Returns the tokens a second of every window, and the most memory that was reserved."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    train(size, windows, watch)
+    step = size.per_device * size.accumulate
+    tokens = [len(sample["input_ids"]) for sample in size.samples(windows * step)]
+    each = [sum(tokens[start : start + step]) for start in range(0, len(tokens), step)]
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+    return [count / took for count, took in zip(each, watch.seconds, strict=True)], reserved
+
+
+def in_turns(ways: dict[str, Train], size: Size, timed: int, rows: dict[str, Row]) -> None:
+    """Those that must not be slower, beside what they are compared with."""
+    windows = timed
+    while sum(not is_looked_at(number) for number in range(1, windows + 1)) < timed:
+        windows += 1
+    turns = Turns(IN_TURNS)
+
+    def train(way: str) -> None:
+        def between() -> None:
+            turns.hand_on(way)
+            turns.await_own(way)
+
+        turns.await_own(way)
         try:
-            Run().add(ways[way], size, share if way in IN_TURNS else steps)
+            rates, _ = watched(ways[way], size, windows, watch := Stopwatch(between=between))
+            rows[way].losses = watch.losses
+            for number, rate in enumerate(rates[1:], 2):
+                (rows[way].looked_at if is_looked_at(number) else rows[way].rates).append(rate)
         except Exception as error:
-            found[way].error = str(error)
-    for way, count, before in turns:
+            tell(way, error, rows[way])
+        finally:
+            turns.hand_on(way, ends=True)
+
+    threads = [threading.Thread(target=train, args=(way,)) for way in IN_TURNS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def tell(way: str, error: Exception, row: Row) -> None:
+    """One that cannot run here leaves the others their places."""
+    print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
+    row.error = str(error)[:200]
+
+
+def rows_of(ways: dict[str, Train], size: Size, timed: int) -> dict[str, Row]:
+    rows = {way: Row() for way in ways}
+    alone = [(way, min(timed, 2) if way in IN_TURNS else timed) for way in BRING_SHAPES]
+    for way, windows in alone if torch.cuda.is_available() else ():
+        with contextlib.suppress(Exception):  # told below
+            _, rows[way].reserved = watched(ways[way], size, windows, Stopwatch())
+    in_turns(ways, size, timed, rows)
+    for way, row in rows.items():
+        if way in IN_TURNS:
+            continue
+        before = 1 + LONGER * timed if "graphs" in way else 1
         try:
-            found[way].add(ways[way], size, count, before=before)
-        except Exception as error:  # one that cannot run here leaves the others their places
-            print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
-            found[way].error = str(error)[:200]
-    return found
+            rates, reserved = watched(ways[way], size, before + timed, watch := Stopwatch())
+            row.rates, row.losses, row.reserved = rates[before:], watch.losses, max(row.reserved, reserved)
+        except Exception as error:
+            tell(way, error, row)
+    return rows
 
 
-def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size: Size, steps: int) -> dict[str, Any]:
-    found = runs_of(ways, size, steps)
+def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[str, Any]:
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        found = rows_of(ways, size, timed)
     usual = found["as it is"]
     rows: list[dict[str, Any]] = []
     for way, one in found.items():
@@ -316,11 +382,13 @@ def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size:
             "tokens_per_second": rate,
             "windows": len(one.rates),
             "reserved_gib": one.reserved / 2**30 if one.reserved else None,
-            "times": rate / statistics.median(usual.rates) if rate and usual.rates else None,
+            "times": times(one.rates, usual.rates, is_paired=way in IN_TURNS),
             "losses": one.losses[:3],
             "apart": apart,
             "agrees": None if apart is None else apart <= 0.02,  # rounding of bfloat16, added up
         }
+        if way == "exact":
+            row["times_looked_at"] = times(one.looked_at, usual.looked_at, is_paired=True)
         if one.error:
             row["error"] = one.error
         if way in TARGETS and row["times"] is not None:
@@ -328,6 +396,14 @@ def table_of(name: str, ways: dict[str, Callable[[Size, int], Stopwatch]], size:
             row["target"] = {"found": row["times"], "at_least": bound, "reached": row["times"] >= bound}
         rows.append(row)
     return {"rows": rows}
+
+
+def times(rates: list[float], usual: list[float], *, is_paired: bool) -> float | None:
+    if not rates or not usual:
+        return None
+    if is_paired:
+        return statistics.median(ours / theirs for ours, theirs in zip(rates, usual, strict=False))
+    return statistics.median(rates) / statistics.median(usual)
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
@@ -341,7 +417,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps that are timed (default: 10)")
+    parser.add_argument("--steps", type=int, default=10, help="windows of each row that are timed (default: 10)")
     parser.add_argument("--only", choices=["Trainer", "SFTTrainer", "Lightning"], action="append")
     record.add_output(parser, "trainers")
     arguments = parser.parse_args()

@@ -66,6 +66,29 @@ def test_beside_the_trainer_as_it_is():
     assert our_state.total_flos == their_state.total_flos
 
 
+def test_parameters_are_counted_once_for_a_window(monkeypatch):
+    """The trainer counts them for every batch, only to note floating point operations."""
+    made, calls = trainer("llama", exact(Trainer), samples("llama", 24)), []
+    count = made.model.num_parameters
+    monkeypatch.setattr(made.model, "num_parameters", lambda **named: calls.append(named) or count(**named))
+    train(made)
+    assert len(calls) == made.state.global_step
+
+
+class OwnOperations(Trainer):
+    def floating_point_ops(self, inputs):
+        return len(inputs["input_ids"]) ** 2
+
+
+def test_operations_of_ones_own_are_counted_for_every_batch():
+    totals = []
+    for trainer_class in (OwnOperations, exact(OwnOperations)):
+        made = trainer("llama", trainer_class, samples("llama", 13))
+        train(made)
+        totals.append(made.state.total_flos)
+    assert totals[0] == totals[1] > 0
+
+
 def test_resumed_in_mid_epoch(tmp_path):
     data = samples("bert", 24)
     options = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_grad_norm": 1.0}

@@ -98,6 +98,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         self._left = 0  # batches of the window that have not come yet
         self._fillers = 0  # of them, those that only fill it up, which come first
         self._awaits_step = self._is_undivided = False
+        self._operations: int | None = None  # for one element of the main input, in this window
         super().__init__(*arguments, **named)
         require_supported(self, self.macrobatch_settings)
         self._meaning = declared(self)
@@ -125,6 +126,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             self._windows.drop()  # one that a callback has broken off
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._number += bool(batches)
+        self._operations = None
         self._batches = batches if self._is_looked_at else []
         self._fillers = num_batches - len(batches) if batches else 0
         self._left = len(batches) + self._fillers
@@ -185,6 +187,15 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             raise UsageError(STEPS_CHANGED)
         self._awaits_step = False
         return super()._get_grad_norm(*arguments, **named)
+
+    def floating_point_ops(self, inputs: Inputs) -> int:
+        """Those of a batch. The trainer counts all parameters for each, which takes as long as all that we add."""
+        elements = _elements_of(self.model, inputs)
+        if not elements or super().floating_point_ops.__func__ is not Trainer.floating_point_ops:
+            return super().floating_point_ops(inputs)  # type: ignore[no-any-return]
+        if self._operations is None:  # it is in proportion to them
+            self._operations = super().floating_point_ops(inputs) // elements
+        return self._operations * elements
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
@@ -250,6 +261,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             logger.info("exact: compute_loss could not be asked before training: %s", error)
         finally:
             before.restore()  # collators draw random numbers
+
+
+def _elements_of(model: Any, inputs: Any) -> int:
+    main = inputs.get(getattr(model, "main_input_name", "input_ids")) if hasattr(inputs, "get") else None
+    return main.numel() if isinstance(main, Tensor) else 0
 
 
 def _nothing_of(batch: Any) -> Any:

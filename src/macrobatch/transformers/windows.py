@@ -52,13 +52,14 @@ class Windows(ABC):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._items: list[Items] = []  # of the losses that compute_loss has returned, and nobody has used
-        self._last: Any = None  # the last of those losses
+        self._last: Any = None  # the last of those losses, where it is to be compared
         self.compares = False
 
     def note(self, loss: Any, items: Items) -> None:
         """``compute_loss`` has returned a loss, a mean over so many items."""
         self._items.append(items)
-        self._last = loss[0] if isinstance(loss, tuple) else loss
+        if self.compares:
+            self._last = (loss[0] if isinstance(loss, tuple) else loss).detach()  # its graph would stay, too
 
     def _noted(self) -> Items:
         items, self._items = self._items, []
@@ -122,7 +123,7 @@ class BatchByBatch(Windows):
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         items = self._noted()
-        if self.compares and not torch.allclose(loss.detach(), self._last.detach().to(loss), equal_nan=True):
+        if self.compares and not torch.allclose(loss.detach(), self._last.to(loss), equal_nan=True):
             raise UsageError(
                 f"training_step of {type(self._trainer).__name__} changes the loss after compute_loss: it adds to it, "
                 "or divides it, which exact() does itself. What belongs to the loss belongs into compute_loss."
