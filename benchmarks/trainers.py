@@ -3,12 +3,13 @@
 Each trainer gets the same model, data, batches and arguments. A trainer as it is and under `exact` train at the same
 time, a window each in turns: a machine has slow spells, and they fall on both. Ratios are taken window by window. The
 windows 1, 2, 4, 8, ... in which `exact` looks again at what the loss is a mean over, do not count there; what they take
-is written beside. The other rows run alone, after a first window that is not timed; those that record take four times
-as many steps before, until all shapes have come. cuDNN plans its attention for each shape that it has not seen, which
-takes longer than the attention: so a row that brings new shapes runs once before, which tells its memory too. Tokens
-are those that are not padding. Rows: transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with
-``micro=by_tokens``, and with recorded micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside
-`ExactStrategy`. Losses of each step, over the tokens of the window, are compared with those of the trainer as it is.
+is written beside. cuDNN plans its attention for each shape that a thread has not seen, which takes longer than the
+attention: so both train on two windows of data again and again, and the first round does not count. The other rows run
+alone, on data that do not come again, after a run on the same data that brings the shapes, and a window that is not
+timed; those that record take four times as many windows before. Tokens are those that are not padding. Rows:
+transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
+micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of windows, over their
+tokens, are compared with those of the trainer as it is.
 
     python benchmarks/trainers.py            # prints a table, and writes results/trainers.json
     python benchmarks/trainers.py --tiny     # a tiny model, on a CPU too: does it run?
@@ -18,6 +19,7 @@ are those that are not padding. Rows: transformers' Trainer and TRL's SFTTrainer
 import argparse
 import contextlib
 import io
+import itertools
 import statistics
 import sys
 import tempfile
@@ -25,7 +27,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from macrobatch.transformers import exact
 
 PADDED = 4_096  # tokens in a micro-batch
 LONGER = 4
+DIFFERENT = 2  # windows of those that run in turns
 IN_TURNS = ("as it is", "exact")
 BRING_SHAPES = ("as it is", "exact", "by tokens")
 TARGETS = {"by tokens": 3.0, "by tokens, graphs": 8.0, "exact": 0.98}
@@ -57,7 +60,8 @@ class Size:
     longest: int = 512
     budget: int = PADDED
     per_device: int = 2
-    accumulate: int = 32
+    accumulate: int = 16
+    different: int | None = None  # windows, after which the data come again
 
     def model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
@@ -75,17 +79,18 @@ class Size:
             )
         )
 
-    def samples(self, count: int) -> list[Sample]:
-        """Many short ones, few long ones, as in chats."""
+    def samples(self, windows: int) -> list[Sample]:
+        """Those of so many windows, or of all that are different: many short ones, few long ones, as in chats."""
         draw, samples = torch.Generator().manual_seed(0), list[Sample]()
-        for _ in range(count):  # one by one: more of them begin with the same ones
+        windows = min(windows, self.different or windows)
+        for _ in range(windows * self.per_device * self.accumulate):  # one by one: more begin with the same ones
             length = torch.randn((), generator=draw).mul(0.8).add(4.6).exp().clamp(8, self.longest).int().item()
             ids = torch.randint(1, self.words, (int(length),), generator=draw).tolist()
             samples.append({"input_ids": ids, "labels": ids})
         return samples
 
 
-TINY = Size(width=32, layers=2, words=64, longest=32, budget=64, per_device=2, accumulate=4)
+TINY = Size(width=32, layers=2, words=64, longest=32, budget=64, accumulate=4)
 
 
 def collate(samples: list[Sample]) -> dict[str, Tensor]:
@@ -166,7 +171,7 @@ def arguments_for(size: Size, steps: int, kind: type = TrainingArguments, **more
 
 def with_trainer(wrap: Callable[[type], type]) -> Train:
     def run(size: Size, steps: int, watch: Stopwatch) -> None:
-        data = size.samples(steps * size.per_device * size.accumulate)
+        data = size.samples(steps)
         arguments = arguments_for(size, steps, remove_unused_columns=False)
         trainer: Any = wrap(Trainer)
         trainer(
@@ -181,7 +186,7 @@ def with_sft(wrap: Callable[[type], type]) -> Train:
         import trl
         from datasets import Dataset
 
-        data = Dataset.from_list(size.samples(steps * size.per_device * size.accumulate))
+        data = Dataset.from_list(size.samples(steps))
         arguments = arguments_for(size, steps, trl.SFTConfig, max_length=size.longest, gradient_checkpointing=False)
         trainer: Any = wrap(trl.SFTTrainer)
         trainer(
@@ -230,13 +235,13 @@ def with_lightning(**options: Any) -> Train:
             def on_train_batch_end(self, _: Any, __: Any, index: int) -> None:
                 if (index + 1) % size.accumulate:
                     return
-                loss, items = sum(summed) if summed else (self.trainer.strategy.result.loss, 1)
+                loss, items = torch.stack(summed).sum(0) if summed else (self.trainer.strategy.result.loss, 1)
                 watch.losses.append(float(loss / items))
                 summed.clear()
                 watch.note()
 
         summed: list[Tensor] = []  # losses and items of a window as it is
-        data = size.samples(steps * size.per_device * size.accumulate)
+        data = size.samples(steps)
         loader: Any = torch.utils.data.DataLoader(data, size.per_device, collate_fn=collate)  # type: ignore[arg-type]
         choices: dict[str, Any] = {"accumulate_grad_batches": size.accumulate}
         if options:
@@ -305,18 +310,16 @@ def watched(train: Train, size: Size, windows: int, watch: Stopwatch) -> tuple[l
         torch.cuda.reset_peak_memory_stats()
     train(size, windows, watch)
     step = size.per_device * size.accumulate
-    tokens = [len(sample["input_ids"]) for sample in size.samples(windows * step)]
-    each = [sum(tokens[start : start + step]) for start in range(0, len(tokens), step)]
+    tokens = [len(sample["input_ids"]) for sample in size.samples(windows)]
+    each = itertools.cycle([sum(tokens[start : start + step]) for start in range(0, len(tokens), step)])
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
-    return [count / took for count, took in zip(each, watch.seconds, strict=True)], reserved
+    return [count / took for count, took in zip(each, watch.seconds, strict=False)], reserved
 
 
 def in_turns(ways: dict[str, Train], size: Size, timed: int, rows: dict[str, Row]) -> None:
     """Those that must not be slower, beside what they are compared with."""
-    windows = timed
-    while sum(not is_looked_at(number) for number in range(1, windows + 1)) < timed:
-        windows += 1
-    turns = Turns(IN_TURNS)
+    ordinary = [number for number in range(DIFFERENT + 1, 2 * (timed + DIFFERENT) + 4) if not is_looked_at(number)]
+    windows, size, turns = ordinary[timed - 1], replace(size, different=DIFFERENT), Turns(IN_TURNS)
 
     def train(way: str) -> None:
         def between() -> None:
@@ -327,7 +330,7 @@ def in_turns(ways: dict[str, Train], size: Size, timed: int, rows: dict[str, Row
         try:
             rates, _ = watched(ways[way], size, windows, watch := Stopwatch(between=between))
             rows[way].losses = watch.losses
-            for number, rate in enumerate(rates[1:], 2):
+            for number, rate in list(enumerate(rates, 1))[DIFFERENT:]:
                 (rows[way].looked_at if is_looked_at(number) else rows[way].rates).append(rate)
         except Exception as error:
             tell(way, error, rows[way])
@@ -375,7 +378,7 @@ def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[
     for way, one in found.items():
         rate = statistics.median(one.rates) if one.rates else None
         pairs = list(zip(one.losses, usual.losses, strict=False))
-        apart = max((abs(a - b) for a, b in pairs), default=None)
+        apart = max((abs(a - b) for a, b in (pairs if way in IN_TURNS else pairs[:DIFFERENT])), default=None)
         row: dict[str, Any] = {
             "trainer": name,
             "way": way,
