@@ -75,6 +75,47 @@ def test_parameters_are_counted_once_for_a_window(monkeypatch):
     assert len(calls) == made.state.global_step
 
 
+class CountsTrain(nn.Dropout):
+    calls = 0
+
+    def train(self, mode=True):
+        type(self).calls += 1
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("way", ["batches", "tokens"])
+def test_train_is_called_for_modules_that_have_their_own(way):
+    """It may do more than to set what is set already."""
+    data, seen = samples("llama", 24), []
+    for module in (nn.Dropout(), CountsTrain()):
+        made = trainer("llama", exact(Trainer, **WAYS[way]), data)
+        made.model.extra = module
+        before = CountsTrain.calls
+        train(made)
+        seen.append((CountsTrain.calls - before, module.training, "train" in vars(made.model)))
+    calls = 12 if way == "batches" else 3  # for each batch, or for each window
+    assert seen[0] == (0, True, False)
+    assert seen[1][0] >= calls
+    assert seen[1][1:] == (True, False)
+
+
+class EvaluatesInBetween(Trainer):
+    """Its loss leaves a part of the model in evaluation mode."""
+
+    def compute_loss(self, model, inputs, *args, **named):
+        if torch.is_grad_enabled():  # not where it is only asked
+            self.modes = [*getattr(self, "modes", []), model.model.norm.training]
+        model.model.norm.eval()
+        return super().compute_loss(model, inputs, *args, **named)
+
+
+@pytest.mark.parametrize("trainer_class", [EvaluatesInBetween, exact(EvaluatesInBetween)])
+def test_every_batch_finds_the_model_in_training_mode(trainer_class):
+    made = trainer("llama", trainer_class, samples("llama", 24))
+    train(made)
+    assert made.modes == [True] * 12
+
+
 class OwnOperations(Trainer):
     def floating_point_ops(self, inputs):
         return len(inputs["input_ids"]) ** 2

@@ -147,7 +147,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         self._look_at_loss(model)
         if self._windows is None:
             self._windows = self._windows_for(model)
-        if isinstance(self._windows, WholeWindow):  # which leaves out what the trainer's own training_step does
+        if isinstance(self._windows, WholeWindow) and not self._left:  # it leaves out what training_step does
             model.train()
             if callable(getattr(self.optimizer, "train", None)):
                 self.optimizer.train()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from macrobatch._cut.joining import joined, the_only_one
 from macrobatch._cut.padding import IGNORED
@@ -24,6 +26,8 @@ from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult, Terms
+
+PLAIN = {nn.Module.train, PreTrainedModel.train, DistributedDataParallel.train}
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class BatchByBatch(Windows):
 
     def __init__(self, trainer: Any, model: nn.Module, settings: Settings) -> None:
         super().__init__(trainer)
+        self._model = model
         self._engine = engine_for(model, None, scaler=trainer.accelerator.scaler, **settings.options)
 
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
@@ -104,7 +109,7 @@ class BatchByBatch(Windows):
         self._items.clear()
         engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
         try:
-            with self._backward_here():
+            with self._backward_here(), training_already(self._model):
                 run()
             return engine.close()
         except BaseException:
@@ -211,6 +216,28 @@ class WholeWindow(Windows):
     @property
     def is_void(self) -> bool:
         return self._train.is_void()
+
+
+@contextlib.contextmanager
+def training_already(model: nn.Module) -> Iterator[None]:
+    """Where ``model.train()`` would change nothing, it does nothing: a trainer calls it for each batch."""
+    modules: list[Any] = [model]
+    for module in modules:
+        modules += filter(None, module._modules.values())
+    own = vars(model)
+    if "train" in own or not all(map(_trains_plainly, modules)):
+        yield
+        return
+    own["train"] = lambda mode=True: model if mode else type(model).train(model, mode)
+    try:
+        yield
+    finally:
+        del own["train"]
+
+
+def _trains_plainly(module: nn.Module) -> bool:
+    """Whether it is in training mode, and to be set so again would be all that ``train()`` does."""
+    return module.training and "train" not in vars(module) and type(module).train in PLAIN
 
 
 def padding_of(trainer: Any) -> dict[str, int]:
