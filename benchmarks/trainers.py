@@ -377,8 +377,8 @@ def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[
     rows: list[dict[str, Any]] = []
     for way, one in found.items():
         rate = statistics.median(one.rates) if one.rates else None
-        pairs = list(zip(one.losses, usual.losses, strict=False))
-        apart = max((abs(a - b) for a, b in (pairs if way in IN_TURNS else pairs[:DIFFERENT])), default=None)
+        pairs = list(zip(one.losses, usual.losses, strict=False))[:DIFFERENT]  # then the data of the one come again
+        apart = max((abs(a - b) for a, b in pairs), default=None)
         row: dict[str, Any] = {
             "trainer": name,
             "way": way,
@@ -391,6 +391,7 @@ def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[
             "agrees": None if apart is None else apart <= 0.02,  # rounding of bfloat16, added up
         }
         if way == "exact":
+            row["quartiles"] = quartiles(one.rates, usual.rates)
             row["times_looked_at"] = times(one.looked_at, usual.looked_at, is_paired=True)
         if one.error:
             row["error"] = one.error
@@ -407,6 +408,15 @@ def times(rates: list[float], usual: list[float], *, is_paired: bool) -> float |
     if is_paired:
         return statistics.median(ours / theirs for ours, theirs in zip(rates, usual, strict=False))
     return statistics.median(rates) / statistics.median(usual)
+
+
+def quartiles(rates: list[float], usual: list[float]) -> list[float] | None:
+    """Between which half of the windows lie."""
+    ratios = [ours / theirs for ours, theirs in zip(rates, usual, strict=False)]
+    if len(ratios) < 2:
+        return None
+    first, _, third = statistics.quantiles(ratios, n=4)
+    return [first, third]
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
