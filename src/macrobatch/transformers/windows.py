@@ -19,6 +19,7 @@ from macrobatch._cut.policies import Policy
 from macrobatch._step.assembly import engine_for
 from macrobatch._step.leaving import LeaveMean
 from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._torch.modules import children_of
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
@@ -223,7 +224,7 @@ def training_already(model: nn.Module) -> Iterator[None]:
     """Where ``model.train()`` would change nothing, it does nothing: a trainer calls it for each batch."""
     modules: list[Any] = [model]
     for module in modules:
-        modules += filter(None, module._modules.values())
+        modules += filter(None, children_of(module).values())
     own = vars(model)
     if "train" in own or not all(map(_trains_plainly, modules)):
         yield
