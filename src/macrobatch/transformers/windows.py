@@ -224,7 +224,7 @@ def training_already(model: nn.Module) -> Iterator[None]:
     """Where ``model.train()`` would change nothing, it does nothing: a trainer calls it for each batch."""
     modules: list[Any] = [model]
     for module in modules:
-        modules += filter(None, children_of(module).values())
+        modules += [child for child in children_of(module).values() if child is not None]
     own = vars(model)
     if "train" in own or not all(map(_trains_plainly, modules)):
         yield
