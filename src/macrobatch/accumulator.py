@@ -144,8 +144,8 @@ class Accumulator:
         Args:
             loss: of the micro-batch: a mean over its items, or their sum (``reduction``). With ``counts``, a dict of
                 terms, ``{name: (loss, items)}``; terms that the micro-batch does not have may be left out.
-            items: what the loss is a mean over: an int, or a tensor with one number, which the host never reads. None
-                weighs every micro-batch the same.
+            items: what the loss is a mean over: an int, or a tensor with one number, which the host does not wait for.
+                None weighs every micro-batch the same.
 
         Raises:
             UsageError: if no micro-batch is under way, or if somebody has changed the accumulated gradients.

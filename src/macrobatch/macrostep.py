@@ -81,10 +81,10 @@ class MacroStep:
         optimizer: one or a list. None: no step is taken; the gradient of the batch is left in ``.grad``, for a program
             that clips and steps by itself. Under a scaler it is still scaled.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
-            ``reduction``), and the items: an int, or a tensor that the host never reads. The loss alone: its items are
-            the samples, with a warning where micro-batches have uneven numbers of labels that are not -100. Or several
-            terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items. With
-            ``joint``, an `Encoded`.
+            ``reduction``), and the items: an int, or a tensor that the host does not wait for. The loss alone: its
+            items are the samples, with a warning where micro-batches have uneven numbers of labels that are not -100.
+            Or several terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items.
+            With ``joint``, an `Encoded`.
         micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits
             (``by_tokens("auto")``: of tokens). It is found by trying, halved where memory runs out, and the window is
             done again as if nothing had happened.

@@ -101,7 +101,7 @@ PIECES = (
     "custom checkpoint",
 )
 OFFSETS = ("scalar", "squeeze", "view", "reshape", "select", "expand")
-ITEMS = ("int", "float", "none", "int64", "int32", "float32", "float64", "one element", "reused", "mixed")
+ITEMS = ("int", "float", "none", "int64", "int32", "int16", "float32", "float64", "one element", "reused", "mixed")
 LOADERS = ("list", "generator", "sized", "DataLoader", "stream", "same iterator", "buffer", "too long", "fails",
            "unknown length", "stream of a DataLoader")  # fmt: skip
 CONTAINERS = ("dict", "tuple", "named tuple", "dataclass", "nested", "samples", "numpy", "labels", "language")

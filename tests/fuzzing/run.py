@@ -72,7 +72,7 @@ class Run:
     def items(self, batch: Batch) -> Any:
         """As the program gives them."""
         self.turn += 1
-        kind = ("int", "int64", "float64")[self.turn % 3] if self.p.items == "mixed" else self.p.items
+        kind = ("int", "int16", "float64")[self.turn % 3] if self.p.items == "mixed" else self.p.items
         count = batch.items
         match kind:
             case "none":

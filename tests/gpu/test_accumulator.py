@@ -38,6 +38,20 @@ def train(acc, model, data, items=len, autocast=None):
     return results
 
 
+def test_numbers_on_their_way_to_the_host_are_not_read_before_they_are_there():
+    model, data = make_model(torch.float64), make_data(torch.float64)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=len(data))
+    busy = torch.ones(4096, 4096, device="cuda")
+    for x, y in acc.batches(data):
+        for _ in range(20):
+            busy = busy @ busy / 4096
+        loss = nn.functional.mse_loss(model(x), y).to("cpu", non_blocking=True)
+        acc.backward(loss, items=(busy[0, 0] * len(x)).long().to("cpu", non_blocking=True))
+        result = acc.step()
+    assert result.items.item() == sum(len(x) for x, _ in data)
+    assert torch.isfinite(result.loss)
+
+
 def train_whole(model, optimizer, data, steps, max_norm):
     for start in range(0, len(data), steps):
         x, y = (torch.cat(part) for part in zip(*data[start : start + steps], strict=True))

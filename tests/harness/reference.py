@@ -217,7 +217,10 @@ def masked_mean(model: nn.Module, batch: Batch, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Counting:
-    """How a loop reports its losses: `items` is "int", "tensor", "mixed" (both by turns) or "none"."""
+    """How a loop reports its losses: `items` is "int", "tensor", "mixed" (both by turns), "host tensor" or "none".
+
+    A "tensor" has a dtype that the host does not read, even on a CPU, as no tensor is read on a device.
+    """
 
     items: str = "int"
     reduction: Reduction = "mean"
@@ -228,13 +231,16 @@ class Counting:
     def loss(self, model: nn.Module, batch: Batch, turn: int = 0) -> Tensor:
         if batch.items or self.reduction == "sum":
             return token_loss(model, batch, self.reduction)
-        return masked_mean(model, batch, 0 if isinstance(self.given(batch, turn), int) else 1)  # an int excuses 0 / 0
+        is_read = isinstance(self.given(batch, turn), int) or self.items == "host tensor"  # then it excuses 0 / 0
+        return masked_mean(model, batch, 0 if is_read else 1)
 
     def given(self, batch: Batch, turn: int) -> int | Tensor | None:
         if self.items == "none":
             return None
+        if self.items == "host tensor":
+            return torch.tensor(batch.items)
         as_tensor = self.items == "tensor" or (self.items == "mixed" and turn % 2)
-        return torch.tensor(batch.items) if as_tensor else batch.items
+        return torch.tensor(batch.items, dtype=torch.int16) if as_tensor else batch.items
 
 
 BY_COUNT = Counting()  # mean losses with their items, as ints

@@ -42,7 +42,9 @@ EXACT = 1e-12
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 at_length = settings(quickly, max_examples=300)
 
-countings = st.builds(Counting, st.sampled_from(["int", "tensor", "mixed", "none"]), st.sampled_from(["mean", "sum"]))
+countings = st.builds(
+    Counting, st.sampled_from(["int", "tensor", "host tensor", "mixed", "none"]), st.sampled_from(["mean", "sum"])
+)
 setups = st.tuples(st.sampled_from(MODELS), st.sampled_from(OPTIMIZERS), st.sampled_from(HOWS))
 clips = st.sampled_from([None, 0.05, 1e3])  # no clipping; always clipped; asked for and never needed
 remainders = st.sampled_from(["step", "drop", "carry"])
@@ -187,7 +189,7 @@ def test_a_micro_batch_without_items_gives_zero_and_not_none():
     compare(run, trainee(Experts), [micros])
 
 
-@pytest.mark.parametrize("items", ["int", "tensor"])
+@pytest.mark.parametrize("items", ["int", "tensor", "host tensor"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_window_without_items_takes_no_step(items, reduction):
     micros = [batch(2, seed=1, items=0), batch(2, seed=2, items=0), batch(2, seed=3), batch(2, seed=4)]

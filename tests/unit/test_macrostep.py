@@ -149,7 +149,7 @@ def compare(run: Training, whole: Trainee, batches: list[Batch], counting: Count
 
 
 any_batch = st.builds(with_lengths, st.lists(st.integers(0, LENGTH), min_size=1, max_size=12), seed=st.integers(0, 99))
-countings = st.builds(Counting, st.sampled_from(["int", "tensor"]), st.sampled_from(["mean", "sum"]))
+countings = st.builds(Counting, st.sampled_from(["int", "tensor", "host tensor"]), st.sampled_from(["mean", "sum"]))
 setups = st.tuples(st.sampled_from(POSITIONWISE), st.sampled_from(OPTIMIZERS), st.sampled_from(HOWS))
 clips = st.sampled_from([None, 0.05, 1e3])
 
@@ -200,7 +200,16 @@ def test_items_are_samples_where_nobody_counts(samples, size, reduction):
     assert run.results[0].items.item() == samples
 
 
-@pytest.mark.parametrize("items", [lambda m: m.items, lambda m: torch.tensor(m.items), lambda m: float(m.items), None])
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda m: m.items,
+        lambda m: torch.tensor(m.items),
+        lambda m: torch.tensor(m.items, dtype=torch.int16),  # which the host does not read
+        lambda m: float(m.items),
+        None,
+    ],
+)
 def test_items_in_every_form(items):
     given = with_lengths([4, 1, 2, 3, 4], seed=1)
     run = training(trainee(Tied), lambda m, b: (token_loss(m, b, "sum"), items and items(b)), micro=2, reduction="sum")

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from harness.reference import Reentrant, relative_error, weights_of
 from macrobatch import Accumulator, MacrobatchError, MacroStep
 from macrobatch._step.backward import Backward
+from macrobatch._step.validation import items_on_host
 from macrobatch.errors import BackendError, BatchError, NonFiniteError, UsageError
 
 EXACT = 1e-12
@@ -99,6 +100,39 @@ def test_parameters_that_reach_the_loss_through_views(shapes, size, items):
     whole_step(big, sgd(big), offset_loss)
     same_weights(model, big)
     assert (int(count), result.items.item()) == (size, SAMPLES)
+
+
+def test_items_in_the_hosts_memory_are_numbers_at_once():
+    """A mean over none of them is excused, as with an int; and the same tensor may be filled anew for each batch."""
+    model, big = twins(lambda: nn.Linear(3, 1))
+    count, acc = torch.zeros((), dtype=torch.int64), Accumulator(model, sgd(model), steps=5)
+    batches = [*parts(4), tuple(part[:0] for part in data())]
+    result = accumulate(acc, model, batches, items=lambda x: count.fill_(len(x)))
+    whole_step(big, sgd(big))
+    same_weights(model, big)
+    assert result.items.item() == SAMPLES
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])
+def test_what_the_host_reads_of_a_tensor(dtype):
+    assert items_on_host(torch.tensor([[7]], dtype=dtype)) == 7
+    assert items_on_host(torch.arange(9, dtype=dtype)[4]) == 4
+    negative = torch.tensor(-1, dtype=dtype)
+    assert items_on_host(negative) is negative  # for the close, where all ranks get to know
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        torch.tensor(3, dtype=torch.int16),
+        torch.tensor(math.nan),
+        torch._neg_view(torch.tensor(-3.0)),
+        nn.Parameter(torch.ones(())),
+    ],
+    ids=["another dtype", "nan", "negated", "parameter"],
+)
+def test_what_the_host_leaves_to_the_device(left):
+    assert items_on_host(left) is left
 
 
 def test_the_same_in_a_macro_step():

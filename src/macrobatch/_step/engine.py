@@ -152,7 +152,8 @@ class Engine:
         if self._means is not None:
             root, counted = self._weigh(loss, items)
         else:
-            root, counted = validation.checked_loss(loss), validation.checked_items(items)
+            root = validation.checked_loss(loss)
+            counted = validation.items_on_host(validation.checked_items(items))
             self.closing.check_loss(root)
             self._typical.agree(counted, root.device, self._window)
         window, gradients = self.window, self.open_gradients()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,17 +71,25 @@ class Seeds:
         return seed.clone()
 
 
-_ON_HOST = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+_ON_HOST: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+    torch.int64: ctypes.c_int64,
+    torch.int32: ctypes.c_int32,
+}
 
 
-def number_on_host(loss: Tensor) -> float | None:
-    """The value of a loss that lies in the host's memory: nobody is waited for. None for any other."""
-    if type(loss) is not Tensor or not loss.is_cpu or (kind := _ON_HOST.get(loss.dtype)) is None:
+def number_on_host(tensor: Tensor) -> Any:
+    """The value of a tensor of one element in the host's memory: nobody is waited for. None for any other.
+
+    None also where a device may still be writing it, as after ``to("cpu", non_blocking=True)``: that memory is pinned.
+    """
+    if type(tensor) is not Tensor or not tensor.is_cpu or (kind := _ON_HOST.get(tensor.dtype)) is None:
         return None
-    if loss.is_neg():  # what lies in memory has the other sign
+    if tensor.is_neg() or tensor.is_pinned():  # what lies in memory has the other sign, or is not there yet
         return None
     with unobserved():  # this is no read of a device, and none that a mode would take for one, as item() is
-        address = loss.data_ptr()
+        address = tensor.data_ptr()
     return kind.from_address(address).value if address else None
 
 

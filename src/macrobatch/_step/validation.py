@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from macrobatch._ranks.collectives import full_tensor
+from macrobatch._step.scaling import number_on_host
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Encoded, Items
 
@@ -118,6 +119,13 @@ def checked_items(items: object) -> Items:
             f"items must be finite and not negative: got {items!r}. They are what the loss is a mean over."
         )
     return int(items) if isinstance(items, Integral) else float(items)
+
+
+def items_on_host(items: Items) -> Items:
+    """As a number, where that takes no waiting; left to the device where it is wrong, so that all ranks get to know."""
+    if type(items) is not Tensor or (number := number_on_host(items)) is None:
+        return items
+    return number if 0 <= number < math.inf else items
 
 
 def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[str, tuple[Tensor, Items]]:
