@@ -122,10 +122,26 @@ def masked_texts(words: int, longest: int, samples: int, draw: torch.Generator) 
     return {"input_ids": ids.masked_fill(hidden, 4), "attention_mask": mask.long(), "labels": labels}
 
 
+def chats(words: int, longest: int, samples: int, draw: torch.Generator) -> Batch:
+    """Log-normal lengths, padded at the end to the longest, where no real token sees it; labels are not shifted."""
+    batch = masked_texts(words, longest, samples, draw)
+    mask, ids = batch["attention_mask"].bool(), torch.randint(words, batch["labels"].shape, generator=draw)
+    labels = ids.masked_fill(~mask, IGNORED)
+    labels[:, 0] = IGNORED  # nothing predicts it
+    return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": batch["attention_mask"], "labels": labels}
+
+
 def next_token_loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
     ids = batch["input_ids"]
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
+
+
+def chat_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Nobody passes a mask: it would be one of zeros, and a slower kernel."""
+    logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, (labels != IGNORED).sum()
 
 
 def image_loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
@@ -222,6 +238,35 @@ def autocast(is_compiled: bool = False) -> contextlib.AbstractContextManager[obj
 
 SHAPES = [
     Shape(
+        name="110M",
+        title="Llama 110M, 1 x 512 x 16",
+        micro_batch=1,
+        micro_batches=16,
+        make=lambda: llama("110M", 512),
+        draw=lambda samples, draw: tokens(32_000, 512, samples, draw),
+        loss=next_token_loss,
+    ),
+    Shape(
+        name="110M-4k",
+        title="Llama 110M, 4 x 1024 x 8",
+        micro_batch=4,
+        micro_batches=8,
+        make=lambda: llama("110M", 1_024),
+        draw=lambda samples, draw: tokens(32_000, 1_024, samples, draw),
+        loss=next_token_loss,
+    ),
+    Shape(
+        name="chats",
+        title="Llama 110M, 128 samples of up to 2048",
+        micro_batch=2,
+        micro_batches=64,
+        make=lambda: llama("110M", 2_048),
+        draw=lambda samples, draw: chats(32_000, 2_048, samples, draw),
+        loss=chat_loss,
+        budget=4_096,
+        together=8,
+    ),
+    Shape(
         name="gpt2",
         title="GPT-2 124M, dropout 0.1, 2 x 512 x 16",
         micro_batch=2,
@@ -268,7 +313,7 @@ SHAPES = [
         draw=lambda samples, draw: tokens(32_000, 2_048, samples, draw),
         loss=next_token_loss,
         together=2,
-        alive=4,  # 18 GB for each
+        alive=5,  # 18 GB for each
     ),
     Shape(
         name="bert",
@@ -283,6 +328,26 @@ SHAPES = [
     ),
 ]
 TINY = [
+    Shape(
+        name="110M",
+        title="tiny Llama",
+        micro_batch=1,
+        micro_batches=4,
+        make=lambda: llama("tiny", 16),
+        draw=lambda samples, draw: tokens(64, 16, samples, draw),
+        loss=next_token_loss,
+    ),
+    Shape(
+        name="chats",
+        title="tiny Llama, 12 samples of up to 64",
+        micro_batch=2,
+        micro_batches=6,
+        make=lambda: llama("tiny", 64),
+        draw=lambda samples, draw: chats(64, 64, samples, draw),
+        loss=chat_loss,
+        budget=128,
+        together=4,
+    ),
     Shape(
         name="gpt2",
         title="tiny GPT-2, dropout 0.1",

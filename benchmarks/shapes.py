@@ -1,10 +1,11 @@
-"""Samples a second and memory on a GPU: GPT-2, LoRA, ViT, ResNet, BERT and a Llama of 1.1B, in turns with the peers.
+"""Samples a second and memory on a GPU: Llama, GPT-2, LoRA, ViT, ResNet, BERT and 1.1B, in turns with the peers.
 
 Every shape has a loop by hand, Accelerate and `MacroStep` without and with CUDA graphs, each of them eager and with
-`torch.compile(model)`. All train on the same windows under bf16 autocast over float32 weights, clip at 1.0, and step
-with fused AdamW. The data are in pinned host memory, cut and padded beforehand for the peers; `MacroStep` gets the
-whole window, and its cutting is timed. Samples of unequal lengths (BERT) are cut by tokens; the peers take two at a
-time, in the order in which they come and, "grouped", sorted by length inside the window.
+`torch.compile(model)`; eager Lightning Fabric; and one big batch, where that fits and has the same gradient. All train
+on the same windows under bf16 autocast over float32 weights, clip at 1.0, and step with fused AdamW. The data are in
+pinned host memory, cut and padded beforehand for the peers; `MacroStep` gets the whole window, and its cutting is
+timed. Samples of unequal lengths (BERT, chats) are cut by tokens; the peers take two at a time, in the order in which
+they come and, "grouped", sorted by length inside the window.
 
 Each loop first runs alone, without learning: its reserved memory is taken, and its gradients of two windows, before
 clipping, are compared with those of one big batch in float32. The error is max |difference| / max |gradient|; it may be
@@ -19,7 +20,7 @@ rotates; ratios are taken within a round.
     python benchmarks/shapes.py --tiny                     # tiny models, on a CPU too: does it run?
 """
 
-# mypy: untyped-calls-exclude="torch,transformers,accelerate"
+# mypy: untyped-calls-exclude="torch,transformers,accelerate,lightning"
 import argparse
 import contextlib
 import gc
@@ -31,7 +32,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -44,7 +45,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import gpu
-from gpu import ACCELERATE, EAGER, GRAPHS, HAND, MAX_NORM, Batch, Gradients
+from gpu import ACCELERATE, BIG_BATCH, EAGER, FABRIC, GRAPHS, HAND, MAX_NORM, Batch, Gradients
 from macrobatch import MacroStep, by_tokens
 from macrobatch.bench import plain_table
 
@@ -141,6 +142,33 @@ def accelerate(job: Job) -> Run:
     return run if shape.budget is None else run_varying
 
 
+def fabric(job: Job) -> Run:
+    from lightning.fabric import Fabric
+
+    shape = job.shape
+    lightning = Fabric(accelerator=DEVICE, devices=1, precision="bf16-mixed" if DEVICE == "cuda" else "32-true")
+    model, optimizer = lightning.setup(job.model, job.optimizer)
+    loaders = [lightning.setup_dataloaders(each) for each in job.loaders()]
+
+    def run(index: int) -> int:
+        window = list(loaders[index])
+        items = sum(items_of(shape, batch) for batch in window)
+        for place, batch in enumerate(window):
+            with lightning.no_backward_sync(model, enabled=place + 1 < len(window)):
+                loss, _ = shape.loss(model, batch)
+                lightning.backward(loss / items)
+        lightning.clip_gradients(model, optimizer, max_norm=job.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(window)
+
+    return run
+
+
+def one_big_batch(job: Job) -> Run:
+    return hand_written(replace(job, shape=replace(job.shape, micro_batch=job.shape.samples, micro_batches=1)))
+
+
 def macro_step(job: Job, cuda_graph: bool = False) -> Run:
     shape = job.shape
 
@@ -178,8 +206,12 @@ def ways_of(shape: Shape, is_compiled: bool) -> Iterator[Way]:
         yield Way(name=f"{HAND}, grouped{end}", build=hand_written, is_compiled=is_compiled, is_grouped=True)
         yield Way(name=f"{ACCELERATE}, grouped{end}", build=accelerate, is_compiled=is_compiled, is_grouped=True)
     yield Way(name=EAGER + end, build=macro_step, is_compiled=is_compiled)
+    if not is_compiled:  # compiled it is the loop by hand, with another forward around the model
+        yield Way(name=FABRIC, build=fabric, is_compiled=False)
     graphs = f"{EAGER}{end}{GRAPHS.removeprefix(EAGER)}"
     yield Way(name=graphs, build=lambda job: macro_step(job, True), is_compiled=is_compiled, has_graphs=True)
+    if shape.together is None and not shape.depends_on:  # it fits, and is the same gradient
+        yield Way(name=BIG_BATCH + end, build=one_big_batch, is_compiled=is_compiled)
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -448,7 +480,7 @@ def earlier(arguments: argparse.Namespace, head: dict[str, Any]) -> dict[str, An
 def load_peers() -> list[str]:
     """All before anything is timed: what imports leave behind makes every later collection of garbage slow."""
     loaded = []
-    for name in ("torch", "transformers", "accelerate", "peft"):
+    for name in ("torch", "transformers", "accelerate", "lightning", "peft"):
         with contextlib.suppress(ImportError):  # its shapes and loops will say so
             importlib.import_module(name)
             importlib.metadata.version(name)
@@ -482,7 +514,7 @@ def main() -> int:
             found[shape.name] = measure(shape, arguments.windows, compiles)
             record.save({**head, "shapes": list(found.values())}, arguments.output)
     print(f"Written to {arguments.output}, after {time.perf_counter() - began:.0f} s")
-    ran = [found[name] for name in arguments.only]
+    ran = [found[name] for name in arguments.only if name in found]
     rows = [row for shape in ran for row in shape["rows"]]
     failed = any(shape["error"] for shape in ran) or any(row["error"] or row["agrees"] is False for row in rows)
     return int(failed)

@@ -11,9 +11,11 @@ from harness import ROOT
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
 pytest.importorskip("peft")
 
-NAMES = ["gpt2", "vit", "resnet", "lora", "1.1B", "bert"]
+NAMES = ["110M", "chats", "gpt2", "vit", "resnet", "lora", "1.1B", "bert"]
+BIG_BATCH = {"110M", "vit", "lora"}  # it fits, and has the same gradient
 PLANTED = """
 import sys
 import shapes
@@ -80,13 +82,15 @@ def planted(tmp_path_factory) -> dict:
 def test_right_loops_agree(planted):
     assert list(planted) == NAMES
     for name, rows in planted.items():
-        for loop in ("hand-written", "Accelerate", "Macrobatch", "Macrobatch, cuda_graph"):
+        big = ["one big batch"] if name in BIG_BATCH else []
+        for loop in ("hand-written", "Accelerate", "Lightning Fabric", "Macrobatch", "Macrobatch, cuda_graph", *big):
             is_reference = (name, loop) == ("gpt2", "hand-written")
             assert rows[loop]["agrees"] is (None if is_reference else True), (name, rows[loop])
             assert rows[loop]["per_second"] > 0
             assert rows[loop]["windows"] == 2
         assert "dropout" in planted["gpt2"]["hand-written"]["note"]
         assert "the model is on cpu" in rows["Macrobatch, cuda_graph"]["note"]
+    assert {name for name, rows in planted.items() if "one big batch" in rows} == BIG_BATCH
 
 
 @pytest.mark.parametrize("loop", ["scaled", "stale"])
@@ -102,10 +106,12 @@ def test_a_loop_that_raises_leaves_the_others_their_places(planted):
 
 
 def test_samples_of_unequal_lengths_are_cut_by_tokens_and_grouped(planted):
-    assert planted["bert"]["Macrobatch"]["micro_batches"] < planted["bert"]["hand-written"]["micro_batches"]
-    for loop in ("hand-written, grouped", "Accelerate, grouped"):
-        assert planted["bert"][loop]["agrees"]
-        assert loop not in planted["gpt2"]
+    for name in ("bert", "chats"):
+        rows = planted[name]
+        assert rows["Macrobatch"]["micro_batches"] < rows["hand-written"]["micro_batches"]
+        for loop in ("hand-written, grouped", "Accelerate, grouped"):
+            assert rows[loop]["agrees"]
+            assert loop not in planted["gpt2"]
 
 
 def test_loops_that_are_not_compiled_say_so(planted):
