@@ -153,6 +153,7 @@ class MacroStep:
         self._spare = Spare(self._engine, self._agreement)
         watches = self._engine.reduction == "mean" and not (has_terms or has_joint)
         self._label_watch = LabelWatch() if watches else None
+        self._counts_samples = False  # whether loss_fn returned no items, when it was last called
         keeps = (
             has_joint and self._fitting is not None and self._graphs is None and self._engine.backend.abilities.confines
         )
@@ -329,6 +330,7 @@ class MacroStep:
                 if graphs is not None and not is_repeat and engine.window.knows_multiplier:
                     recording = graphs.find(micro_batch, samples, cut.parts[index].key)
                 if recording is not None:
+                    engine.window.counts_samples = self._counts_samples
                     engine.replay(recording, micro_batch)
                 else:
                     own = copy_shared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
@@ -381,6 +383,7 @@ class MacroStep:
         counted.add(items is not None)
         if len(counted) > 1:
             raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
+        self._engine.window.counts_samples = items is None
         self._engine.backward(loss, samples if items is None else items)
 
     def _coming(self, cut: Cut) -> list[tuple[Hashable, Callable[[], tuple[Any, int]]]]:
@@ -396,14 +399,17 @@ class MacroStep:
             return cut.samples.take(part), len(part.samples)
 
     def _loss(self, model: Any, micro_batch: Any) -> tuple[Any, Items]:
-        loss = self._loss_fn(model, micro_batch)
-        if self._terms is not None or not isinstance(loss, tuple | list):
+        loss, items = self._loss_fn(model, micro_batch), None
+        if self._terms is not None:
             return loss, None
-        if len(loss) != 2:
-            raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
-        if loss[1] is not None:
+        if isinstance(loss, tuple | list):
+            if len(loss) != 2:
+                raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
+            loss, items = loss
+        self._counts_samples = items is None
+        if items is not None:
             self._label_watch = None  # nothing is weighed by samples
-        return loss[0], loss[1]
+        return loss, items
 
     def _close(self, cut: Cut) -> StepResult:
         """Take the step, and remember what fitted."""

@@ -592,6 +592,19 @@ def test_statistics_over_all_ranks_cannot_be_done_again(ran):
     all_refused(ran["shared_statistics"], "SyncBatchNorm", "micro=")
 
 
+@scenario
+def items_on_one_rank() -> Outcome:
+    """On the other, those of a loss alone: its samples."""
+    model, rank = ddp(made(Tower)), dist.get_rank()
+    loss_fn = (counted_loss, mean_loss)[rank]
+    MacroStep(model, optimizer_for(model), loss_fn, micro=2)(own_batch(0, 4, rank))
+    return {}
+
+
+def test_items_on_one_rank_only(ran):
+    all_refused(ran["items_on_one_rank"], "items must be given on every rank, or on none", "window 1", "samples")
+
+
 # ---------------------------------------------------------------------------------------------------- with a scaler
 
 

@@ -80,6 +80,7 @@ class Window:
         self.slots = 0  # how much of its length is past: on some ranks more than they had batches for
         self.turns = 0  # backwards, those that count for nothing included
         self.micro_batches = 0
+        self.counts_samples = False  # whether the items are the samples, for want of others
         self.average: float = 1  # what the backend has divided the gradients by
         self._reduction = reduction
         self._scaler = scaler
@@ -256,7 +257,8 @@ class Window:
         items = self._own_items().to(wide(self.device))
         if (bad_items := self.bad_items()) is not None:
             items = items.masked_fill(bad_items, math.nan)  # so that all ranks get to know
-        counts = 0.0 if self._counted is None else 1.0 if self._counted else WITHOUT_ITEMS
+        gives_items = self._counted and not self.counts_samples
+        counts = 0.0 if self._counted is None else 1.0 if gives_items else WITHOUT_ITEMS
         host = [torch.full_like(items, number) for number in (self.micro_batches, counts, *flags)]
         self._travelling = all_reduce(torch.stack([self._total_loss(), items, *host]))
 
@@ -325,7 +327,7 @@ class Window:
         """What differs from what was said, and what to do. The host waits for it."""
         return (
             f"items must be given on every rank, or on none: in window {self.number} some ranks gave them, others did "
-            "not. Without them a micro-batch counts as 1, beside the tokens of the others."
+            "not. Without them a micro-batch counts as 1, or as its samples, beside the tokens of the others."
         )
 
     def losses(self) -> dict[str, Tensor] | None:
