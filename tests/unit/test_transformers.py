@@ -414,12 +414,23 @@ def test_deepspeed_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "cause"),
-    [("gpt2", "labels counted before the shift"), ("bert", "mean of means"), ("t5", "mean of means")],
+    [
+        ("gpt2", "labels counted before the shift"),
+        ("bert", "mean of means"),
+        ("t5", "mean of means"),
+        ("mixtral", "loss that couples samples"),
+    ],
 )
 def test_verify_names_what_is_wrong_with_a_trainer(kind, cause):
     report = verify(trainer(kind, Trainer, samples(kind, 11)))
     assert not report.ok
     assert cause in [found.name for found in report.causes]
+
+
+def test_verify_tells_how_often_a_balance_loss_counts():
+    """The trainer adds that of each of its four batches, and divides none."""
+    (cause,) = verify(trainer("mixtral", Trainer, samples("mixtral", 8))).causes
+    assert "beside 1 times the ordinary loss, the gradient is 4 times" in cause.evidence
 
 
 @pytest.mark.parametrize("way", ["batches", "tokens"])

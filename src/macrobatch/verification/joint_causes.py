@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.verification.bigbatch import Weighted
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import first_coupling_layer, halves_of
-from macrobatch.verification.gradient import Gradient
+from macrobatch.verification.gradient import Gradient, projection
 from macrobatch.verification.report import RETURN_ITEMS, Cause
 from macrobatch.verification.whole_loss import WholeLoss
 
@@ -116,19 +116,44 @@ def _layer_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | No
     )
 
 
-def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:  # noqa: ARG001
+def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:
     parts = window.parts or []
-    by_samples = [len(part) / sum(map(len, parts)) for part in parts]
-    for weights in (by_samples, [1 / len(parts)] * len(parts)) if len(parts) > 1 else ():
-        pairs = zip(parts, weights, strict=True)
-        if _fits(window, case.big.gradient([Weighted(part, weight) for part, weight in pairs])):
-            return Cause(
-                name="loss that couples samples",
-                evidence=f"the gradient is that of the losses of the {len(parts)} micro-batches, each of its own "
-                "samples alone.",
-                cure="Encode all micro-batches first, and compute the loss of all. MacroStep(..., joint=) does that.",
+    if len(parts) < 2:
+        return None
+    by_samples, alike = [len(part) / sum(map(len, parts)) for part in parts], [1 / len(parts)] * len(parts)
+    said = f"that of the losses of the {len(parts)} micro-batches, each of its own samples alone"
+    for weights in (by_samples, alike):
+        if _fits(window, case.big.gradient(_weighted(parts, weights))):
+            return _coupled(f"the gradient is {said}.")
+    if whole.encode(case.big.model, case.big.part(None)).loss is None:
+        return None
+    # The ordinary loss may be right, beside it.
+    with whole.ordinary_alone():
+        ordinary = case.big.gradient([Weighted(None, 1.0)])
+        alone = [case.big.gradient(_weighted(parts, weights)) for weights in (by_samples, alike)]
+    for weights, own in zip((by_samples, alike), alone, strict=True):
+        coupled = case.big.gradient(_weighted(parts, weights)).plus(own, -1.0)
+        times, each = projection(window.actual, [ordinary, coupled])
+        found = ordinary.plus(ordinary, times - 1.0).plus(coupled, each)
+        if window.actual.distance(found) / (window.actual.largest or 1.0) <= window.tolerance:
+            return _coupled(
+                f"beside {times:.4g} times the ordinary loss, the gradient is {each:.4g} times {said}: a loss that is "
+                "no mean over samples, such as one that balances experts, is computed for each of them."
             )
     return None
+
+
+def _weighted(parts: Sequence[list[int]], weights: Sequence[float]) -> list[Weighted]:
+    return [Weighted(part, weight) for part, weight in zip(parts, weights, strict=True)]
+
+
+def _coupled(evidence: str) -> Cause:
+    return Cause(
+        name="loss that couples samples",
+        evidence=evidence,
+        cure="Encode all micro-batches first, and compute the loss of all. MacroStep(..., joint=) does that, and so "
+        "does exact() of a trainer.",
+    )
 
 
 def _left_out_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:
