@@ -311,6 +311,8 @@ MISTAKES = {
     "some other factor": Mistake(causes=("constant factor",), step=Loop(weight=always(0.7135)), batch=batch_of()),
     # weights
     "mean of means": Mistake(causes=("mean of means",), step=Loop()),
+    "mean of means, clipped": Mistake(causes=("mean of means",), step=Loop(max_norm=0.05)),
+    "mean of means, too small": Mistake(causes=("mean of means", "divided twice"), step=Loop(weight=always(1 / 16))),
     "mean of means, loss alone": Mistake(causes=("mean of means",), step=Loop(), loss_fn=mean_loss),
     "mean of means, float32": Mistake(causes=("mean of means",), step=Loop(), dtype=torch.float32),
     "mean of means, bf16": Mistake(

@@ -48,6 +48,14 @@ def _windows_clipped_by_norm(case: Case, wrong: list[Comparison]) -> list[tuple[
     return [(window, size) for window, size in candidates if _is_clipped(case, window, size, candidates)]
 
 
+def is_clipped_in_another_direction(case: Case, window: Comparison) -> bool:
+    """Whether a gradient that is wrong in other ways was also clipped at the end: then its size says nothing."""
+    size = _gradient_norm(case, window.actual)
+    return (
+        case.doubled_observation is not None and _has_shrunk(case, window, size) and _is_clipped(case, window, size, [])
+    )
+
+
 def _is_clipped(case: Case, window: Comparison, size: float, candidates: list[tuple[Comparison, float]]) -> bool:
     """Whether a doubled gradient gives the same result. A constant factor would double the result too."""
     if case.doubled_observation is None:

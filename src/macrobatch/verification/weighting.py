@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from macrobatch._cut.padding import IGNORED
-from macrobatch.verification.clipping import mid_window_cause, remaining_shares
+from macrobatch.verification.clipping import is_clipped_in_another_direction, mid_window_cause, remaining_shares
 from macrobatch.verification.comparison import Case, Comparison, Hypothesis
 from macrobatch.verification.gradient import Gradient, projection
 from macrobatch.verification.label_causes import PADDING_CAUSE, sequence_leaves
@@ -44,7 +44,8 @@ def causes_of_window(case: Case, window: Comparison) -> list[Cause]:
     if fit.hypothesis.name is not None:
         causes.append(Cause(name=fit.hypothesis.name, evidence=fit.hypothesis.evidence, cure=fit.hypothesis.cure))
     window.remaining_factor = fit.factor
-    if abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.hypothesis.allows_factor:
+    has_factor = abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.hypothesis.allows_factor
+    if has_factor and not (causes and is_clipped_in_another_direction(case, window)):
         causes.append(_factor_cause(case, window, fit.factor))
     return causes or [_rounding_cause(window)]
 
