@@ -86,10 +86,10 @@ def number_on_host(tensor: Tensor) -> Any:
     """
     if type(tensor) is not Tensor or not tensor.is_cpu or (kind := _ON_HOST.get(tensor.dtype)) is None:
         return None
-    if tensor.is_neg() or tensor.is_pinned():  # what lies in memory has the other sign, or is not there yet
+    if tensor.is_neg():  # what lies in memory has the other sign
         return None
     with unobserved():  # this is no read of a device, and none that a mode would take for one, as item() is
-        address = tensor.data_ptr()
+        address = 0 if tensor.is_pinned() else tensor.data_ptr()
     return kind.from_address(address).value if address else None
 
 

@@ -190,11 +190,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Inputs) -> int:
         """Those of a batch. The trainer counts all parameters for each, which takes as long as all that we add."""
-        elements = _elements_of(self.model, inputs)
-        if not elements or super().floating_point_ops.__func__ is not Trainer.floating_point_ops:
-            return super().floating_point_ops(inputs)  # type: ignore[no-any-return]
+        count, elements = super().floating_point_ops, _elements_of(self.model, inputs)
+        if not elements or getattr(count, "__func__", None) is not Trainer.floating_point_ops:
+            return count(inputs)  # type: ignore[no-any-return]
         if self._operations is None:  # it is in proportion to them
-            self._operations = super().floating_point_ops(inputs) // elements
+            self._operations = count(inputs) // elements
         return self._operations * elements
 
     @property
