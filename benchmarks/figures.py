@@ -33,14 +33,14 @@ Case = dict[str, Any]
 
 
 def rows_of(case: Case) -> list[Row]:
-    return [row for row in case["rows"] if not row["error"]]
+    return [row for row in case["rows"] if row["per_second"] is not None and not row["error"]]
 
 
 def by_micro_batch_size(cases: list[Case], caption: str) -> Any:
     """Tokens a second and memory: one line a loop. The big batch is one point, drawn as the level that it sets."""
     figure, panels = _blank(1, 2, (10, 4.4))
     for panel, key, label in (
-        (panels[0], "tokens_per_second", "tokens a second"),
+        (panels[0], "per_second", "tokens a second"),
         (panels[1], "reserved_gib", "reserved memory at most, GiB"),
     ):
         for name in reversed(COLOURS):  # ours last: where lines lie upon each other, on top
@@ -53,7 +53,7 @@ def by_micro_batch_size(cases: list[Case], caption: str) -> Any:
                 sizes, figures = zip(*((size, row[key]) for size, row in points), strict=True)
                 panel.plot(sizes, figures, color=COLOURS[name], marker=MARKERS[name], markersize=5, label=name)
                 for size, row in points:
-                    if not row["exact"]:
+                    if row["agrees"] is False:
                         panel.annotate("gradient wrong", (size, row[key]), color="red", fontsize=7)
         panel.set_xscale("log", base=2)
         panel.set_xticks([case["micro_batch"] for case in cases], [str(case["micro_batch"]) for case in cases])
@@ -62,10 +62,8 @@ def by_micro_batch_size(cases: list[Case], caption: str) -> Any:
         panel.set_title(label, fontsize=10, loc="left")
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)
         panel.yaxis.set_major_formatter("{x:,g}")
-    first = cases[0]
-    title = (
-        f"{first['model']} parameters, windows of {first['tokens_a_window']:,} tokens in samples of {first['length']}"
-    )
+    model, _, size = cases[0]["name"].partition(",")
+    title = f"{model}, windows of {cases[0]['size_of_a_window']:,} tokens in samples of {size.split(' x ')[1]}"
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=8)
@@ -97,11 +95,11 @@ def bars(cases: list[Case], titles: list[str], caption: str) -> Any:
 
 
 def _bar(panel: Any, position: int, row: Row) -> None:
-    speed, (lower, upper) = row["tokens_per_second"], row["quartiles"]
-    panel.barh(position, speed, color=COLOURS[row["name"]], height=0.72, hatch=None if row["exact"] else "xx")
+    speed, (lower, upper), is_wrong = row["per_second"], row["quartiles"], row["agrees"] is False
+    panel.barh(position, speed, color=COLOURS[row["name"]], height=0.72, hatch="xx" if is_wrong else None)
     panel.plot([lower, upper], [position, position], color="black", linewidth=1)
     ratio = "" if row["over_accelerate"] is None else f"{row['over_accelerate']:.1f}x"
-    words = ratio if row["exact"] else f"{ratio} gradient wrong"
+    words = f"{ratio} gradient wrong" if is_wrong else ratio
     panel.annotate(
         words,
         (max(speed, upper), position),
@@ -109,7 +107,7 @@ def _bar(panel: Any, position: int, row: Row) -> None:
         textcoords="offset points",
         va="center",
         fontsize=8,
-        color="black" if row["exact"] else "red",
+        color="red" if is_wrong else "black",
     )
 
 
@@ -139,13 +137,11 @@ def figures_of(result: dict[str, Any]) -> dict[str, Any]:
     if cases := sections.get("sweep"):
         drawn["micro_batch_size"] = by_micro_batch_size(cases, measured)
     if cases := sections.get("fixed"):
-        titles = [f"{c['model']}, {c['micro_batch']} x {c['length']} x {c['micro_batches']}" for c in cases]
+        titles = [case["name"] for case in cases]
         sizes = "Micro-batch x tokens x micro-batches a window; behind a bar: times Accelerate."
         drawn["fixed"] = bars(cases, titles, f"{sizes}\n{measured}")
     if cases := sections.get("variable"):
-        titles = [
-            f"{c['model']}, {c['samples']} samples a window, log-normal lengths up to {c['length']:,}" for c in cases
-        ]
+        titles = [f"{case['name']}, log-normal lengths" for case in cases]
         sizes = f"At most {cases[0]['largest_micro_batch']:,} tokens a micro-batch with its padding; real tokens count."
         drawn["variable_lengths"] = bars(cases, titles, f"{sizes}\nBehind a bar: times Accelerate. {measured}")
     return drawn

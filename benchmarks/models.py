@@ -1,4 +1,4 @@
-"""The models of `shapes.py`, made from configurations, with windows of random samples and with their losses."""
+"""The models of `gpu.py`, made from configurations, with windows of random samples and with their losses."""
 
 # mypy: untyped-calls-exclude="torch,transformers,peft"
 import contextlib
@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import gpu
-from gpu import IGNORED, Batch
+Batch = dict[str, Tensor]
 
+IGNORED = -100
+SPREAD = 0.8  # of the logarithms of log-normal lengths
+ATTENTION = "sdpa_without_mask"
+LLAMAS = {  # width, layers, heads, words
+    "110M": (768, 12, 12, 32_000),
+    "41M": (512, 8, 8, 32_000),
+    "1.1B": (2048, 22, 32, 32_000),
+    "tiny": (32, 2, 2, 64),
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -51,23 +59,46 @@ def resnet(width: int, depths: Sequence[int], classes: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-def gpt2(tiny: bool) -> nn.Module:
-    """With its usual dropout of 0.1; all tokens count, so that no mask is needed."""
-    from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+def attention() -> str:
+    """One that needs no mask: padding is at the end, where no real token sees it.
+
+    transformers' own looks at the positions in every eager forward, whether samples were packed: the host waits for
+    the device. Compiled or recorded it cannot look, and takes a slower way with a mask of zeros.
+    """
+    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(gpu.ATTENTION, sdpa_attention_forward)
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    return ATTENTION
+
+
+def gpt2(tiny: bool) -> nn.Module:
+    """With its usual dropout of 0.1."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64} if tiny else {}
-    config = GPT2Config(attn_implementation=gpu.ATTENTION, bos_token_id=0, eos_token_id=0, **sizes)
+    config = GPT2Config(attn_implementation=attention(), bos_token_id=0, eos_token_id=0, **sizes)
     model: nn.Module = GPT2LMHeadModel(config)
     return model
 
 
 def llama(size: str, length: int) -> nn.Module:
-    case = gpu.Case(section="fixed", model=size, micro_batch=1, length=length, micro_batches=1)
-    with torch.device("cpu"):  # where it draws its samples
-        problem = gpu.Problem(case, DEVICE)
-    return problem.model()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers, heads, words = LLAMAS[size]
+    config = LlamaConfig(
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 64 * 64,  # odd sizes are slow on a GPU
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation=attention(),
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def lora(size: str, length: int) -> nn.Module:
@@ -113,7 +144,7 @@ def images(side: int, classes: int, samples: int, draw: torch.Generator) -> Batc
 
 def masked_texts(words: int, longest: int, samples: int, draw: torch.Generator) -> Batch:
     """Log-normal lengths, padded to the longest; 15 % of the tokens are to be found."""
-    drawn = torch.empty(samples).log_normal_(math.log(longest / 4), gpu.SPREAD, generator=draw)
+    drawn = torch.empty(samples).log_normal_(math.log(longest / 4), SPREAD, generator=draw)
     lengths = drawn.clamp(8, longest).int()
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.randint(5, words, mask.shape, generator=draw).masked_fill(~mask, 0)
@@ -165,6 +196,7 @@ class Shape:
 
     name: str
     title: str
+    section: str = "others"
     micro_batch: int
     micro_batches: int
     make: Callable[[], nn.Module]
@@ -203,7 +235,7 @@ def size_of(window: Batch) -> int:
 def items_of(shape: Shape, batch: Batch) -> Any:
     """What a micro-batch on the host is averaged over."""
     if "attention_mask" in batch:
-        return (batch["labels"] != gpu.IGNORED).sum()
+        return (batch["labels"] != IGNORED).sum()
     return len(batch["labels"]) if shape.unit == "images" else batch["input_ids"][:, 1:].numel()
 
 
@@ -236,36 +268,45 @@ def autocast(is_compiled: bool = False) -> contextlib.AbstractContextManager[obj
     return torch.autocast("cuda", torch.bfloat16, cache_enabled=False if is_compiled else None)
 
 
-SHAPES = [
-    Shape(
-        name="110M",
-        title="Llama 110M, 1 x 512 x 16",
-        micro_batch=1,
-        micro_batches=16,
-        make=lambda: llama("110M", 512),
-        draw=lambda samples, draw: tokens(32_000, 512, samples, draw),
+def of_equal_length(size: str, micro_batch: int, length: int, micro_batches: int, section: str = "fixed") -> Shape:
+    words, name = LLAMAS[size][-1], f"{size}, {micro_batch} x {length} x {micro_batches}"
+    return Shape(
+        name=f"{'sweep-' * (section == 'sweep')}{micro_batch}x{length}x{micro_batches}",
+        title=f"Llama {name}",
+        section=section,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        make=lambda: llama(size, length),
+        draw=lambda samples, draw: tokens(words, length, samples, draw),
         loss=next_token_loss,
-    ),
-    Shape(
-        name="110M-4k",
-        title="Llama 110M, 4 x 1024 x 8",
-        micro_batch=4,
-        micro_batches=8,
-        make=lambda: llama("110M", 1_024),
-        draw=lambda samples, draw: tokens(32_000, 1_024, samples, draw),
-        loss=next_token_loss,
-    ),
-    Shape(
+    )
+
+
+def of_many_lengths(size: str, micro_batches: int, length: int, budget: int, together: int) -> Shape:
+    return Shape(
         name="chats",
-        title="Llama 110M, 128 samples of up to 2048",
+        title=f"Llama {size}, {2 * micro_batches} samples of up to {length}",
+        section="variable",
         micro_batch=2,
-        micro_batches=64,
-        make=lambda: llama("110M", 2_048),
-        draw=lambda samples, draw: chats(32_000, 2_048, samples, draw),
+        micro_batches=micro_batches,
+        make=lambda: llama(size, length),
+        draw=lambda samples, draw: chats(LLAMAS[size][-1], length, samples, draw),
         loss=chat_loss,
-        budget=4_096,
-        together=8,
-    ),
+        budget=budget,
+        together=together,
+    )
+
+
+def swept(size: str, sizes: Sequence[int], length: int) -> list[Shape]:
+    """The same window in micro-batches of these sizes, of which the last is all of it."""
+    return [of_equal_length(size, number, length, sizes[-1] // number, "sweep") for number in reversed(sizes)]
+
+
+SHAPES = [
+    of_equal_length("110M", 1, 512, 16),
+    of_equal_length("41M", 2, 256, 16),
+    of_equal_length("110M", 4, 1024, 8),
+    of_many_lengths("110M", 64, 2048, budget=4096, together=8),
     Shape(
         name="gpt2",
         title="GPT-2 124M, dropout 0.1, 2 x 512 x 16",
@@ -326,28 +367,11 @@ SHAPES = [
         budget=4_096,
         together=16,
     ),
+    *swept("110M", [1, 4, 16, 32], 512),
 ]
 TINY = [
-    Shape(
-        name="110M",
-        title="tiny Llama",
-        micro_batch=1,
-        micro_batches=4,
-        make=lambda: llama("tiny", 16),
-        draw=lambda samples, draw: tokens(64, 16, samples, draw),
-        loss=next_token_loss,
-    ),
-    Shape(
-        name="chats",
-        title="tiny Llama, 12 samples of up to 64",
-        micro_batch=2,
-        micro_batches=6,
-        make=lambda: llama("tiny", 64),
-        draw=lambda samples, draw: chats(64, 64, samples, draw),
-        loss=chat_loss,
-        budget=128,
-        together=4,
-    ),
+    of_equal_length("tiny", 1, 16, 4),
+    of_many_lengths("tiny", 6, 64, budget=128, together=4),
     Shape(
         name="gpt2",
         title="tiny GPT-2, dropout 0.1",
@@ -408,4 +432,5 @@ TINY = [
         budget=128,
         together=4,
     ),
+    *swept("tiny", [1, 2, 4], 16),
 ]

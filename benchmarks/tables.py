@@ -121,61 +121,73 @@ def speed(results: Results) -> str:
     for case in gpu["cases"]:
         if case["section"] in ("fixed", "variable"):
             by_name = {row["name"]: row for row in case["rows"]}
-            speeds = [_checked(by_name.get(loop), lambda row: number(row["tokens_per_second"])) for loop in loops]
-            rows.append([f"tokens/s, {gpu['processor']}, {case['name']}", *speeds])
+            speeds = [_checked(by_name.get(loop), lambda row: number(row["per_second"])) for loop in loops]
+            rows.append([f"{case['unit']}/s, {gpu['processor']}, {case['name']}", *speeds])
     said = f"Target of the microseconds, relative to Fabric's: {verdict(result['target'])}."
     return f"{markdown(['', *loops], rows)}\n\n{said}"
 
 
 def peers(results: Results) -> str:
-    """Tokens per second relative to Accelerate: timed in turns, where the two were."""
+    """Speed relative to Accelerate's, within the rounds of a run."""
 
     def speed(row: dict[str, Any]) -> str:
-        in_turns = row["in_turns_with"] == "Accelerate"
-        return number(row["speed_in_turns"][0] if in_turns else row["over_accelerate"], ".2f")
+        return number(row["over_accelerate"], ".2f")
 
     return _loops(results("gpu"), ("fixed", "variable"), "times Accelerate's tokens per second", speed)
 
 
 def gpu(results: Results) -> str:
-    """Tokens per second of every case but those of the sweep."""
-    result = results("gpu")
-    sections = [case["section"] for case in result["cases"] if case["section"] != "sweep"]
-    return _loops(result, sections, "tokens per second", lambda row: number(row["tokens_per_second"]))
+    """Tokens per second of Llama, but for those of the sweep."""
+    return _loops(results("gpu"), ("fixed", "variable"), "tokens per second", lambda row: number(row["per_second"]))
+
+
+def shapes(results: Results) -> str:
+    """What other models make of it."""
+
+    def cell(row: dict[str, Any]) -> str:
+        memory = "" if row["reserved_gib"] is None else f" ({row['reserved_gib']:.1f} GiB)"
+        return f"{number(row['per_second'])}{memory}"
+
+    return _loops(results("gpu"), ("others",), "tokens or images per second (reserved)", cell)
 
 
 def micro_batch_size(results: Results) -> str:
     """The same samples in micro-batches of several sizes."""
 
     def cell(row: dict[str, Any]) -> str:
-        return f"{number(row['tokens_per_second'])} ({number(row['reserved_gib'], '.1f')})"
+        return f"{number(row['per_second'])} ({number(row['reserved_gib'], '.1f')})"
 
     return _loops(results("gpu"), ("sweep",), "tokens per second (reserved GiB)", cell)
 
 
 def _loops(result: dict[str, Any], sections: Sequence[str], what: str, cell: Callable[[dict[str, Any]], str]) -> str:
-    """One row for each loop and one column for each case of these sections, then the targets that were missed."""
-    cases = [case for case in result["cases"] if case["section"] in sections]
-    by_case = [{row["name"]: row for row in case["rows"]} for case in cases]
-    names = dict.fromkeys(name for rows in by_case for name in rows)
+    """One row for each loop and one column for each case of these sections; why one is missing; missed targets."""
+    cases, notes = [case for case in result["cases"] if case["section"] in sections], Notes()
+    ran = [case for case in cases if case["rows"]]
+    by_case = [{row["name"]: row for row in case["rows"]} for case in ran]
+    in_full = max(by_case, key=len, default={})  # the case with all loops has them in their order
+    names = dict.fromkeys([*in_full, *(name for rows in by_case for name in rows)])
     table = markdown(
-        [what, *(case["name"] for case in cases)],
-        [[name, *(_checked(rows.get(name), cell) for rows in by_case)] for name in names],
+        [what, *(case["name"] for case in ran)],
+        [[name, *(_checked(rows.get(name), cell, notes) for rows in by_case)] for name in names],
     )
-    windows = [row["windows"] for rows in by_case for row in rows.values() if not row["error"]]
-    said = f"Medians over {min(windows)} to {max(windows)} windows. {origin(result)}"
-    shown = {case["name"] for case in cases}
+    windows = {row["windows"] for rows in by_case for row in rows.values() if row["windows"]}
+    count = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else "no"
+    said = f"Medians over {count} windows. {origin(result)}"
+    failed = [f"{case['name']} failed: {case['error']}." for case in cases if case["error"]]
+    shown = {case["name"] for case in ran}
     own = [target for target in result["targets"] if target["name"].partition(":")[0] in shown]
-    return "\n\n".join([table, said, *_missed(own)])
+    return "\n\n".join([table, *notes.lines(), *failed, said, *_missed(own)])
 
 
-def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str]) -> str:
-    """The cell of a row, unless it failed; nothing where there is no such row."""
+def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str], notes: "Notes | None" = None) -> str:
+    """The cell of a row, unless it failed or was not run; nothing where there is no such row."""
     if row is None:
         return ""
-    if row["error"]:
-        return "failed"
-    return cell(row) if row["exact"] else f"{cell(row)}, gradient wrong"
+    mark = "" if notes is None else notes.mark(row)
+    if row["per_second"] is None or row["error"]:
+        return ("failed" if row["error"] else "not run") + mark
+    return cell(row) + (", gradient wrong" if row["agrees"] is False else "") + mark
 
 
 def targets(results: Results) -> str:
@@ -248,34 +260,6 @@ def trainers(results: Results) -> str:
     ]
     headings = ["", "tokens/s", "times as it is", "reserved GiB", "losses differ by", "target"]
     return "\n\n".join([markdown(headings, rows), *notes.lines(), origin(result)])
-
-
-def shapes(results: Results) -> str:
-    """One row for each loop and one column for each shape; what was not run, or failed, has a note."""
-    result, notes = results("shapes"), Notes()
-    ran = [shape for shape in result["shapes"] if shape["rows"]]
-    by_shape = [{row["name"]: row for row in shape["rows"]} for shape in ran]
-    in_full = max(by_shape, key=len, default={})  # the shape with all loops has them in their order
-    names = dict.fromkeys([*in_full, *(name for rows in by_shape for name in rows)])
-
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return ""
-        if row["per_second"] is None:
-            return ("failed" if row["error"] else "not run") + notes.mark(row)
-        memory = "" if row["reserved_gib"] is None else f" ({row['reserved_gib']:.1f} GiB)"
-        wrong = ", gradient wrong" if row["agrees"] is False else ""
-        return f"{number(row['per_second'])}{memory}{wrong}{notes.mark(row)}"
-
-    table = markdown(
-        ["per second (reserved)", *(f"{shape['title']}, {shape['unit']}" for shape in ran)],
-        [[name, *(cell(rows.get(name)) for rows in by_shape)] for name in names],
-    )
-    windows = {row["windows"] for rows in by_shape for row in rows.values() if row["windows"]}
-    count = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else "no"
-    said = f"Medians over {count} windows, in turns with the others of a column. {origin(result)}"
-    failed = [f"{shape['title']} failed: {shape['error']}." for shape in result["shapes"] if shape["error"]]
-    return "\n\n".join([table, *notes.lines(), *failed, said])
 
 
 def tuning(results: Results) -> str:

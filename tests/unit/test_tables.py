@@ -95,7 +95,7 @@ def test_every_row_is_shown_and_wrong_ones_are_named(imported, name):
     result = project("gpu")
     for case in result["cases"]:
         rows = {row["name"]: row for row in case["rows"]}
-        rows["hand-written"]["exact"] = False
+        rows["hand-written"]["agrees"] = False
         rows["Accelerate"]["error"] = "ValueError: no"
     table = imported("tables").BLOCKS[name](results_of(result))
     sections = {"peers": ("fixed", "variable"), "gpu": ("fixed", "variable"), "micro_batch_size": ("sweep",)}[name]
@@ -109,7 +109,7 @@ def test_the_readme_shows_where_a_loop_failed(imported):
     files = {"gpu": project("gpu"), "overhead": project("overhead")}
     case = files["gpu"]["cases"][0]
     rows = {row["name"]: row for row in case["rows"]}
-    rows["Macrobatch"]["exact"], rows["Lightning Fabric"]["error"] = False, "no"
+    rows["Macrobatch"]["agrees"], rows["Lightning Fabric"]["error"] = False, "no"
     table = imported("tables").speed(files.__getitem__).splitlines()
     (line,) = [line for line in table if case["name"] in line]
     assert [cell.strip() for cell in line.split("|")][3:8:2] == ["failed", "10,858", "68,647"]
@@ -167,6 +167,9 @@ def test_shapes_show_every_loop_and_why_one_is_missing(imported):
         plain = {"windows": 10 if speed else 0, "reserved_gib": 2.04, "agrees": True, "note": "", "error": ""}
         return {"name": name, "per_second": speed, **plain, **changed}
 
+    def case(name: str, *rows: dict, error: str = "") -> dict:
+        return {"name": name, "section": "others", "rows": rows, "error": error}
+
     late = "not run: no time was left to compile it"
     images = [row("hand-written", 601.4), row("hand-written, compiled", None, note=late)]
     texts = [
@@ -175,15 +178,10 @@ def test_shapes_show_every_loop_and_why_one_is_missing(imported):
         row("Macrobatch", 28_496.0, agrees=False, windows=12, reserved_gib=None),
         row("hand-written, compiled", None, error="ValueError: no"),
     ]
-    shapes = [
-        {"title": "ResNet-50", "unit": "images", "rows": images, "error": ""},
-        {"title": "LoRA", "unit": "tokens", "rows": [], "error": "ImportError: no peft"},
-        {"title": "GPT-2", "unit": "tokens", "rows": texts, "error": ""},
-    ]
-    result = {**project("gpu"), "shapes": shapes}
-    table = imported("tables").shapes(results_of(result)).splitlines()
+    cases = [case("ResNet-50", *images), case("LoRA", error="ImportError: no peft"), case("GPT-2", *texts)]
+    table = imported("tables").shapes(results_of({**project("gpu"), "cases": cases})).splitlines()
     assert table[:6] == [
-        "| per second (reserved) | ResNet-50, images | GPT-2, tokens |",
+        "| tokens or images per second (reserved) | ResNet-50 | GPT-2 |",
         "|---|---|---|",
         "| hand-written | 601 (2.0 GiB) | 28,950 (2.0 GiB) (1) |",
         "| hand-written, grouped | | 30,000 (2.0 GiB) |",
@@ -196,4 +194,4 @@ def test_shapes_show_every_loop_and_why_one_is_missing(imported):
         "(3) ValueError: no.",
         "LoRA failed: ImportError: no peft.",
     ]
-    assert table[-1].startswith("Medians over 10 to 12 windows, in turns with the others of a column. NVIDIA H200, ")
+    assert table[-1].startswith("Medians over 10 to 12 windows. NVIDIA H200, ")
