@@ -1,6 +1,8 @@
 """`exact(Trainer)` in one process: against one big batch in plain torch, and beside the trainer as it is."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -114,6 +116,61 @@ def test_every_batch_finds_the_model_in_training_mode(trainer_class):
     made = trainer("llama", trainer_class, samples("llama", 24))
     train(made)
     assert made.modes == [True] * 12
+
+
+class Distils(Trainer):
+    """Its loss evaluates in between, and leaves the mode as it was."""
+
+    def compute_loss(self, model, inputs, *args, **named):
+        was = model.training
+        model.eval()
+        with torch.no_grad():
+            model(**inputs)
+        model.train(was)
+        if torch.is_grad_enabled():
+            self.modes = [*getattr(self, "modes", []), [module.training for module in model.modules()]]
+        return super().compute_loss(model, inputs, *args, **named)
+
+
+class EvaluatesBefore(Trainer):
+    """Its step leaves a part in evaluation mode, and the trainer's own sets all to training."""
+
+    def training_step(self, model, inputs, *args):
+        model.model.norm.eval()
+        return super().training_step(model, inputs, *args)
+
+    def compute_loss(self, model, inputs, *args, **named):
+        if torch.is_grad_enabled():
+            self.modes = [*getattr(self, "modes", []), [module.training for module in model.modules()]]
+        return super().compute_loss(model, inputs, *args, **named)
+
+
+@pytest.mark.parametrize("trainer_class", [Distils, EvaluatesBefore])
+def test_modes_that_a_program_changes_are_as_ever(trainer_class):
+    for kind in (trainer_class, exact(trainer_class)):
+        made = trainer("llama", kind, samples("llama", 24))
+        train(made)
+        assert len(made.modes) == 12
+        assert all(map(all, made.modes))
+
+
+class Copies(Trainer):
+    """Makes a teacher of its model in the third window, and saves it."""
+
+    def compute_loss(self, model, inputs, *args, **named):
+        if self.state.global_step == 2 and not hasattr(self, "teacher") and torch.is_grad_enabled():
+            self.teacher = copy.deepcopy(model).eval().requires_grad_(False)
+            self.saved = len(pickle.dumps(model))
+        return super().compute_loss(model, inputs, *args, **named)
+
+
+def test_a_copy_of_the_model_is_its_own():
+    made = trainer("llama", exact(Copies), samples("llama", 24))
+    train(made)
+    assert made.teacher is not made.model
+    assert made.model.training
+    assert not made.teacher.training
+    assert made.saved
 
 
 class OwnOperations(Trainer):

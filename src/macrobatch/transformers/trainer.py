@@ -213,7 +213,8 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         assert meaning is not None
         if settings.cuts or settings.cuda_graph or meaning.balance is not None or meaning.terms is not None:
             return WholeWindow(self, model, settings, meaning)
-        return BatchByBatch(self, model, settings)
+        library = str(getattr(super().training_step, "__module__", "")).partition(".")[0]
+        return BatchByBatch(self, model, settings, saves_train=library in ("transformers", "trl"))
 
     def _look_at_loss(self, model: nn.Module) -> None:
         """Ask what the loss is a mean over, if that is not known; now and then look whether it still is.

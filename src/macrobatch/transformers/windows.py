@@ -98,11 +98,13 @@ class BatchByBatch(Windows):
         trainer: whose they are.
         model: as the trainer has wrapped it.
         settings: of `exact`.
+        saves_train: whether the first thing that ``training_step`` does is ``model.train()``.
     """
 
-    def __init__(self, trainer: Any, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, trainer: Any, model: nn.Module, settings: Settings, *, saves_train: bool) -> None:
         super().__init__(trainer)
         self._model = model
+        self._train_saved: Any = first_train_saved if saves_train else contextlib.nullcontext
         self._engine = engine_for(model, None, scaler=trainer.accelerator.scaler, **settings.options)
 
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
@@ -110,7 +112,7 @@ class BatchByBatch(Windows):
         self._items.clear()
         engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
         try:
-            with self._backward_here(), training_already(self._model):
+            with self._backward_here(), self._train_saved(self._model):
                 run()
             return engine.close()
         except BaseException:
@@ -220,20 +222,29 @@ class WholeWindow(Windows):
 
 
 @contextlib.contextmanager
-def training_already(model: nn.Module) -> Iterator[None]:
-    """Where ``model.train()`` would change nothing, it does nothing: a trainer calls it for each batch."""
-    modules: list[Any] = [model]
-    for module in modules:
-        modules += [child for child in children_of(module).values() if child is not None]
+def first_train_saved(model: nn.Module) -> Iterator[None]:
+    """The first ``model.train()`` does nothing, if it would change nothing: that of the trainer, for each batch.
+
+    Later ones, of a loss that evaluates in between, are the model's own, and so is what a copy of it gets.
+    """
     own = vars(model)
-    if "train" in own or not all(map(_trains_plainly, modules)):
+    if "train" in own:
         yield
         return
-    own["train"] = lambda mode=True: model if mode else type(model).train(model, mode)
+
+    def train(mode: bool = True) -> nn.Module:
+        own.pop("train", None)
+        modules: list[Any] = [model]
+        for module in modules:
+            modules += [child for child in children_of(module).values() if child is not None]
+        return model if mode and all(map(_trains_plainly, modules)) else model.train(mode)
+
+    own["train"] = train
     try:
         yield
     finally:
-        del own["train"]
+        if own.get("train") is train:
+            del own["train"]
 
 
 def _trains_plainly(module: nn.Module) -> bool:
