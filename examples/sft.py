@@ -1,5 +1,6 @@
 """TRL's SFTTrainer, with windows that are exact, cut anew by tokens: prompts and answers of different lengths.
 
+pip install '.[transformers]' trl
 python examples/sft.py
 torchrun --nproc-per-node=2 examples/sft.py
 """

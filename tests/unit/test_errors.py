@@ -63,6 +63,12 @@ def test_loss(make, loss, spoil, message):
         (-1, "finite and not negative: got -1"),
         (math.nan, "finite and not negative: got nan"),
         (math.inf, "finite and not negative: got inf"),
+        (1e-310, "between 1e-30 and .*got 1e-310"),
+        (1e300, "between 1e-30 and .*got 1e[+]300"),
+        (2**53 + 1, r"between 1e-30 and 2\*\*53: got 9007199254740993"),
+        (2**5000, "between 1e-30 and"),
+        (torch.ones((), device="meta"), "in a dense tensor: got one on the device 'meta'"),
+        (torch.ones(1).to_sparse(), "in a dense tensor: got one of layout torch.sparse_coo"),
         (True, "must be a number.*got True"),
         ("3", "must be a number.*got '3'"),
         (torch.ones(2), r"one number: got a tensor of shape \(2,\).*\(labels != -100\).sum\(\)"),
@@ -88,12 +94,12 @@ def test_items_mixed_with_none(make, loss, first, then):
         acc.backward(loss(), items=first)
 
 
-@pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, 1e300, 1e-310])
 @pytest.mark.parametrize("fused", [False, True])
 def test_items_that_only_the_device_knows(model, loss, bad, fused):
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), steps=2, nonfinite="keep")
     before = [p.clone() for p in model.parameters()]
-    for items in (torch.tensor(5.0), torch.tensor(float(bad))):
+    for items in (torch.tensor(0.0 if 0 < bad < 1 else 5.0), torch.tensor(float(bad), dtype=torch.float64)):
         with acc.micro_batch():
             acc.backward(loss(), items=items)
     with pytest.raises(BatchError, match="window 1 were negative or not finite; its step was not taken"):

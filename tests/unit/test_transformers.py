@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer, TrainerCallback
 
 from harness.trainers import Noting, apart, arguments, collate, make, one_big_batch, samples, train, trainer
 from macrobatch import MacrobatchError, by_tokens, verify
@@ -350,6 +350,20 @@ def test_a_loss_that_hides_its_items_in_a_stream_is_told_before_the_first_step()
     with pytest.raises(UsageError, match=r"return \(loss, items\)"):
         train(made)
     assert apart(made, make("bert").state_dict()) == 0
+
+
+class LossInTrainingOnly(LlamaForCausalLM):
+    def forward(self, *args, **named):
+        found = super().forward(*args, **named)
+        return found if self.training else {"logits": found.logits}
+
+
+def test_a_model_without_a_loss_in_evaluation_mode_is_told_how_it_was_asked():
+    model = make("llama")
+    model.__class__ = LossInTrainingOnly
+    made = trainer("llama", exact(Trainer), samples("llama", 8), model=model)
+    with pytest.raises(UsageError, match="could not be asked, in evaluation mode, .* did not return a loss"):
+        train(made)
 
 
 def test_asking_leaves_no_trace():

@@ -113,6 +113,16 @@ def test_items_in_the_hosts_memory_are_numbers_at_once():
     assert result.items.item() == SAMPLES
 
 
+@pytest.mark.parametrize("form", [float, lambda items: torch.tensor(items, dtype=torch.float64)])
+def test_fractions_of_items_under_a_scaler(form):
+    """What the scaler multiplies with is in float32, and a third of an item is not."""
+    model, big = twins(lambda: nn.Linear(3, 1))
+    acc = Accumulator(model, sgd(model), steps=4, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+    accumulate(acc, model, parts(4), items=lambda x: form(len(x) / 3))
+    whole_step(big, sgd(big))
+    same_weights(model, big)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])
 def test_what_the_host_reads_of_a_tensor(dtype):
     assert items_on_host(torch.tensor([[7]], dtype=dtype)) == 7

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._step.scaling import Seeds, inverse_power_of_two, number_on_host
+from macrobatch._step.scaling import FEWEST_ITEMS, Seeds, inverse_power_of_two, number_on_host
 from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
@@ -124,8 +124,10 @@ class Window:
         if not is_zero(items):
             self._choose_multiplier(loss, count)
         weight = self.multiplier
+        if isinstance(weight, Tensor) and loss.dtype == torch.float64:
+            weight = weight.double()  # a fraction of an item would be rounded
         if self._reduction == "mean":
-            weight = count if self.multiplier is UNSCALED else count * weight
+            weight = count if weight is UNSCALED else count * weight
         # In memory of its own, each time: torch may keep a view of it as a parameter's gradient, and add to that later.
         if isinstance(weight, Tensor):
             seed = weight.data.to(loss.device, loss.dtype, non_blocking=True, copy=True)
@@ -387,7 +389,8 @@ class Window:
         self._fold()
         if self._device_items is None or self._lowest is None:
             return None
-        return (self._lowest < 0) | ~torch.isfinite(self._device_items)
+        total = self._device_items
+        return (self._lowest < 0) | ~((total == 0) | ((total >= FEWEST_ITEMS) & (total <= 1 / FEWEST_ITEMS)))
 
 
 def is_zero(items: Items) -> bool:

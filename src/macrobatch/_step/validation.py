@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from macrobatch._ranks.collectives import full_tensor
-from macrobatch._step.scaling import number_on_host
+from macrobatch._step.scaling import FEWEST_ITEMS, number_on_host
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Encoded, Items
 
 T = TypeVar("T")
+MOST_ITEMS = 2**53  # of a micro-batch: more are not counted exactly
 
 
 # ---------------------------------------------------------------------------------------------- of a micro-batch
@@ -103,9 +104,12 @@ def checked_joint(joint: T, counts: object) -> T:
 
 def checked_items(items: object) -> Items:
     """`items` as handed to `backward`, or an error. A tensor's value is left to the device."""
-    if items is None or (isinstance(items, int) and not isinstance(items, bool) and items >= 0):
+    if items is None or (isinstance(items, int) and not isinstance(items, bool) and 0 <= items <= MOST_ITEMS):
         return items
     if isinstance(items, Tensor):
+        if items.layout != torch.strided or items.is_meta:
+            what = "on the device 'meta', which has no numbers" if items.is_meta else f"of layout {items.layout}"
+            raise BatchError(f"items must be one number in a dense tensor: got one {what}.")
         if items.numel() != 1 or items.is_complex() or items.dtype == torch.bool:
             raise BatchError(
                 f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
@@ -114,18 +118,28 @@ def checked_items(items: object) -> Items:
         return full_tensor(items)
     if not isinstance(items, Real) or isinstance(items, bool):
         raise BatchError(f"items must be a number, a tensor with one, or None: got {items!r}.")
-    if not math.isfinite(items) or items < 0:
+    if items < 0 or not (isinstance(items, Integral) or math.isfinite(items)):
         raise BatchError(
             f"items must be finite and not negative: got {items!r}. They are what the loss is a mean over."
         )
+    if not is_countable(items):
+        raise BatchError(
+            f"items must be 0, or between {FEWEST_ITEMS:g} and 2**53: got {items!r}, by which nothing can be divided "
+            "with any precision. They are what the loss is a mean over."
+        )
     return int(items) if isinstance(items, Integral) else float(items)
+
+
+def is_countable(number: Any) -> bool:
+    """Whether a sum may be divided by it, or by several like it."""
+    return bool(number == 0 or FEWEST_ITEMS <= number <= MOST_ITEMS)
 
 
 def items_on_host(items: Items) -> Items:
     """As a number, where that takes no waiting; left to the device where it is wrong, so that all ranks get to know."""
     if type(items) is not Tensor or (number := number_on_host(items)) is None:
         return items
-    return number if 0 <= number < math.inf else items
+    return number if is_countable(number) else items
 
 
 def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[str, tuple[Tensor, Items]]:

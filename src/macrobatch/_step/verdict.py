@@ -74,7 +74,8 @@ class Verdict:
         if reasons & BAD_ITEMS:
             return BatchError(
                 f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
-                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum()."
+                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum(). Less than 1e-30 "
+                "in all, or more than 1e30, is no count either."
             )
         if reasons & MISCOUNTED and self._miscounting is not None:
             return BatchError(self._miscounting.miscount())

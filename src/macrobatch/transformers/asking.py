@@ -233,7 +233,8 @@ def _number_of(trainer: Any, inputs: Inputs) -> Tensor | None:
 def _hidden(trainer: Any, why: str) -> str:
     return (
         f"what the loss of {type(trainer).__name__}.compute_loss is a mean over is hidden: it is neither a mean over "
-        f"the labels that are not -100, nor over the samples, nor a sum divided by num_items_in_batch ({why}). The "
+        f"the labels that are not -100, nor over the samples, nor a sum divided by num_items_in_batch ({why}; it was "
+        "asked in evaluation mode). The "
         "mean over several micro-batches cannot be told from it. Let compute_loss return (loss, items), where the loss "
         "is a mean over so many items, or divide a sum by num_items_in_batch."
     )

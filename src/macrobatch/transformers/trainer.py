@@ -227,7 +227,13 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             return
         given = [prepared(self, batch) for batch in batches[:2]]
         if self._meaning is None:
-            self._meaning = meaning_of(self, model, given[0], layout_for(self))
+            try:
+                self._meaning = meaning_of(self, model, given[0], layout_for(self))
+            except ValueError as error:  # such as that of a model which has a loss in training mode alone
+                raise UsageError(
+                    f"{type(self).__name__}.compute_loss could not be asked, in evaluation mode, what its loss is a "
+                    f"mean over: {error}"
+                ) from error
         if not still_fits(self, model, self._meaning, given, padding_of(self), self._is_on_any_rank):
             raise UsageError(
                 f"the loss of {type(self).__name__}.compute_loss was taken for a mean over {self._meaning.of}, but in "
