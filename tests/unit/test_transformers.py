@@ -362,7 +362,7 @@ def test_a_model_without_a_loss_in_evaluation_mode_is_told_how_it_was_asked():
     model = make("llama")
     model.__class__ = LossInTrainingOnly
     made = trainer("llama", exact(Trainer), samples("llama", 8), model=model)
-    with pytest.raises(UsageError, match="could not be asked, in evaluation mode, .* did not return a loss"):
+    with pytest.raises(UsageError, match=r"could not be asked, in evaluation mode, .* did not return a loss"):
         train(made)
 
 
