@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# One colour a loop, in every figure: ours are blue, dark with graphs; a loop by hand and the big batch are grey.
+# One colour a loop, in every figure: ours are blue, dark with graphs; a loop by hand and the big batch are grey. Those
+# that are compiled are darker, those that are grouped lighter.
 COLOURS = {
     "Macrobatch, compiled, cuda_graph": "#08306b",
     "Macrobatch, cuda_graph": "#1f6fb4",
@@ -20,12 +21,18 @@ COLOURS = {
     "Macrobatch": "#9ecae1",
     "hand-written, compiled": "#525252",
     "hand-written": "#969696",
+    "hand-written, grouped, compiled": "#737373",
+    "hand-written, grouped": "#bdbdbd",
+    "Accelerate, compiled": "#a63603",
     "Accelerate": "#e6550d",
+    "Accelerate, grouped, compiled": "#d94801",
+    "Accelerate, grouped": "#fdae6b",
     "Lightning Fabric": "#756bb1",
     "transformers Trainer": "#31a354",
+    "one big batch, compiled": "#252525",
     "one big batch": "#000000",
 }
-MARKERS = dict(zip(COLOURS, "PsXoDv^<>*", strict=True))
+MARKERS = dict(zip(COLOURS, "PsXoDv^<>*hHdp8x", strict=True))
 DOTS_PER_INCH = 150
 
 Row = dict[str, Any]

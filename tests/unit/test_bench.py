@@ -193,6 +193,13 @@ def test_targets(imported):
     ]
 
 
+def test_every_loop_has_a_colour(imported):
+    """One without would be missing in the figures."""
+    gpu, shapes = imported("gpu"), imported("models").SHAPES
+    ways = {way.name for shape in shapes for compiled in (False, True) for way in gpu.ways_of(shape, compiled)}
+    assert ways <= set(imported("figures").COLOURS)
+
+
 def test_figures(imported, tmp_path):
     figures = imported("figures")
     rows = [
