@@ -245,6 +245,25 @@ def test_items_on_one_rank_only(ran):
     all_refused(ran["counted_on_one_rank"], "items must be given on every rank, or on none", "window 2")
 
 
+def miscounting(nonfinite: str) -> Outcome:
+    """In the second window, and on one rank."""
+    record = Plan().start(ddp, nonfinite=nonfinite)
+    for number, micro in record.acc.batches(share(dist.get_rank(), 12)):
+        is_wrong = dist.get_rank() == 1 and number == 4
+        record.acc.backward(mean_loss(record.model, micro), torch.tensor(math.nan if is_wrong else float(micro.items)))
+        record.acc.step()
+    return {}
+
+
+for policy in ("raise", "skip", "keep"):
+    SCENARIOS[f"miscounted-{policy}"] = partial(miscounting, policy)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "keep"])
+def test_a_count_that_is_none_on_one_rank_is_an_error_on_all(ran, policy):
+    all_refused(ran[f"miscounted-{policy}"], "negative or not finite", "window 2")
+
+
 # ------------------------------------------------------------------------------------------------------- precision
 
 

@@ -37,6 +37,3 @@ class MeanWindow(Window):
 
     def unlike_ranks(self) -> Tensor | None:
         return None  # what each term is divided by is agreed on before
-
-    def poisoned(self) -> Tensor | None:
-        return None  # bad items tell of themselves

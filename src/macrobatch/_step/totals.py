@@ -257,7 +257,7 @@ class Window:
     def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
         """Start the totals on their way to all ranks; the window must be complete but for its last backward."""
         items = self._own_items().to(wide(self.device))
-        if (bad_items := self.bad_items()) is not None:
+        if (bad_items := self._own_bad_items()) is not None:
             items = items.masked_fill(bad_items, math.nan)  # so that all ranks get to know
         gives_items = self._counted and not self.counts_samples
         counts = 0.0 if self._counted is None else 1.0 if gives_items else WITHOUT_ITEMS
@@ -374,10 +374,6 @@ class Window:
         )
         return torch.where(torch.isfinite(mean) & (mean > 0), mean, before)
 
-    def poisoned(self) -> Tensor | None:
-        """Whether some rank's count of items was bad; None in one process."""
-        return None if self._everyone is None else ~torch.isfinite(self._everyone[1])
-
     def _own_items(self) -> Tensor:
         self._fold()
         dtype = torch.int64 if isinstance(self._host_items, int) else wide(self.device)
@@ -385,7 +381,10 @@ class Window:
         return host if self._device_items is None else host + self._device_items
 
     def bad_items(self) -> Tensor | None:
-        """Whether a count that only this rank's device knows was negative or not finite; None if there is none such."""
+        """Whether a count was negative or not finite, on any rank; None where the host knows that none was."""
+        return self._own_bad_items() if self._everyone is None else ~torch.isfinite(self._everyone[1])
+
+    def _own_bad_items(self) -> Tensor | None:
         self._fold()
         if self._device_items is None or self._lowest is None:
             return None

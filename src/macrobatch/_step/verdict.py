@@ -106,8 +106,7 @@ def verdict_on(window: Window, *, nonfinite: Tensor | None = None, writes: Tenso
     if writes is not None:
         reasons[TOUCHED] = writes.to(window.device, non_blocking=True)
     if nonfinite is not None:
-        poisoned = window.poisoned()
-        reasons[NONFINITE] = nonfinite if poisoned is None else nonfinite.bool() | poisoned
+        reasons[NONFINITE] = nonfinite
     if not window.has_items:
         reasons[NO_ITEMS] = window.lacks_items()
     if (bad_items := window.bad_items()) is not None:
