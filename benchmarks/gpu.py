@@ -225,7 +225,8 @@ def ways_of(shape: Shape, is_compiled: bool) -> Iterator[Way]:
         yield Way(name=FABRIC, build=fabric, is_compiled=False)
     graphs = f"{EAGER}{end}{GRAPHS.removeprefix(EAGER)}"
     yield Way(name=graphs, build=lambda job: macro_step(job, True), is_compiled=is_compiled, has_graphs=True)
-    if shape.together is None and not shape.depends_on and shape.section != "sweep":  # it fits, and is as exact
+    is_once = shape.section != "sweep" or shape.micro_batches == 1
+    if is_once and shape.together is None and not shape.depends_on:  # it fits, and is as exact
         yield Way(name=BIG_BATCH + end, build=one_big_batch, is_compiled=is_compiled)
 
 

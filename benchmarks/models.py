@@ -4,7 +4,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -369,66 +369,54 @@ SHAPES = [
     ),
     *swept("110M", [1, 4, 16, 32], 512),
 ]
+LARGE = {shape.name: shape for shape in SHAPES}
 TINY = [
     of_equal_length("tiny", 1, 16, 4),
     of_many_lengths("tiny", 6, 64, budget=128, together=4),
-    Shape(
-        name="gpt2",
+    replace(
+        LARGE["gpt2"],
         title="tiny GPT-2, dropout 0.1",
-        micro_batch=2,
         micro_batches=3,
         make=lambda: gpt2(tiny=True),
         draw=lambda samples, draw: tokens(64, 16, samples, draw),
-        loss=next_token_loss,
-        depends_on="dropout",
     ),
-    Shape(
-        name="vit",
+    replace(
+        LARGE["vit"],
         title="tiny ViT",
         micro_batch=2,
         micro_batches=3,
         make=lambda: vit(tiny=True),
         draw=lambda samples, draw: images(32, 10, samples, draw),
-        loss=image_loss,
     ),
-    Shape(
-        name="resnet",
+    replace(
+        LARGE["resnet"],
         title="tiny ResNet, BatchNorm",
         micro_batch=4,
         micro_batches=2,
         make=lambda: resnet(8, (1, 1), 10),
         draw=lambda samples, draw: images(32, 10, samples, draw),
-        loss=image_loss,
-        depends_on="BatchNorm",
     ),
-    Shape(
-        name="lora",
+    replace(
+        LARGE["lora"],
         title="LoRA on a tiny Llama",
-        micro_batch=2,
         micro_batches=3,
         make=lambda: lora("tiny", 16),
         draw=lambda samples, draw: tokens(64, 16, samples, draw),
-        loss=next_token_loss,
     ),
-    Shape(
-        name="1.1B",
+    replace(
+        LARGE["1.1B"],
         title="tiny Llama, 4 loops at once",
-        micro_batch=1,
         micro_batches=3,
         make=lambda: llama("tiny", 16),
         draw=lambda samples, draw: tokens(64, 16, samples, draw),
-        loss=next_token_loss,
-        together=2,
         alive=4,
     ),
-    Shape(
-        name="bert",
+    replace(
+        LARGE["bert"],
         title="tiny BERT, 12 samples of up to 64",
-        micro_batch=2,
         micro_batches=6,
         make=lambda: bert(tiny=True),
         draw=lambda samples, draw: masked_texts(64, 64, samples, draw),
-        loss=masked_loss,
         budget=128,
         together=4,
     ),

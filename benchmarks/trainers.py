@@ -391,7 +391,7 @@ def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[
             "agrees": None if apart is None else apart <= 0.02,  # rounding of bfloat16, added up
         }
         if way == "exact":
-            row["quartiles"] = quartiles(one.rates, usual.rates)
+            row["quartiles"] = record.quartiles(pairs_of)[1:] if (pairs_of := ratios(one.rates, usual.rates)) else None
             row["times_looked_at"] = times(one.looked_at, usual.looked_at, is_paired=True)
         if one.error:
             row["error"] = one.error
@@ -406,17 +406,13 @@ def times(rates: list[float], usual: list[float], *, is_paired: bool) -> float |
     if not rates or not usual:
         return None
     if is_paired:
-        return statistics.median(ours / theirs for ours, theirs in zip(rates, usual, strict=False))
+        return record.quartiles(ratios(rates, usual))[0]
     return statistics.median(rates) / statistics.median(usual)
 
 
-def quartiles(rates: list[float], usual: list[float]) -> list[float] | None:
-    """Between which half of the windows lie."""
-    ratios = [ours / theirs for ours, theirs in zip(rates, usual, strict=False)]
-    if len(ratios) < 2:
-        return None
-    first, _, third = statistics.quantiles(ratios, n=4)
-    return [first, third]
+def ratios(rates: list[float], usual: list[float]) -> list[float]:
+    """Window by window."""
+    return [ours / theirs for ours, theirs in zip(rates, usual, strict=False)]
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ class Seeds:
         return seed.clone()
 
 
-FEWEST_ITEMS = 1e-30  # but for none: fractions may be weights, but one over less than this is infinite in float32
+FEWEST_ITEMS = 1e-30  # but for none: fractions may be weights, but one over much less is infinite in float32
 _ON_HOST: dict[torch.dtype, Any] = {
     torch.float32: ctypes.c_float,
     torch.float64: ctypes.c_double,

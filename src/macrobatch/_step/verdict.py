@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from macrobatch._step.gradients import UNDIVIDED
+from macrobatch._step.scaling import FEWEST_ITEMS
 from macrobatch._step.totals import Window
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
 
@@ -74,8 +75,8 @@ class Verdict:
         if reasons & BAD_ITEMS:
             return BatchError(
                 f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
-                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum(). Less than 1e-30 "
-                "in all, or more than 1e30, is no count either."
+                "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum(). Less than "
+                f"{FEWEST_ITEMS:g} in all, or more than {1 / FEWEST_ITEMS:g}, is no count either."
             )
         if reasons & MISCOUNTED and self._miscounting is not None:
             return BatchError(self._miscounting.miscount())

@@ -18,8 +18,8 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._step.assembly import engine_for
 from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.snapshot import modules_of
 from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
-from macrobatch._torch.modules import children_of
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
@@ -234,10 +234,7 @@ def first_train_saved(model: nn.Module) -> Iterator[None]:
 
     def train(mode: bool = True) -> nn.Module:
         own.pop("train", None)
-        modules: list[Any] = [model]
-        for module in modules:
-            modules += [child for child in children_of(module).values() if child is not None]
-        return model if mode and all(map(_trains_plainly, modules)) else model.train(mode)
+        return model if mode and all(map(_trains_plainly, modules_of([model]))) else model.train(mode)
 
     own["train"] = train
     try:

@@ -122,8 +122,10 @@ def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cau
         return None
     by_samples, alike = [len(part) / sum(map(len, parts)) for part in parts], [1 / len(parts)] * len(parts)
     said = f"that of the losses of the {len(parts)} micro-batches, each of its own samples alone"
+    tried: list[Gradient] = []
     for weights in (by_samples, alike):
-        if _fits(window, case.big.gradient(_weighted(parts, weights))):
+        tried.append(case.big.gradient(_weighted(parts, weights)))
+        if _fits(window, tried[-1]):
             return _coupled(f"the gradient is {said}.")
     if whole.encode(case.big.model, case.big.part(None)).loss is None:
         return None
@@ -131,11 +133,11 @@ def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cau
     with whole.ordinary_alone():
         ordinary = case.big.gradient([Weighted(None, 1.0)])
         alone = [case.big.gradient(_weighted(parts, weights)) for weights in (by_samples, alike)]
-    for weights, own in zip((by_samples, alike), alone, strict=True):
-        coupled = case.big.gradient(_weighted(parts, weights)).plus(own, -1.0)
+    for both, own in zip(tried, alone, strict=True):
+        coupled = both.plus(own, -1.0)
         times, each = projection(window.actual, [ordinary, coupled])
-        found = ordinary.plus(ordinary, times - 1.0).plus(coupled, each)
-        if window.actual.distance(found) / (window.actual.largest or 1.0) <= window.tolerance:
+        apart = window.actual.plus(coupled, -each).distance(ordinary, times)
+        if apart / (window.actual.largest or 1.0) <= window.tolerance:
             return _coupled(
                 f"beside {times:.4g} times the ordinary loss, the gradient is {each:.4g} times {said}: a loss that is "
                 "no mean over samples, such as one that balances experts, is computed for each of them."
