@@ -1,4 +1,4 @@
-"""Draws the figures of the documentation from results/gpu.json.
+"""Draws the figures of the documentation from results/gpu.json and results/gpu_sweep.json.
 
     python benchmarks/figures.py                                        # into docs/figures
     python benchmarks/figures.py --results FOLDER --out FOLDER
@@ -145,19 +145,24 @@ def figures_of(result: dict[str, Any]) -> dict[str, Any]:
         drawn["micro_batch_size"] = by_micro_batch_size(cases, measured)
     if cases := sections.get("fixed"):
         titles = [case["name"] for case in cases]
-        sizes = "Micro-batch x tokens x micro-batches a window; behind a bar: times Accelerate."
+        sizes = "Micro-batch x tokens x micro-batches a window; behind a bar: times Accelerate, compiled if it is."
         drawn["fixed"] = bars(cases, titles, f"{sizes}\n{measured}")
     if cases := sections.get("variable"):
         titles = [f"{case['name']}, log-normal lengths" for case in cases]
         sizes = f"At most {cases[0]['largest_micro_batch']:,} tokens a micro-batch with its padding; real tokens count."
-        drawn["variable_lengths"] = bars(cases, titles, f"{sizes}\nBehind a bar: times Accelerate. {measured}")
+        drawn["variable_lengths"] = bars(
+            cases, titles, f"{sizes}\nBehind a bar: times Accelerate, compiled if it is.\n{measured}"
+        )
     return drawn
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="a folder with gpu.json (default: results)"
+        "--results",
+        type=Path,
+        default=Path("results"),
+        help="a folder with gpu.json, and gpu_sweep.json (default: results)",
     )
     parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="a folder (default: docs/figures)")
     arguments = parser.parse_args()
@@ -167,6 +172,8 @@ def main() -> int:
         return 2
     try:
         drawn = figures_of(json.loads(source.read_text()))
+        if (swept := source.with_name("gpu_sweep.json")).is_file():
+            drawn |= figures_of(json.loads(swept.read_text()))
     except ImportError as missing:
         print(f"{missing}. It comes with an extra: pip install -e '.[bench]'", file=sys.stderr)
         return 2

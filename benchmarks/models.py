@@ -306,7 +306,7 @@ SHAPES = [
     of_equal_length("110M", 1, 512, 16),
     of_equal_length("41M", 2, 256, 16),
     of_equal_length("110M", 4, 1024, 8),
-    of_many_lengths("110M", 64, 2048, budget=4096, together=8),
+    of_many_lengths("110M", 32, 2048, budget=4096, together=8),
     Shape(
         name="gpt2",
         title="GPT-2 124M, dropout 0.1, 2 x 512 x 16",
@@ -358,16 +358,16 @@ SHAPES = [
     ),
     Shape(
         name="bert",
-        title="BERT-base masked LM, 128 samples of up to 512",
+        title="BERT-base masked LM, 64 samples of up to 512",
         micro_batch=2,
-        micro_batches=64,
+        micro_batches=32,
         make=lambda: bert(tiny=False),
         draw=lambda samples, draw: masked_texts(30_522, 512, samples, draw),
         loss=masked_loss,
         budget=4_096,
         together=16,
     ),
-    *swept("110M", [1, 4, 16, 32], 512),
+    *swept("110M", [1, 4, 16], 512),
 ]
 LARGE = {shape.name: shape for shape in SHAPES}
 TINY = [

@@ -38,18 +38,36 @@ def train(acc, model, data, items=len, autocast=None):
     return results
 
 
-def test_numbers_on_their_way_to_the_host_are_not_read_before_they_are_there():
-    model, data = make_model(torch.float64), make_data(torch.float64)
-    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=len(data))
-    busy = torch.ones(4096, 4096, device="cuda")
-    for x, y in acc.batches(data):
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", ["one loss", "terms"])
+def test_numbers_on_their_way_to_the_host_are_not_read_before_they_are_there(kind, scaled):
+    """What the device is to copy there lies behind a long queue of other work."""
+    work = torch.ones(4096, 4096, device="cuda")
+
+    def travelling(number):
         for _ in range(20):
-            busy = busy @ busy / 4096
-        loss = nn.functional.mse_loss(model(x), y).to("cpu", non_blocking=True)
-        acc.backward(loss, items=(busy[0, 0] * len(x)).long().to("cpu", non_blocking=True))
-        result = acc.step()
-    assert result.items.item() == sum(len(x) for x, _ in data)
-    assert torch.isfinite(result.loss)
+            torch.mm(work, work)
+        return number.to("cpu", non_blocking=True)
+
+    def trained(send):
+        torch.manual_seed(0)
+        model, data = make_model(torch.float32), make_data(torch.float32)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
+        named = {"counts": lambda batch: {"mse": send(torch.tensor(len(batch[0]), device="cuda"))}}
+        options = named if kind == "terms" else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        acc = Accumulator(model, optimizer, steps=len(data), scaler=scaler, **options)
+        for x, y in acc.batches(data):
+            loss = send(nn.functional.mse_loss(model(x), y))
+            items = send(torch.tensor(len(x), device="cuda"))
+            acc.backward({"mse": (loss, items)}) if kind == "terms" else acc.backward(loss, items=items)
+            result = acc.step()
+        return model, result
+
+    (model, late), (other, early) = trained(travelling), trained(lambda number: number)
+    assert difference(model, other) < 1e-6
+    assert late.items.item() == early.items.item()
+    assert abs(late.loss.item() - early.loss.item()) < 1e-6
 
 
 def train_whole(model, optimizer, data, steps, max_norm):

@@ -76,15 +76,17 @@ def planted(tmp_path_factory) -> dict:
     (folder / "planted.py").write_text(PLANTED)
     done = run(folder / "planted.py", "--tiny", "--windows", 2, "--compile-within", 0, "--out", folder)
     assert done.returncode == 1, done.stderr
-    found = json.loads((folder / "gpu_tiny.json").read_text())
-    return {case["shape"]: {row["name"]: row for row in case["rows"]} for case in found["cases"]}
+    files = [json.loads((folder / name).read_text()) for name in ("gpu_tiny.json", "gpu_tiny_sweep.json")]
+    cases = [case for found in files for case in found["cases"]]
+    return {case["shape"]: {row["name"]: row for row in case["rows"]} for case in cases}
 
 
 def test_right_loops_agree(planted):
     assert list(planted) == NAMES
     for name, rows in planted.items():
         big = ["one big batch"] if name in BIG_BATCH else []
-        for loop in ("hand-written", "Accelerate", "Lightning Fabric", "Macrobatch", "Macrobatch, cuda_graph", *big):
+        fabric = [] if name in SWEEP or name in ("bert", "chats") else ["Lightning Fabric"]
+        for loop in ("hand-written", "Accelerate", "Macrobatch", "Macrobatch, cuda_graph", *fabric, *big):
             is_reference = (name, loop) == ("gpt2", "hand-written")
             assert rows[loop]["agrees"] is (None if is_reference else True), (name, rows[loop])
             assert rows[loop]["per_second"] > 0
@@ -137,6 +139,24 @@ def test_compiled_loops_and_what_a_file_keeps(tmp_path):
     compiled = [row for row in llama["rows"] if "compiled" in row["name"]]
     assert [row["agrees"] for row in compiled] == [True] * 4
     assert next(row for row in compiled if row["name"] == "Accelerate, compiled")["over_accelerate"] == 1.0
+
+
+LATE = """
+import gpu, models
+
+bench = gpu.Bench(models.TINY[0])
+bench.run(list(gpu.ways_of(bench.shape, is_compiled=False)), windows=3, deadline=0.0)
+print({row.windows for row in bench.rows.values()})
+"""
+
+
+def test_at_the_deadline_it_ends_with_what_it_has(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    assert run(tmp_path / "late.py").stdout.splitlines()[-1] == "{1}"
+    done = run(ROOT / "benchmarks" / "gpu.py", "--tiny", "--within", 0, "--out", tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    assert "Written to no file" in done.stdout
+    assert not (tmp_path / "results").exists()
 
 
 def test_without_a_gpu_it_says_so(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import all_gather_objects, start_all_reduce
+from macrobatch._step.scaling import in_order, is_on_its_way
 from macrobatch._step.totals import wide
 from macrobatch._step.validation import checked_count
 from macrobatch.errors import BatchError
@@ -70,9 +71,15 @@ class TermCounter:
         names = tuple(counted)
         if self._names is not None and names != self._names:
             _raise_for_names(self._names, names, "before", "now")
-        numbers = tuple(checked_count(name, number) for name, number in counted.items())
+        numbers = tuple(self._kept(checked_count(name, number)) for name, number in counted.items())
         self._names = names
         return numbers
+
+    def _kept(self, number: Count) -> Count:
+        """In memory of its own: the caller may fill the same buffer anew for the next batch."""
+        if not isinstance(number, Tensor):
+            return number
+        return (in_order(number, self._device()) if is_on_its_way(number) else number).detach().clone()
 
     def agree_on_names(self) -> None:
         """Once, before the first window: a rank without samples learns the names. All ranks call this together."""
@@ -121,9 +128,7 @@ def _vector(columns: Sequence[Sequence[Count]], device: torch.device) -> Tensor:
         return vector
     nothing = torch.zeros((), dtype=dtype, device=device)
     moved = [
-        torch.stack([c.detach().reshape(()).to(device, dtype, non_blocking=True) for c in part]).sum()
-        if part
-        else nothing
+        torch.stack([c.reshape(()).to(device, dtype, non_blocking=True) for c in part]).sum() if part else nothing
         for part in parts
     ]
     return vector + torch.stack(moved)

@@ -32,7 +32,7 @@ from macrobatch._step.joint_window import FirstPass, JointWindow, Pulled, Share
 from macrobatch._step.lifecycle import Lifecycle, Mark
 from macrobatch._step.means import MeanWindow
 from macrobatch._step.parameters import GradientSource, Parameters
-from macrobatch._step.scaling import Seeds, TypicalItems
+from macrobatch._step.scaling import Seeds, TypicalItems, in_order, is_on_its_way
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.spans import Spans
 from macrobatch._step.terms import TermWindow, Weighed
@@ -154,6 +154,10 @@ class Engine:
         else:
             root = validation.checked_loss(loss)
             counted = validation.items_on_host(validation.checked_items(items))
+            if is_on_its_way(root):
+                root = in_order(root, self.device)
+            if isinstance(counted, Tensor) and is_on_its_way(counted):
+                counted = in_order(counted, self.device)
             self.closing.check_loss(root)
             self._typical.agree(counted, root.device, self._window)
         window, gradients = self.window, self.open_gradients()

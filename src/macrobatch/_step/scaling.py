@@ -81,17 +81,33 @@ _ON_HOST: dict[torch.dtype, Any] = {
 
 
 def number_on_host(tensor: Tensor) -> Any:
-    """The value of a tensor of one element in the host's memory: nobody is waited for. None for any other.
-
-    None also where a device may still be writing it, as after ``to("cpu", non_blocking=True)``: that memory is pinned.
-    """
+    """The value of a tensor of one element that has arrived in the host's memory: nobody is waited for; or None."""
     if type(tensor) is not Tensor or not tensor.is_cpu or (kind := _ON_HOST.get(tensor.dtype)) is None:
         return None
-    if tensor.is_neg():  # what lies in memory has the other sign
+    if tensor.is_neg() or is_on_its_way(tensor):  # of the first, what lies in memory has the other sign
         return None
     with unobserved():  # this is no read of a device, and none that a mode would take for one, as item() is
-        address = 0 if tensor.is_pinned() else tensor.data_ptr()
+        address = tensor.data_ptr()
     return kind.from_address(address).value if address else None
+
+
+def is_on_its_way(tensor: Tensor) -> bool:
+    """Whether a device may still be writing it, as after ``to("cpu", non_blocking=True)``: that memory is pinned."""
+    if type(tensor) is not Tensor or not tensor.is_cpu:
+        return False
+    with unobserved():
+        return tensor.is_pinned()
+
+
+def in_order(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, if it is on its way from there: what follows comes in its turn, and nobody waits.
+
+    Converting it first would be done on the host: torch does so also in one call, ``to(device, dtype)``.
+    """
+    if not is_on_its_way(tensor):
+        return tensor
+    with torch.enable_grad():
+        return tensor.to(device, non_blocking=True)
 
 
 def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:

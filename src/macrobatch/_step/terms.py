@@ -17,6 +17,7 @@ from torch import Tensor
 
 from macrobatch._step.denominators import Denominators, rounding_of
 from macrobatch._step.means import MeanWindow
+from macrobatch._step.scaling import in_order
 from macrobatch._step.totals import UNSCALED, HostItems, is_zero, wide
 from macrobatch.types import Items
 
@@ -132,7 +133,7 @@ class TermWindow(MeanWindow):
         """What a loss adds to its mean, at least in float32. As few kernels as can be: small models wait for them."""
         if loss.dim() or loss.device != self.device or loss.dtype.itemsize < torch.float32.itemsize:
             dtype = torch.promote_types(torch.float32, loss.dtype)
-            loss = loss.reshape(()).to(self.device, dtype, non_blocking=True)
+            loss = in_order(loss, self.device).reshape(()).to(self.device, dtype, non_blocking=True)
         weight = (items if self._reduction == "mean" else 1) / self._divisor(index)
         return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
 
@@ -146,7 +147,8 @@ class TermWindow(MeanWindow):
 
     def _number(self, count: Tensor) -> Tensor:
         """A copy: the caller may fill the same buffer anew for the next micro-batch."""
-        return count.detach().reshape(()).to(self.device, wide(self.device), non_blocking=True, copy=True)
+        number = in_order(count.detach(), self.device).reshape(())
+        return number.to(self.device, wide(self.device), non_blocking=True, copy=True)
 
     def add(self, loss: Tensor | None, items: Any) -> Tensor:
         """Count a micro-batch as it was weighed; returns the seed of its backward."""

@@ -175,7 +175,7 @@ def _is_nothing(items: Items) -> bool:
 
 
 def checked_count(name: object, count: object) -> int | float | Tensor:
-    """What `counts` says of a term, in memory of its own, or an error that names the term."""
+    """What `counts` says of a term, or an error that names the term."""
     if not isinstance(name, str):
         raise BatchError(f"counts(batch) must return the items of each term by name: got {name!r} as a name.")
     try:
@@ -189,7 +189,7 @@ def checked_count(name: object, count: object) -> int | float | Tensor:
             f"counts(batch) of the term {name!r} has dtype {items.dtype}, in which large counts are rounded. Count "
             "in whole numbers or float32, e.g. (mask != 0).sum() instead of mask.sum()."
         )
-    return items.detach().clone() if isinstance(items, Tensor) else items
+    return items
 
 
 def checked_counts(counts: T) -> T:
