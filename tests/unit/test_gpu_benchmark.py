@@ -20,17 +20,18 @@ BIG_BATCH = {"1x16x4", "vit", "lora", SWEEP[0]}  # it fits, and has the same gra
 PLANTED = """
 import sys
 import gpu
+import loops
 
 
 def scaled(job):
     for parameter in job.model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: gradient * 0.999)
-    return gpu.macro_step(job)
+    return loops.macro_step(job)
 
 
 def stale(job):  # trains on its first window again and again, as a graph would whose input is not filled anew
-    run = gpu.macro_step(job)
+    run = loops.macro_step(job)
     return lambda index: run(0)
 
 
@@ -39,7 +40,7 @@ def raises(job):
 
 
 def raises_later(job):
-    run, done = gpu.macro_step(job), []
+    run, done = loops.macro_step(job), []
 
     def late(index):
         done.append(index)
@@ -141,18 +142,38 @@ def test_compiled_loops_and_what_a_file_keeps(tmp_path):
     assert next(row for row in compiled if row["name"] == "Accelerate, compiled")["over_accelerate"] == 1.0
 
 
-LATE = """
-import gpu, models
+SCRIPT = """
+import gpu, loops, models
 
+
+def scaled(job):
+    for parameter in job.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.9)
+    return loops.macro_step(job)
+
+
+gpu.TOO_FAR = {too_far}
 bench = gpu.Bench(models.TINY[0])
-bench.run(list(gpu.ways_of(bench.shape, is_compiled=False)), windows=3, deadline=0.0)
-print({row.windows for row in bench.rows.values()})
+ways = [*loops.ways_of(bench.shape, False), loops.Way(name="scaled", build=scaled, is_compiled=False)]
+bench.run(ways, windows=3, deadline={deadline})
+print({{row.windows for row in bench.rows.values()}})
+print({{row.name: row.agrees for row in bench.rows.values() if not row.agrees}})
 """
 
 
+def said_by(folder, **values) -> list[str]:
+    (folder / "script.py").write_text(SCRIPT.format(**values))
+    return run(folder / "script.py").stdout.splitlines()[-2:]
+
+
+def test_where_rounding_leaves_nothing_the_loop_by_hand_is_the_reference(tmp_path):
+    windows, others = said_by(tmp_path, too_far=-1.0, deadline="float('inf')")
+    assert (windows, others) == ("{3}", "{'hand-written': None, 'scaled': False}")
+
+
 def test_at_the_deadline_it_ends_with_what_it_has(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    assert run(tmp_path / "late.py").stdout.splitlines()[-1] == "{1}"
+    windows, others = said_by(tmp_path, too_far=1.0, deadline=0.0)
+    assert (windows, others) == ("{1}", "{'scaled': False}")
     done = run(ROOT / "benchmarks" / "gpu.py", "--tiny", "--within", 0, "--out", tmp_path / "results")
     assert done.returncode == 0, done.stderr
     assert "Written to no file" in done.stdout
