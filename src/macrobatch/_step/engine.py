@@ -152,12 +152,7 @@ class Engine:
         if self._means is not None:
             root, counted = self._weigh(loss, items)
         else:
-            root = validation.checked_loss(loss)
-            counted = validation.items_on_host(validation.checked_items(items))
-            if is_on_its_way(root):
-                root = in_order(root, self.device)
-            if isinstance(counted, Tensor) and is_on_its_way(counted):
-                counted = in_order(counted, self.device)
+            root, counted = self._checked(loss, items)
             self.closing.check_loss(root)
             self._typical.agree(counted, root.device, self._window)
         window, gradients = self.window, self.open_gradients()
@@ -182,6 +177,16 @@ class Engine:
         finally:
             self._end()
         self._lifecycle.end_backward()
+
+    def _checked(self, loss: object, items: Items) -> tuple[Tensor, Items]:
+        """A loss and its items, as numbers where the host has them, and on the device where they are on their way."""
+        root = validation.checked_loss(loss)
+        if is_on_its_way(root):
+            root = in_order(root, self.device)
+        counted = validation.items_on_host(validation.checked_items(items))
+        if isinstance(counted, Tensor) and is_on_its_way(counted):
+            counted = in_order(counted, self.device)
+        return root, counted
 
     def _weigh(self, terms: object, items: Items) -> tuple[Tensor | None, Weighed | Pulled]:
         """One scalar of all terms; None where a micro-batch has none, and no other rank waits for its backward."""
