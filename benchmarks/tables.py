@@ -127,8 +127,12 @@ def speed(results: Results) -> str:
         ]
         for loop in [*eager, *compiled]
     ]
-    headings = ["", "us added to a micro-step (CPU)", *(f"{case['unit']}/s, {case['name']}" for case in cases)]
-    said = f"{gpu['processor']}. Target of the microseconds, relative to Fabric's: {verdict(overhead['target'])}."
+    headings = [
+        "",
+        "microseconds added to a micro-step (CPU)",
+        *(f"{case['unit']}/s, {case['name']}" for case in cases),
+    ]
+    said = f"{gpu['processor']}; sizes are samples of a micro-batch x tokens x micro-batches. Target of the microseconds, relative to Fabric's: {verdict(overhead['target'])}."
     return f"{markdown(headings, rows)}\n\n{said}"
 
 
