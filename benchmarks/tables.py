@@ -132,7 +132,8 @@ def speed(results: Results) -> str:
         "microseconds added to a micro-step (CPU)",
         *(f"{case['unit']}/s, {case['name']}" for case in cases),
     ]
-    said = f"{gpu['processor']}; sizes are samples of a micro-batch x tokens x micro-batches. Target of the microseconds, relative to Fabric's: {verdict(overhead['target'])}."
+    target = f"Target of the microseconds, relative to Fabric's: {verdict(overhead['target'])}."
+    said = f"{gpu['processor']}; sizes are samples of a micro-batch x tokens x micro-batches. {target}"
     return f"{markdown(headings, rows)}\n\n{said}"
 
 
