@@ -165,12 +165,12 @@ for size in SIZES:
     batch = {key: rows.repeat(2, 1)[:size] for key, rows in training.items()}
     with PeakMemory() as peak:
         all_at_once(new_model(), batch)
-    memory["all at once"].append(peak.mib)
+    memory["all at once"].append(round(peak.mib))
     model = new_model()
     step = MacroStep(model, None, loss_fn, joint=joint, micro=32)
     with PeakMemory() as peak:
         step(batch)
-    memory["32 at a time"].append(peak.mib)
+    memory["32 at a time"].append(round(peak.mib))
     print(f"{size:5,}  {memory['all at once'][-1]:7.0f} MiB  {memory['32 at a time'][-1]:8.0f} MiB")
 
 # %% [markdown]
