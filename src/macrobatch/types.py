@@ -91,7 +91,7 @@ class StepResult:
 
     Attributes:
         step: how many optimizer steps were taken so far, this one included; a tensor where the host does not know.
-        micro_batches: how many of them the window held.
+        micro_batches: how many of them the window held, on this rank.
         loss: the mean loss over the items of the window; NaN where there were none. Of several terms, the sum.
         items: how many items that was (the number of micro-batches where no items were given); of the first term where
             there are several.

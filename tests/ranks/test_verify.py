@@ -22,7 +22,7 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("verify"))
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("verify"), forks=False)
 
 
 def own_share(samples: int = 12) -> Batch:

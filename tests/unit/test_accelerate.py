@@ -156,6 +156,46 @@ def test_a_window_without_items_takes_no_step(items):
     assert accelerator.optimizer_step_was_skipped
 
 
+@pytest.mark.parametrize("skipped", [1, 3])
+def test_a_micro_batch_without_a_backward_changes_no_clipping(skipped):
+    """Also the last of a window, where the program itself says that it is complete."""
+    accelerator, data = Accelerator(gradient_accumulation_steps=4), regression(8)
+    model = nn.Linear(programs.WIDTH, 1, dtype=torch.float64)
+    whole = copy.deepcopy(model)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(data, 2)
+    )
+    for index, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            if index != skipped:
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    parts = (enumerate(tensor.split(2)) for tensor in data.tensors)
+    x, y = (torch.cat([rows for index, rows in part if index != skipped]) for part in parts)
+    F.mse_loss(whole(x), y).backward()
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item(), rel=1e-12)
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+    assert relative_error(reference.weights_of(model), reference.weights_of(whole)) <= 1e-12
+
+
+def test_a_window_with_items_needs_its_last_backward():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(programs.WIDTH, 1, dtype=torch.float64)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(regression(4), 2)
+    )
+    batches = iter(loader)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(next(batches)[0]).mean(), items=2)
+    next(batches)
+    with accelerator.accumulate(model), pytest.raises(UsageError, match=r"its backward too: backward\(loss, items=0\)"):
+        optimizer.step()
+
+
 def test_what_is_stepped_together_is_scaled_together():
     """A second model that `accumulate` was not told of, but whose parameters the optimizer has too."""
     first, second, whole = nn.Linear(2, 2).double(), nn.Linear(2, 1).double(), None

@@ -1,13 +1,15 @@
 """Every mistake that the contract names: raised by the call that is wrong, with a message that says what to do."""
 
+import copy
 import math
+import pickle
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from macrobatch import Accumulator, errors
+from macrobatch import Accumulator, MacroStep, errors
 from macrobatch.errors import BackendError, BatchError, MacrobatchError, UsageError
 
 
@@ -243,6 +245,54 @@ def test_backward_that_fails_half_way(make, model, loss):
         with acc.micro_batch():
             acc.backward(loss())
     assert acc.step().micro_batches == 2
+
+
+def test_a_batch_whose_backward_failed_is_left_out(make, model, loss):
+    """As the error says."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("planted")
+
+    acc = make(steps=2)
+    for index, _ in enumerate(acc.batches(range(5))):
+        if index != 1:
+            acc.backward(loss(), items=1)
+            acc.step()
+            continue
+        with pytest.raises(RuntimeError, match="planted"):
+            acc.backward(model.bias.sum() + Fails.apply(model.weight).sum(), items=1)
+        with pytest.raises(UsageError, match=r"with discard\(\); the batch under way.*backward\(loss, items=0\)"):
+            acc.step()
+        acc.discard()
+        acc.backward(loss(), items=0)
+        acc.step()
+    assert acc.optimizer_step == 2  # of 0 items and one more; of the last two
+
+
+def summed(model, batch):
+    return model(batch).sum()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["copied", "pickled"])
+def test_what_belongs_to_a_model_cannot_be(make, model, copied):
+    for one in (make(steps=2), MacroStep(model, None, summed, micro=1)):
+        with pytest.raises(UsageError, match=r"cannot be copied or pickled.*save its state_dict\(\)"):
+            copied(one)
+
+
+def test_an_optimizer_that_takes_no_hooks(model):
+    class Wraps(torch.optim.Optimizer):
+        def __init__(self, base):
+            self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+
+    with pytest.raises(UsageError, match=r"Wraps takes no hooks.*or hand over the optimizer that it wraps"):
+        Accumulator(model, Wraps(torch.optim.SGD(model.parameters(), lr=0.1)), steps=2)
 
 
 # ---------------------------------------------------------------------------------------------- loaders

@@ -235,6 +235,23 @@ def test_weights_of_tokens_are_no_mask_that_is_added():
     assert widths(parts, "loss_mask") == [7, 6]
 
 
+def test_a_bias_that_is_added_hides_nothing():
+    """What counts a little less is shown."""
+    bias = -0.1 * torch.arange(float(WIDTH)).expand(4, WIDTH)
+    parts = cut({"input_ids": ids(), "attention_mask": bias})
+    assert widths(parts, "input_ids") == [WIDTH, WIDTH]
+    hidden = torch.where(mask(LONG) != 0, bias, torch.finfo(torch.bfloat16).min)
+    assert widths(cut({"input_ids": ids(), "attention_mask": hidden.bfloat16()}, 14), "input_ids") == [7, 6]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_trimmed_tensors_are_in_one_piece(order):
+    """As `view()` in losses wants them, whichever samples come together."""
+    lengths = [[2, 2, 7, 7][place] for place in order]
+    for part in cut(side(lengths), 14):
+        assert all(leaf.is_contiguous() for leaf in part.values())
+
+
 def test_padding_on_the_left_stays():
     parts = cut({"input_ids": ids(), "attention_mask": mask(SHORT, left=True)})
     assert widths(parts, "input_ids") == [WIDTH, WIDTH]

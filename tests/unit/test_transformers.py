@@ -284,6 +284,16 @@ class MeanOverSamples(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class MeanOverShiftedSamples(Trainer):
+    """Hidden labels say that it is one over labels: where but one sample has any, it is."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs, labels = model(**inputs), inputs["labels"][:, 1:]
+        each = nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels, reduction="none")
+        loss = (each.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class Median(Trainer):
     """What it is a mean over nobody can tell."""
 
@@ -324,7 +334,7 @@ def means_of(trainer_class, kind, data, size):
 
 
 @pytest.mark.parametrize("way", ["batches", "tokens"])
-@pytest.mark.parametrize("trainer_class", [MeanOverSamples, TellsItems])
+@pytest.mark.parametrize("trainer_class", [MeanOverSamples, MeanOverShiftedSamples, TellsItems])
 def test_a_loss_of_ones_own(trainer_class, way):
     data = samples("bert", 13)
     made = trainer("bert", exact(trainer_class, **WAYS[way]), data)

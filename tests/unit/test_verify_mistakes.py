@@ -143,6 +143,47 @@ def never_unscaled(model: nn.Module, batch: Batch) -> None:
     optimizer.zero_grad()
 
 
+def clipped_while_scaled(model: nn.Module, batch: Batch) -> None:
+    """Its own norm is far below 1, so that clipping should do nothing."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4096.0)
+    for micro in pieces(batch, 5):
+        scaler.scale(mean_loss(model, micro) * by_items([batch], micro)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def scaled_and_clipped_but_never_cleared(model: nn.Module, batch: Batch) -> None:
+    """What it leaves is 100,000 times smaller than what it is added to."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4096.0)
+    for micro in pieces(batch, 5):
+        scaler.scale(mean_loss(model, micro) * by_items([batch], micro)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaled_by_a_hook(factor: float, weight: Any = by_items) -> Callable[[nn.Module, Batch], None]:
+    """A hook of the optimizer changes the gradients before its step."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @optimizer.register_step_pre_hook
+        def hook(*_: object) -> None:
+            for parameter in model.parameters():
+                parameter.grad *= factor
+
+        for micro in pieces(batch, 5):
+            (mean_loss(model, micro) * weight([batch], micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def with_a_norm_of_five_hundredths(model: nn.Module, batch: Batch) -> None:
     """But nobody made it smaller: it came out of the backward like that."""
     mean_loss(model, batch).backward()
@@ -305,6 +346,10 @@ MISTAKES = {
         causes=("short window",), step=Loop(weight=always(1 / 4), closes=lambda *_: True), batch=batch_of()
     ),
     "scaler forgotten": Mistake(causes=("loss scale",), step=never_unscaled, dtype=torch.float32),
+    "a hook of the optimizer": Mistake(causes=("constant factor",), step=scaled_by_a_hook(0.7135)),
+    "clipped while scaled": Mistake(
+        causes=("clipped while scaled",), step=clipped_while_scaled, dtype=torch.float32, batch=batch_of()
+    ),
     "a factor that looks like clipping": Mistake(
         causes=("constant factor",), step=with_a_norm_of_five_hundredths, batch=batch_of()
     ),
@@ -367,6 +412,9 @@ MISTAKES = {
         batch=batch_of(22, items=UNEQUAL),
     ),
     # clipped between micro-batches
+    "left over, scaled and clipped": Mistake(
+        causes=("gradients left over",), step=scaled_and_clipped_but_never_cleared, dtype=torch.float32
+    ),
     "clipped each time": Mistake(causes=("clip per micro-batch",), step=clipped_each_time(by_norm)),
     "clipped each time, float32": Mistake(
         causes=("clip per micro-batch",), step=clipped_each_time(by_norm), dtype=torch.float32

@@ -174,6 +174,20 @@ def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
+def divided_by_a_hook(model: nn.Module, batch: Batch) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+    @optimizer.register_step_pre_hook
+    def hook(*_: object) -> None:
+        for parameter in model.parameters():
+            parameter.grad /= 8
+
+    for micro in pieces(batch, 5):
+        (mean_loss(model, micro) * by_items([batch], micro) * 8).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def scaled(model: nn.Module, batch: Batch) -> None:
     optimizer, scaler = torch.optim.AdamW(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     for micro in pieces(batch, 5):
@@ -374,6 +388,7 @@ STEPS = {
     ),
     "Accumulator, in float32": Right(step=accumulated(accumulate_dtype=torch.float32), dtype=torch.bfloat16),
     "GradScaler": Right(step=scaled, dtype=torch.float32, windows=1),
+    "a hook of the optimizer divides": Right(step=divided_by_a_hook, windows=1),
     "autocast": Right(step=Loop(weight=by_items, loss=autocast), loss_fn=autocast, dtype=torch.float32),
     "autocast in the step alone": Right(step=Loop(weight=by_items, loss=autocast), dtype=torch.float32),
     "a closure": Right(step=in_a_closure, windows=1),

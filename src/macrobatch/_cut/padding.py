@@ -18,6 +18,7 @@ from macrobatch._cut.token_groups import Keys, TokenGroup, is_integer, numbered_
 from macrobatch.errors import BatchError
 
 IGNORED = -100  # the label that torch's losses skip
+HIDDEN = -9_000.0  # added to a score, it leaves exp() nothing; -10,000 and less are in use, also in bfloat16
 
 
 def width_of(group: TokenGroup, tensors: Sequence[Any]) -> int:
@@ -48,9 +49,12 @@ def _content(group: TokenGroup, index: int, tensor: Any) -> Tensor:
 
 
 def _attended(mask: Tensor) -> Tensor:
-    """Where a mask shows a position: where it is not 0; for a mask that is added to scores, where it is 0."""
+    """Where a mask shows a position: where it is not 0; for one that is added to scores, where it leaves them a share.
+
+    One without a number above 0 is added; if it is 0 everywhere, it hides nothing.
+    """
     if mask.is_floating_point() and not bool((mask > 0).any()):
-        return mask >= 0  # a mask that is 0 everywhere hides nothing
+        return mask > HIDDEN
     return mask != 0
 
 

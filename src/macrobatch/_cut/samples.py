@@ -86,7 +86,11 @@ class TensorBatch:
 
     def _select(self, value: Any, selection: Selection, width: int | None) -> Any:
         if has_samples(value):
-            return selection.of_tensor(value if width is None else value[:, :width])
+            if width is None:
+                return selection.of_tensor(value)
+            trimmed = selection.of_tensor(value[:, :width])
+            is_whole = isinstance(value, Tensor) and value.layout == torch.strided and value.is_contiguous()
+            return trimmed.contiguous() if is_whole else trimmed  # losses call view()
         return selection.of_list(value) if self._lists.get(id(value)) else value
 
     def shares_memory(self, tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -502,6 +502,12 @@ class Engine:
         if self._typical.items is not None:
             state["typical_items"] = float(self._typical.items)
         return state
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an Accumulator or a MacroStep cannot be copied or pickled: it belongs to its model and its optimizers. "
+            "Keep it outside of the model, and save its state_dict()."
+        )
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
         """Go on from what `state` gave. Only between windows."""

@@ -99,6 +99,7 @@ class Lifecycle:
 
     def require_step(self, window: Window | None, now: bool) -> None:
         """A backward is done."""
+        self._require_whole(window)
         if self._expects == "backward":
             raise UsageError(
                 "step() before backward(): the micro-batch under way has not been accumulated yet. Call "
@@ -106,7 +107,6 @@ class Lifecycle:
             )
         if not now and (window is None or not window.turns):
             raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
-        self._require_whole(window)
 
     def require_between_windows(self, window: Window | None, call: str) -> None:
         """No gradients are accumulated."""
@@ -119,7 +119,13 @@ class Lifecycle:
 
     def _require_whole(self, window: Window | None) -> None:
         if self.is_broken and window is not None:
+            then = "the next batch then begins a new window."
+            if self.awaits_backward:
+                then = (
+                    "the batch under way then begins a new window: call backward() for it again, or, to leave it out, "
+                    "backward(loss, items=0) with any loss of the model."
+                )
             raise UsageError(
                 f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "
-                "with discard(); the next batch then begins a new window."
+                f"with discard(); {then}"
             )

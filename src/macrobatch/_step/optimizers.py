@@ -58,7 +58,13 @@ class StepGuard:
     def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool]) -> None:
         self._window_is_open = weakref.WeakMethod(window_is_open)
         self.is_open = False  # lets steps pass
-        handle = optimizer.register_step_pre_hook(self)
+        try:
+            handle = optimizer.register_step_pre_hook(self)
+        except AttributeError:
+            raise UsageError(
+                f"{type(optimizer).__name__} takes no hooks, because its class does not call Optimizer.__init__(). "
+                "Call it there, or hand over the optimizer that it wraps."
+            ) from None
         weakref.finalize(window_is_open.__self__, handle.remove)  # type: ignore[attr-defined]
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:

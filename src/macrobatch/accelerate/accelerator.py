@@ -142,21 +142,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Inside a window, where no optimizer steps, it only measures: clipped parts do not add up to a clipped whole.
         """
-        may_clip = self._may_clip("clip_grad_norm_()")
-        return super().clip_grad_norm_(parameters, max_norm if may_clip else math.inf, norm_type)
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        may_clip = self._may_clip("clip_grad_norm_()", clipped)
+        return super().clip_grad_norm_(clipped, max_norm if may_clip else math.inf, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every number of the given gradients; inside a window, where the optimizer does not step, nothing."""
-        if self._may_clip("clip_grad_value_()"):
-            super().clip_grad_value_(parameters, clip_value)
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._may_clip("clip_grad_value_()", clipped):
+            super().clip_grad_value_(clipped, clip_value)
 
-    def _may_clip(self, call: str) -> bool:
+    def _may_clip(self, call: str, parameters: list[Tensor]) -> bool:
         if self._accumulates_itself or not self._is_exact():
             return True
         self._windows.require_means(call)
         if not (self.sync_gradients or self._has_warned):
             self._has_warned = True
             logger.warning("%s clips nothing inside a window: put it under `if accelerator.sync_gradients:`", call)
+        if self.sync_gradients:
+            self._windows.complete(parameters)
         return bool(self.sync_gradients)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

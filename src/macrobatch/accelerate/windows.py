@@ -294,14 +294,29 @@ class Windows:
         if self.current is not None:
             require_all_used(self.current.models, self.current.used)
         window = self._window(optimizer)
-        if window.is_open and self._is_exact():  # the program itself says that it is complete
-            assert self.latest is not None, "a window is open since a micro-batch"
-            if window.closing is not None:
-                raise UsageError("step() inside an open window that counts items: its gradients are undivided sums.")
-            window.is_closed = True
-            self._scale([window], self.latest)
+        self._complete(window)
         window.is_stepped = True
         return window.closing is not None and window.is_closed and window.closing.is_void()
+
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        """These are clipped for a step that is due."""
+        clipped = set(map(id, parameters))
+        for window in self._of_optimizers:
+            if not clipped.isdisjoint(map(id, window.parameters)):
+                self._complete(window)
+
+    def _complete(self, window: Window) -> None:
+        """The program itself says that an open window is complete: its last micro-batch had no backward."""
+        if not (window.is_open and self._is_exact()):
+            return
+        assert self.latest is not None, "a window is open since a micro-batch"
+        if window.closing is not None:
+            raise UsageError(
+                "step() inside an open window that counts items: its gradients are undivided sums. A micro-batch from "
+                "which nothing is to be learnt needs its backward too: backward(loss, items=0)."
+            )
+        window.is_closed = True
+        self._scale([window], self.latest)
 
     def may_clear(self, optimizer: Optimizer) -> bool:
         """Whether `zero_grad` may clear: not what was accumulated for a step that is still to come."""

@@ -141,7 +141,9 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     means = [replace(one, divides=False) for one in every] if trainer.compute_loss_func is None else every
     is_random = _is_random(ask, probe, number)
     if batches is not None and _tells_labels_apart(ask, means[0], batches):
-        every = [one for one, mean in zip(every, means, strict=True) if fits(ask, mean, *batches)] or every[-1:]
+        # Hidden labels tell nothing about a mean over samples, such as that of each sample's own mean.
+        *of_labels, of_samples = zip(every, means, strict=True)
+        every = [one for one, mean in of_labels if fits(ask, mean, *batches)] + [of_samples[0]]
     elif is_random:
         every = every[-1:]
     elif number is not None:  # undecided: what the trainer itself counts comes first

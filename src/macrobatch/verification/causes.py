@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from macrobatch.verification.clipping import allow_clipping, hook_clipping_cause
+from macrobatch.verification.clipping import allow_clipping, hook_clipping_cause, scaled_clipping_cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import coupling_cause, rank_items_cause
 from macrobatch.verification.gradient import Gradient
@@ -46,11 +46,10 @@ def explain(case: Case) -> tuple[list[Cause], list[str]]:
     ordered = [*structural, *causes] if case.is_open and blind else [*causes, *structural]
     if case.has_wrong_count:
         ordered.insert(0, _window_count_cause(case))
-    if (cause := loss_padding_cause(case)) is not None:
-        ordered.append(cause)
     named: dict[str, Cause] = {}
-    for cause in ordered:
-        named.setdefault(cause.name, cause)
+    for cause in (*ordered, scaled_clipping_cause(case), loss_padding_cause(case)):
+        if cause is not None:
+            named.setdefault(cause.name, cause)
     return list(named.values()), notes
 
 

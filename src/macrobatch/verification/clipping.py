@@ -35,6 +35,31 @@ def allow_clipping(case: Case, notes: list[str]) -> None:
         )
 
 
+def scaled_clipping_cause(case: Case) -> Cause | None:
+    """The cause, if a gradient was clipped while it was still multiplied: then the limit is not what it seems."""
+    for window in case.windows:
+        if window.clipped_norm is None:
+            continue
+        times = window.observed.norm_before_step / (_gradient_norm(case, window.expected) or 1.0)
+        power = 2.0 ** round(math.log2(times)) if times > 0 else 1.0  # as scalers multiply
+        times = power if abs(times / power - 1) < 0.05 else times
+        limit = window.clipped_norm * times
+        is_scaled = times > 1.5 and _is_round(limit) and not _is_round(window.clipped_norm)
+        if not case.big.ranks.largest(float(not is_scaled)):
+            return Cause(
+                name="clipped while scaled",
+                evidence=f"the gradient was clipped to a norm of {limit:.4g} while it was {times:.6g} times too large, "
+                f"and divided afterwards: that leaves a norm of {window.clipped_norm:.4g}.",
+                cure="Divide first: call scaler.unscale_(optimizer) before clip_grad_norm_.",
+            )
+    return None
+
+
+def _is_round(limit: float) -> bool:
+    """Whether somebody would clip to it: nobody clips to 0.9137."""
+    return abs(float(f"{limit:.2g}") / limit - 1) < 2e-5
+
+
 def _windows_clipped_by_norm(case: Case, wrong: list[Comparison]) -> list[tuple[Comparison, float]]:
     """The windows whose gradient shrank after the last backward, with their norms now."""
     candidates = []

@@ -30,7 +30,7 @@ class Gradient:
     """
 
     def __init__(self, parts: NamedGradients, group: Group = None) -> None:
-        self.parts = parts
+        self.parts = {name: parts[name] for name in sorted(parts)}  # the order of a set differs from rank to rank
         self.group = group
 
     def only(self, names: set[str]) -> Gradient:

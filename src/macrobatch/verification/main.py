@@ -196,14 +196,18 @@ def _run_again(
 ) -> tuple[Observation, Observation] | None:
     """Run a step that left gradients behind twice more: first with other gradients in ``.grad``, then with none.
 
-    The other gradients are scrambled: a step that adds to its own gradients and clips could give the same result.
+    The other gradients are scrambled: a step that adds to its own gradients and clips could give the same result. And
+    they are as large as gradients are before they are divided or clipped: beside those, small ones would not show.
     """
     if not observation.has_stepped or all(gradient is None for gradient in observation.final_gradients.values()):
         return None
+    before = max((window.norm_before_step for window in observation.windows), default=0.0)
+    after = math.sqrt(sum(float(g.double().norm()) ** 2 for g in observation.final_gradients.values() if g is not None))
+    times = before / after if 0 < after < before < math.inf else 1.0
     try:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad = _scramble(parameter.grad)
+                parameter.grad = _scramble(parameter.grad) * times
         after_others = run()
         for parameter in model.parameters():
             parameter.grad = None

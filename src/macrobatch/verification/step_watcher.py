@@ -110,6 +110,7 @@ class StepWatcher:
         self._window_starts = dict.fromkeys(self._named, 0)  # the first backward of each parameter's open window
         self._last_step: int | None = None  # how many backwards came before the last optimizer step
         self._active_optimizers: list[Optimizer] = []
+        self._last_hooks: list[RemovableHandle] = []  # on optimizers that step, behind their own
         self._is_in_closure = False  # whether an optimizer is running its closure
         self._norms_after_step: list[tuple[int, dict[str, Tensor]]] = []  # at the first backward after a step
         self.calls: list[Call] = []
@@ -234,7 +235,14 @@ class StepWatcher:
     def watch_steps(self) -> Iterator[None]:
         before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         with temporary_hooks([before(self._before_step), after(self._after_step)]):
-            yield
+            try:
+                yield
+            finally:
+                self._drop_last_hooks()
+
+    def _drop_last_hooks(self) -> None:
+        while self._last_hooks:
+            self._last_hooks.pop().remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         assert self._saved is not None, "optimizer steps are watched only where they can be undone"
@@ -252,7 +260,8 @@ class StepWatcher:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._close_windows(optimizer)
+            # After the optimizer's own hooks: they may still change the gradients.
+            self._last_hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_windows(optimizer)))
             return None
         evaluations = 0
 
@@ -277,6 +286,7 @@ class StepWatcher:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._active_optimizers = [other for other in self._active_optimizers if other is not optimizer]
+        self._drop_last_hooks()
         if self._saved is not None:
             self._saved.restore_weights(_parameter_ids(optimizer))
 
