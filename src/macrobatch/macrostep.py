@@ -149,6 +149,7 @@ class MacroStep:
         records = validation.checked_switch("cuda_graph", cuda_graph)
         self._graphs = self._make_graphs(has_joint=has_joint) if records else None
         self._agreement = Agreement(self._engine.backend)
+        self._containers: set[str] = set()  # the paths of lists in batches that have no entry for each sample
         self._attempts = Attempts(self._engine, self._agreement, self._fitting, self._sizes)
         self._spare = Spare(self._engine, self._agreement)
         watches = self._engine.reduction == "mean" and not (has_terms or has_joint)
@@ -250,7 +251,7 @@ class MacroStep:
     def _cut(self, batch: Any) -> Cut:
         """How to do this window, as agreed with the other ranks."""
         try:
-            samples = samples_of(batch, self._collate)
+            samples = samples_of(batch, self._collate, self._containers)
             (parts, size), row = self._plan(samples)
             if self._terms is not None and samples.count:
                 self._terms.count(batch)

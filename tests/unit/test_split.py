@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from macrobatch import by_count, by_tokens
+from macrobatch import MacroStep, by_count, by_tokens
 from macrobatch._cut.plans import rounded_up
 from macrobatch._cut.samples import samples_of
 from macrobatch._cut.trees import leaves
@@ -229,6 +229,44 @@ def test_lists_of_tensors_are_containers_however_long():
         assert [type(part) for part in cut] == [type(batch)] * 2
 
 
+def three_views(samples, views=3):
+    return {"x": torch.ones(samples, 2), "views": [torch.randn(samples, 4) for _ in range(views)]}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        three_views(3),
+        {"x": torch.ones(3, 2), "boxes": [{"at": torch.ones(3, 4), "text": "a"} for _ in range(3)]},
+        {"inner": {"images": [torch.ones(3, 5, 5), torch.ones(3, 6, 5), torch.ones(3, 5, 6)]}},
+    ],
+    ids=["views", "boxes", "images"],
+)
+def test_lists_that_may_have_a_tensor_for_each_sample(batch):
+    """Cut inside each tensor, every micro-batch would have all images, with one channel each."""
+    with pytest.raises(
+        BatchError, match=r"a list of 3 tensors with 3 rows each.*collate=.*a tuple in place of the list"
+    ):
+        parts(batch, by_count(1))
+
+
+def test_lists_that_are_parts_of_the_batch():
+    pair = {"x": torch.ones(2, 2), "pair": [torch.ones(2, 4), torch.ones(2, 4)]}
+    unlike = {"x": torch.ones(3, 2), "parts": [torch.ones(3, 4), torch.ones(3).long(), torch.ones(3, 4)]}
+    as_tuple = three_views(3) | {"views": tuple(three_views(3)["views"])}
+    for batch in (pair, unlike, as_tuple, three_views(4)):
+        assert all(len(leaf) == 1 for part in parts(batch, by_count(1)) for _, leaf in leaves(part, ""))
+
+
+def test_a_list_that_was_of_another_length_is_part_of_the_batch():
+    """As in the last batch of an epoch, which is short."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = MacroStep(model, optimizer, lambda model, batch: sum(map(model, batch["views"])).mean(), micro=1)
+    train(three_views(5))
+    assert train(three_views(3)).micro_batches == 3
+
+
 def test_arrays_of_objects_are_cut():
     texts = np.array(["a", None, "c", {}, "e"], dtype=object)
     assert [part["t"].tolist() for part in parts({"x": torch.ones(5), "t": texts})] == [["a", None], ["c", {}], ["e"]]
@@ -325,11 +363,11 @@ def test_what_belongs_to_the_mask_is_trimmed_and_nothing_else():
         assert shape == positions | {"inputs_embeds": (2, width, 5), "image": (2, 6), "y": (2,)}
 
 
-def test_samples_that_lie_together_are_not_copied_when_trimmed():
-    batch = tokens([7, 6, 2, 3], 8)
-    first, second = parts(batch, by_tokens(14))
-    assert shares(first["input_ids"], batch["input_ids"])
-    assert shares(second["input_ids"], batch["input_ids"])
+def test_samples_that_lie_together_are_copied_only_where_they_are_trimmed():
+    batch = tokens([8, 6, 2, 3], 8, image=torch.ones(4, 6))
+    first, second = parts(batch, by_tokens(16))
+    assert shares(first["image"], batch["image"])
+    assert all(leaf.is_contiguous() for part in (first, second) for leaf in part.values())
 
 
 def test_samples_that_lie_apart_keep_their_order_and_their_rows_together():

@@ -28,6 +28,7 @@ from macrobatch._cut.trees import (
     has_fields,
     has_samples,
     rebuild,
+    require_told_apart,
 )
 from macrobatch.errors import BatchError
 
@@ -53,7 +54,7 @@ class TensorBatch:
     the same in every micro-batch.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, containers: set[str] | None = None) -> None:
         self._batch = batch
         self.count = count_samples(batch)
         self._lists: dict[int, bool] = {}  # by id: whether a list has an entry for each sample
@@ -69,6 +70,7 @@ class TensorBatch:
                     "collate=. If a tensor belongs to no sample, pass it to loss_fn in another way, e.g. with "
                     "functools.partial."
                 )
+        require_told_apart(batch, "batch", self.count, set() if containers is None else containers)
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -254,11 +256,11 @@ class SampleList:
 Samples = TensorBatch | SampleList
 
 
-def samples_of(batch: Any, collate: Collate | None = None) -> Samples:
-    """Wrap a batch; None is a batch without samples."""
+def samples_of(batch: Any, collate: Collate | None = None, containers: set[str] | None = None) -> Samples:
+    """Wrap a batch; None is a batch without samples. `containers` are kept from batch to batch."""
     if batch is None:
         return SampleList((), list)
-    return TensorBatch(batch) if collate is None else SampleList(batch, collate)
+    return TensorBatch(batch, containers) if collate is None else SampleList(batch, collate)
 
 
 def _holds_numbers(found: Any) -> bool:

@@ -63,6 +63,32 @@ def flatten(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict
             yield from flatten(child, (*keys, key), _child_path(tree, path, key), count, lists)
 
 
+def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -> None:
+    """An error for lists inside a batch that may be one of samples: of `count` tensors with `count` rows each.
+
+    `containers` has the paths of lists that were longer or shorter than their batches. Two tensors are taken for parts
+    of the batch, such as a pair, and so are those of a tuple.
+    """
+    for key, child in children(tree) or ():
+        inner = _child_path(tree, path, key)
+        if isinstance(child, list) and child and all(_first_with_samples(entry) is not None for entry in child):
+            if len(child) != count or not _are_alike(child):
+                containers.add(inner)
+            elif count > 2 and inner not in containers:
+                raise BatchError(
+                    f"{inner} is a list of {count} tensors with {count} rows each, in a batch of {count} samples: has "
+                    "it one tensor a sample, or is each tensor to be cut? Pass a list of samples with collate= in the "
+                    "first case, and a tuple in place of the list in the second."
+                )
+        require_told_apart(child, inner, count, containers)
+
+
+def _are_alike(entries: Sequence[Any]) -> bool:
+    """Whether they could be of several samples."""
+    kinds = {tuple((path, str(getattr(leaf, "dtype", type(leaf)))) for path, leaf in leaves(e, "")) for e in entries}
+    return len(kinds) == 1
+
+
 def _require_cuttable(leaf: Any, path: str) -> None:
     kind = None
     if isinstance(leaf, PackedSequence):
