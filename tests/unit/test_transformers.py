@@ -105,7 +105,7 @@ class EvaluatesInBetween(Trainer):
     """Its loss leaves a part of the model in evaluation mode."""
 
     def compute_loss(self, model, inputs, *args, **named):
-        if torch.is_grad_enabled():  # not where it is only asked
+        if model.training:  # not where it is only asked
             self.modes = [*getattr(self, "modes", []), model.model.norm.training]
         model.model.norm.eval()
         return super().compute_loss(model, inputs, *args, **named)
@@ -127,7 +127,7 @@ class Distils(Trainer):
         with torch.no_grad():
             model(**inputs)
         model.train(was)
-        if torch.is_grad_enabled():
+        if model.training:
             self.modes = [*getattr(self, "modes", []), [module.training for module in model.modules()]]
         return super().compute_loss(model, inputs, *args, **named)
 
@@ -140,7 +140,7 @@ class EvaluatesBefore(Trainer):
         return super().training_step(model, inputs, *args)
 
     def compute_loss(self, model, inputs, *args, **named):
-        if torch.is_grad_enabled():
+        if model.training:
             self.modes = [*getattr(self, "modes", []), [module.training for module in model.modules()]]
         return super().compute_loss(model, inputs, *args, **named)
 
@@ -348,6 +348,23 @@ def test_a_loss_function_that_divides_by_the_items(way):
     made = trainer("bert", exact(Trainer, **WAYS[way]), data, compute_loss_func=summed)
     train(made)
     assert apart(made, one_big_batch("bert", data, 8)[0]) <= 1e-14
+
+
+class TwoDenominators(Trainer):
+    """A mean over labels, and a score function over all tokens: 0, with a gradient that is a mean over the tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs, mask = model(**inputs), inputs["attention_mask"].bool()
+        chances = outputs.logits.log_softmax(-1).amax(-1)
+        advantage = 1.0 + torch.arange(mask.shape[1]) % 3
+        score = (((chances - chances.detach()).exp() - 1) * advantage)[mask].mean()
+        loss = outputs.loss + score
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_whose_gradient_is_another_mean():
+    with pytest.raises(UsageError, match=r"it is a mean over the labels, but its gradient is not"):
+        trainer("bert", exact(TwoDenominators), samples("bert", 8))
 
 
 def test_a_loss_that_hides_its_items_is_told_at_construction():

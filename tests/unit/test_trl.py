@@ -75,10 +75,19 @@ def test_sft(way, loss_type):
             assert [e[name] for e in entries[:3]] == pytest.approx([e[name] for e in theirs[:3]], abs=1e-6)
 
 
-def test_sft_packed():
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"packing": True, "packing_strategy": "wrapped", "padding_free": False},
+        {"packing": True, "packing_strategy": "bfd"},
+        {"padding_free": True, "max_length": None},
+    ],
+    ids=["wrapped", "best fit", "padding-free"],
+)
+def test_sft_packed(how):
     """Rows of several texts: nothing is cut, and labels are counted as they are."""
     data = texts(("text", 3, 15), count=40)
-    options = {"max_length": 24, "packing": True, "packing_strategy": "wrapped", "padding_free": False}
+    options = {"max_length": 24} | how
     big, _ = run(trl.SFTTrainer, trl.SFTConfig, data, big=True, options=options)
     made, _ = run(exact(trl.SFTTrainer), trl.SFTConfig, data, options=options)
     assert apart(made, big.model.state_dict()) <= ROUNDING

@@ -174,6 +174,21 @@ def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
+class CallsItsParent(torch.optim.SGD):
+    """So hooks run twice in each step; and its step changes gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad - parameter.grad.mean()
+        return super().step(closure)
+
+
+torch.optim.SGD([nn.Parameter(torch.ones(1))])  # its step has hooks only after this
+
+
 def divided_by_a_hook(model: nn.Module, batch: Batch) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
@@ -389,6 +404,7 @@ STEPS = {
     "Accumulator, in float32": Right(step=accumulated(accumulate_dtype=torch.float32), dtype=torch.bfloat16),
     "GradScaler": Right(step=scaled, dtype=torch.float32, windows=1),
     "a hook of the optimizer divides": Right(step=divided_by_a_hook, windows=1),
+    "an optimizer that calls its parent's step": Right(step=Loop(weight=by_items, make_optimizer=CallsItsParent)),
     "autocast": Right(step=Loop(weight=by_items, loss=autocast), loss_fn=autocast, dtype=torch.float32),
     "autocast in the step alone": Right(step=Loop(weight=by_items, loss=autocast), dtype=torch.float32),
     "a closure": Right(step=in_a_closure, windows=1),

@@ -6,12 +6,14 @@ called `module` or `_orig_mod`, too. Nothing is imported for it: who has no comp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 
 Wrapper = Literal["OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "ActivationWrapper"]
@@ -139,3 +141,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after its backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def run_eagerly() -> contextlib.AbstractContextManager[object]:
+    """Run everything in the block without compiling, so that no hook breaks a graph."""
+    return torch.compiler.set_stance("force_eager") if can_have_compiled() else contextlib.nullcontext()

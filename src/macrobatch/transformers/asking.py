@@ -21,12 +21,15 @@ from torch.distributed.tensor import DTensor
 from macrobatch._cut.joining import joined
 from macrobatch._cut.padding import IGNORED
 from macrobatch._step.snapshot import Snapshot
+from macrobatch._torch.modules import run_eagerly
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.transformers.balance import Balance, balance_of, outputs_of
 from macrobatch.transformers.meaning import Inputs, Meaning, all_labels, causal_labels, own_items
 from macrobatch.transformers.private import items_in, unlogged
-from macrobatch.transformers.samples import Layout
+from macrobatch.transformers.samples import Layout, is_bounded
 
+DIRECTIONS = 4
+ROUGH = 0.05  # losses that are rounded so much say nothing about gradients
 TOLERANCE = 1e-2  # of the part of a loss that num_items_in_batch divides
 AnyRank = Callable[[bool], bool]
 HALF = (torch.float16, torch.bfloat16)
@@ -59,12 +62,37 @@ class Inquiry:
 
     def of(self, meaning: Meaning, inputs: Inputs) -> tuple[float, float]:
         """The loss of a batch without its balance loss, and its items."""
-        has_balance = meaning.balance is not None
-        with torch.no_grad(), self.without_trace(), outputs_of(self._trainer.model, has_balance) as outputs:
-            found, items = meaning.loss(self._trainer, self._trainer.compute_loss, self._model, dict(inputs))
+        with torch.no_grad(), self.without_trace():
+            found, items = self._loss_of(meaning, self._model, inputs)
+        return self._value(found), float(items if items is not None else meaning.layout.count(inputs))
+
+    def _loss_of(self, meaning: Meaning, model: nn.Module, inputs: Inputs) -> tuple[Any, Any]:
+        with outputs_of(self._trainer.model, meaning.balance is not None) as outputs:
+            found, items = meaning.loss(self._trainer, self._trainer.compute_loss, model, dict(inputs))
             if meaning.balance is not None:
                 found = found - meaning.balance.coefficient * outputs[-1].aux_loss
-        return self._value(found), float(items if items is not None else meaning.layout.count(inputs))
+        return found, items
+
+    def gradient_of(self, meaning: Meaning, inputs: Inputs) -> tuple[Tensor, float] | None:
+        """What the gradient of that loss is in some random directions, and its norm; None where it cannot be asked."""
+        own = [p for p in self._trainer.model.parameters() if p.requires_grad]
+        if self.rounding[0] >= ROUGH or any(isinstance(p, DTensor) for p in own):
+            return None
+        try:
+            with torch.enable_grad(), self.without_trace(), run_eagerly():
+                found = self._loss_of(meaning, self._trainer.model, inputs)[0]
+                gradients = torch.autograd.grad(found, own, allow_unused=True)
+        except RuntimeError:  # it does not fit into memory, or cannot be differentiated in this way
+            return None
+        total, square = torch.zeros(DIRECTIONS, dtype=torch.float64), 0.0
+        for gradient in gradients:
+            if gradient is not None:
+                flat, draw = gradient.to_dense().double().flatten(), torch.Generator(gradient.device).manual_seed(0)
+                square += float(flat.square().sum())
+                for index in range(DIRECTIONS):
+                    direction = torch.randn(flat.shape, generator=draw, device=flat.device, dtype=torch.float32)
+                    total[index] += (flat * direction).sum().cpu()
+        return total, math.sqrt(square)
 
     def balance(self, inputs: Inputs, number: Tensor | None) -> Balance | None:
         """The load balancing loss in it, with its coefficient."""
@@ -140,6 +168,7 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     # Without num_items_in_batch, a model that would divide by it divides by what it has counted itself.
     means = [replace(one, divides=False) for one in every] if trainer.compute_loss_func is None else every
     is_random = _is_random(ask, probe, number)
+    why = "hiding labels and leaving out samples change it in no way that a mean does"
     if batches is not None and _tells_labels_apart(ask, means[0], batches):
         # Hidden labels tell nothing about a mean over samples, such as that of each sample's own mean.
         *of_labels, of_samples = zip(every, means, strict=True)
@@ -149,9 +178,14 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     elif number is not None:  # undecided: what the trainer itself counts comes first
         every.sort(key=lambda one: one.count is None or bool(one.count(probe) != number))
     for one in every:
-        if is_random or all(fits(ask, one, real, *parts) for parts in _splits(layout, real)):
+        if is_random:
             return one
-    raise UsageError(_hidden(trainer, "hiding labels and leaving out samples change it in no way that a mean does"))
+        splits = _splits(layout, real)
+        if all(fits(ask, one, real, *parts) for parts in splits):
+            if not splits or gradients_fit(ask, one, real, *splits[0]):
+                return one
+            why = f"it is a mean over the {one.of}, but its gradient is not"
+    raise UsageError(_hidden(trainer, why))
 
 
 def still_fits(
@@ -170,7 +204,7 @@ def _whole_and_parts(layout: Layout, batches: Sequence[Inputs], padding: Any) ->
     parts = list(batches[:2])
     if layout.count(batches[0]) > 1:
         return [batches[0], *_splits(layout, batches[0])[0]]
-    if len(parts) < 2:
+    if len(parts) < 2 or any(map(is_bounded, parts)):
         return None
     try:
         return [layout.as_inputs(joined([layout.as_rows(part) for part in parts], padding), padding), *parts]
@@ -190,6 +224,22 @@ def fits(ask: Inquiry, meaning: Meaning, whole: Inputs, *parts: Inputs) -> bool:
     return abs(loss - mean) <= relative * spread + absolute * abs(loss)
 
 
+def gradients_fit(ask: Inquiry, meaning: Meaning, whole: Inputs, *parts: Inputs) -> bool:
+    """Whether the gradient is the mean that the loss is, or cannot be asked.
+
+    Terms with another denominator may hardly show in a loss: an entropy that is nearly the same everywhere, or
+    ``(ratio - 1) * advantage``, which is 0.
+    """
+    counts = [float(ask.of(meaning, part)[1]) for part in parts]
+    found = [ask.gradient_of(meaning, inputs) for inputs in (whole, *parts)]
+    if not sum(counts) or any(one is None for one in found):
+        return True
+    (own, size), *others = [one for one in found if one is not None]
+    mean = sum(part * count / sum(counts) for (part, _), count in zip(others, counts, strict=True) if count)
+    spread = max(float((own - part).norm()) for (part, _), count in zip(others, counts, strict=True) if count)
+    return float((own - mean).norm()) <= max(2e-4, 50 * ask.rounding[0]) * (spread + size)
+
+
 def _rounding_of(trainer: Any, model: nn.Module) -> tuple[float, float]:
     """How far losses of the same samples may be apart: of what they differ by, and of themselves."""
     dtypes = {p.dtype for p in model.parameters()}
@@ -203,6 +253,8 @@ def _rounding_of(trainer: Any, model: nn.Module) -> tuple[float, float]:
 def _splits(layout: Layout, inputs: Inputs) -> list[list[Inputs]]:
     """The batch in two unequal parts, in two ways: what fits one of them by chance does not fit the other."""
     samples = layout.count(inputs)
+    if samples < 2:
+        return []
     some = [list(range(max(samples // 3, 1))), list(range(0, samples, 2))]
     pairs = [(one, [sample for sample in range(samples) if sample not in one]) for one in some]
     return [[layout.select(inputs, one), layout.select(inputs, other)] for one, other in pairs]

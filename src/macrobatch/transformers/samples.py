@@ -12,6 +12,7 @@ from macrobatch._cut.joining import joined
 
 Inputs = dict[str, Any]
 HALVES = ("chosen", "rejected")
+BOUNDS = "cu_seq_lens"  # of samples in one long row; there is one more than samples
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Layout:
         return {key: _select(value, list(samples), rows, count) for key, value in inputs.items()}
 
     def at_least_two(self, inputs: Inputs) -> Inputs:
-        """The batch, or where it has one sample, with that twice."""
-        return self.select(inputs, [0, 0]) if self.count(inputs) == 1 else dict(inputs)
+        """The batch, or where it has one sample, with that twice; but for a row that holds many, with their bounds."""
+        is_alone = self.count(inputs) == 1 and not is_bounded(inputs)
+        return self.select(inputs, [0, 0]) if is_alone else dict(inputs)
 
     def as_rows(self, inputs: Inputs) -> Inputs:
         """The batch with one row for each sample in every tensor, to be cut."""
@@ -57,12 +59,17 @@ class Layout:
         return {**joined([rows[half] for half in HALVES], padding), **rows["both"]}
 
 
+def is_bounded(inputs: Mapping[str, Any]) -> bool:
+    """Whether a batch is one long row of samples, with their bounds."""
+    return any(name.startswith(BOUNDS) for name in inputs)
+
+
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, Tensor) and value.dim() else -1
 
 
 def _rows(inputs: Mapping[str, Any]) -> int:
-    return max((_length(value) for value in inputs.values()), default=0)
+    return max((_length(value) for name, value in inputs.items() if not name.startswith(BOUNDS)), default=0)
 
 
 def _select(value: Any, samples: list[int], rows: int, count: int) -> Any:

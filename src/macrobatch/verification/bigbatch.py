@@ -22,7 +22,7 @@ from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.validation import checked_items, checked_loss, checked_terms
-from macrobatch._torch.modules import REPLICATED, unwrapped
+from macrobatch._torch.modules import REPLICATED, run_eagerly, unwrapped
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.types import Reduction
@@ -30,7 +30,7 @@ from macrobatch.verification.gradient import Gradient, NamedGradients, Ranks, as
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Call
 from macrobatch.verification.saved_state import SavedAttributes
-from macrobatch.verification.step_watcher import calls_during, names_of_entries, run_eagerly, temporary_hooks
+from macrobatch.verification.step_watcher import calls_during, names_of_entries, temporary_hooks
 
 WHOLE = ""  # the name of a loss that has no terms
 WIDE = (torch.float64, torch.complex128)

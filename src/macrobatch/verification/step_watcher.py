@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback
-from macrobatch._torch.modules import can_have_compiled, is_compiled
+from macrobatch._torch.modules import can_have_compiled, is_compiled, run_eagerly
 from macrobatch.verification.gradient import NamedGradients, as_dense
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Arrival, Call, LossTargets, NormChange, Observation, ObservedWindow
@@ -260,8 +260,15 @@ class StepWatcher:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            # After the optimizer's own hooks: they may still change the gradients.
-            self._last_hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_windows(optimizer)))
+            # After the optimizer's own hooks: they may still change the gradients. Once: its step may call that of a
+            # parent class, which runs all hooks again.
+            once = [self._close_windows]
+
+            def close(*_: object) -> None:
+                while once:
+                    once.pop()(optimizer)
+
+            self._last_hooks.append(optimizer.register_step_pre_hook(close))
             return None
         evaluations = 0
 
@@ -371,11 +378,6 @@ def exclude_from_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
-
-
-def run_eagerly() -> contextlib.AbstractContextManager[object]:
-    """Run everything in the block without compiling, so that no hook breaks a graph."""
-    return torch.compiler.set_stance("force_eager") if can_have_compiled() else contextlib.nullcontext()
 
 
 def _largest(gradient: Tensor) -> Tensor:
