@@ -28,7 +28,7 @@ from macrobatch.transformers.meaning import Inputs, Meaning, all_labels, causal_
 from macrobatch.transformers.private import items_in, unlogged
 from macrobatch.transformers.samples import Layout, is_bounded
 
-DIRECTIONS = 4
+DIRECTIONS = 2
 ROUGH = 0.05  # losses that are rounded so much say nothing about gradients
 TOLERANCE = 1e-2  # of the part of a loss that num_items_in_batch divides
 AnyRank = Callable[[bool], bool]

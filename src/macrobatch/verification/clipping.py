@@ -41,7 +41,7 @@ def scaled_clipping_cause(case: Case) -> Cause | None:
         if window.clipped_norm is None:
             continue
         times = window.observed.norm_before_step / (_gradient_norm(case, window.expected) or 1.0)
-        power = 2.0 ** round(math.log2(times)) if times > 0 else 1.0  # as scalers multiply
+        power = 2.0 ** round(math.log2(times)) if 0 < times < math.inf else 1.0  # as scalers multiply
         times = power if abs(times / power - 1) < 0.05 else times
         limit = window.clipped_norm * times
         is_scaled = times > 1.5 and _is_round(limit) and not _is_round(window.clipped_norm)
