@@ -91,6 +91,23 @@ class Loop:
                     optimizer.zero_grad()
 
 
+def multiplied_by_a_hook(factor: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """For `make_optimizer`: one whose own hook changes the gradients before each step."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @optimizer.register_step_pre_hook
+        def hook(*_: object) -> None:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= factor
+
+        return optimizer
+
+    return make
+
+
 def two_terms(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, int]]:
     """Cross-entropy over the tokens, and a penalty over the samples."""
     penalty = model(batch.x).square().flatten(1).mean(1).mean()

@@ -219,16 +219,17 @@ def test_foreign_state(make, state):
         make().load_state_dict(state)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("planted")
+
+
 def test_backward_that_fails_half_way(make, model, loss):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise RuntimeError("planted")
-
     acc = make(steps=2)
     failing = lambda: model.bias.sum() + Fails.apply(model.weight).sum()  # noqa: E731  (the bias comes first)
     with pytest.raises(RuntimeError, match="planted"), acc.micro_batch():
@@ -249,16 +250,6 @@ def test_backward_that_fails_half_way(make, model, loss):
 
 def test_a_batch_whose_backward_failed_is_left_out(make, model, loss):
     """As the error says."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise RuntimeError("planted")
-
     acc = make(steps=2)
     for index, _ in enumerate(acc.batches(range(5))):
         if index != 1:

@@ -28,6 +28,7 @@ from harness.loops import (
     cross_entropy,
     cut,
     loss_fn,
+    multiplied_by_a_hook,
     next_token_fn,
     next_token_loss,
     on_sequences,
@@ -135,19 +136,23 @@ def cleared_before_the_step(model: nn.Module, batch: Batch) -> None:
     optimizer.step()
 
 
-def never_unscaled(model: nn.Module, batch: Batch) -> None:
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4096.0)
+def scaled_gradients(model: nn.Module, batch: Batch) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
+    """One window of them, with what is to step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
     for micro in pieces(batch, 5):
         scaler.scale(mean_loss(model, micro) * by_items([batch], micro)).backward()
+    return torch.optim.SGD(model.parameters(), 0.1), scaler
+
+
+def never_unscaled(model: nn.Module, batch: Batch) -> None:
+    optimizer, _ = scaled_gradients(model, batch)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def clipped_while_scaled(model: nn.Module, batch: Batch) -> None:
     """Its own norm is far below 1, so that clipping should do nothing."""
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4096.0)
-    for micro in pieces(batch, 5):
-        scaler.scale(mean_loss(model, micro) * by_items([batch], micro)).backward()
+    optimizer, scaler = scaled_gradients(model, batch)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()
@@ -156,32 +161,11 @@ def clipped_while_scaled(model: nn.Module, batch: Batch) -> None:
 
 def scaled_and_clipped_but_never_cleared(model: nn.Module, batch: Batch) -> None:
     """What it leaves is 100,000 times smaller than what it is added to."""
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4096.0)
-    for micro in pieces(batch, 5):
-        scaler.scale(mean_loss(model, micro) * by_items([batch], micro)).backward()
+    optimizer, scaler = scaled_gradients(model, batch)
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     scaler.step(optimizer)
     scaler.update()
-
-
-def scaled_by_a_hook(factor: float, weight: Any = by_items) -> Callable[[nn.Module, Batch], None]:
-    """A hook of the optimizer changes the gradients before its step."""
-
-    def step(model: nn.Module, batch: Batch) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        @optimizer.register_step_pre_hook
-        def hook(*_: object) -> None:
-            for parameter in model.parameters():
-                parameter.grad *= factor
-
-        for micro in pieces(batch, 5):
-            (mean_loss(model, micro) * weight([batch], micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def with_a_norm_of_five_hundredths(model: nn.Module, batch: Batch) -> None:
@@ -346,7 +330,9 @@ MISTAKES = {
         causes=("short window",), step=Loop(weight=always(1 / 4), closes=lambda *_: True), batch=batch_of()
     ),
     "scaler forgotten": Mistake(causes=("loss scale",), step=never_unscaled, dtype=torch.float32),
-    "a hook of the optimizer": Mistake(causes=("constant factor",), step=scaled_by_a_hook(0.7135)),
+    "a hook of the optimizer": Mistake(
+        causes=("constant factor",), step=Loop(weight=by_items, make_optimizer=multiplied_by_a_hook(0.7135))
+    ),
     "clipped while scaled": Mistake(
         causes=("clipped while scaled",), step=clipped_while_scaled, dtype=torch.float32, batch=batch_of()
     ),

@@ -23,6 +23,7 @@ from harness.loops import (
     by_items,
     cross_entropy,
     loss_fn,
+    multiplied_by_a_hook,
     next_token_fn,
     on_sequences,
     pieces,
@@ -187,20 +188,6 @@ class CallsItsParent(torch.optim.SGD):
 
 
 torch.optim.SGD([nn.Parameter(torch.ones(1))])  # its step has hooks only after this
-
-
-def divided_by_a_hook(model: nn.Module, batch: Batch) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-
-    @optimizer.register_step_pre_hook
-    def hook(*_: object) -> None:
-        for parameter in model.parameters():
-            parameter.grad /= 8
-
-    for micro in pieces(batch, 5):
-        (mean_loss(model, micro) * by_items([batch], micro) * 8).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def scaled(model: nn.Module, batch: Batch) -> None:
@@ -403,7 +390,9 @@ STEPS = {
     ),
     "Accumulator, in float32": Right(step=accumulated(accumulate_dtype=torch.float32), dtype=torch.bfloat16),
     "GradScaler": Right(step=scaled, dtype=torch.float32, windows=1),
-    "a hook of the optimizer divides": Right(step=divided_by_a_hook, windows=1),
+    "a hook of the optimizer divides": Right(
+        step=Loop(weight=lambda window, micro: 8 * by_items(window, micro), make_optimizer=multiplied_by_a_hook(1 / 8))
+    ),
     "an optimizer that calls its parent's step": Right(step=Loop(weight=by_items, make_optimizer=CallsItsParent)),
     "autocast": Right(step=Loop(weight=by_items, loss=autocast), loss_fn=autocast, dtype=torch.float32),
     "autocast in the step alone": Right(step=Loop(weight=by_items, loss=autocast), dtype=torch.float32),

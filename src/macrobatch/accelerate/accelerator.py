@@ -142,13 +142,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Inside a window, where no optimizer steps, it only measures: clipped parts do not add up to a clipped whole.
         """
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipped = _listed(parameters)
         may_clip = self._may_clip("clip_grad_norm_()", clipped)
         return super().clip_grad_norm_(clipped, max_norm if may_clip else math.inf, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every number of the given gradients; inside a window, where the optimizer does not step, nothing."""
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipped = _listed(parameters)
         if self._may_clip("clip_grad_value_()", clipped):
             super().clip_grad_value_(clipped, clip_value)
 
@@ -211,3 +211,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 def __getattr__(name: str) -> Any:
     return getattr(accelerate.accelerator, name)
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    """As torch's clipping takes them: one, or several."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

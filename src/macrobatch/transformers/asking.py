@@ -64,23 +64,23 @@ class Inquiry:
         """The loss of a batch without its balance loss, and its items."""
         with torch.no_grad(), self.without_trace():
             found, items = self._loss_of(meaning, self._model, inputs)
-        return self._value(found), float(items if items is not None else meaning.layout.count(inputs))
+        return self._value(found), items
 
-    def _loss_of(self, meaning: Meaning, model: nn.Module, inputs: Inputs) -> tuple[Any, Any]:
+    def _loss_of(self, meaning: Meaning, model: nn.Module, inputs: Inputs) -> tuple[Any, float]:
         with outputs_of(self._trainer.model, meaning.balance is not None) as outputs:
             found, items = meaning.loss(self._trainer, self._trainer.compute_loss, model, dict(inputs))
             if meaning.balance is not None:
                 found = found - meaning.balance.coefficient * outputs[-1].aux_loss
-        return found, items
+        return found, float(items if items is not None else meaning.layout.count(inputs))
 
-    def gradient_of(self, meaning: Meaning, inputs: Inputs) -> tuple[Tensor, float] | None:
-        """What the gradient of that loss is in some random directions, and its norm; None where it cannot be asked."""
+    def gradient_of(self, meaning: Meaning, inputs: Inputs) -> tuple[Tensor, float, float] | None:
+        """The gradient of that loss in some random directions, its norm, and the items; None: it cannot be asked."""
         own = [p for p in self._trainer.model.parameters() if p.requires_grad]
         if self.rounding[0] >= ROUGH or any(isinstance(p, DTensor) for p in own):
             return None
         try:
             with torch.enable_grad(), self.without_trace(), run_eagerly():
-                found = self._loss_of(meaning, self._trainer.model, inputs)[0]
+                found, items = self._loss_of(meaning, self._trainer.model, inputs)
                 gradients = torch.autograd.grad(found, own, allow_unused=True)
         except RuntimeError:  # it does not fit into memory, or cannot be differentiated in this way
             return None
@@ -92,7 +92,7 @@ class Inquiry:
                 for index in range(DIRECTIONS):
                     direction = torch.randn(flat.shape, generator=draw, device=flat.device, dtype=torch.float32)
                     total[index] += (flat * direction).sum().cpu()
-        return total, math.sqrt(square)
+        return total, math.sqrt(square), items
 
     def balance(self, inputs: Inputs, number: Tensor | None) -> Balance | None:
         """The load balancing loss in it, with its coefficient."""
@@ -230,13 +230,13 @@ def gradients_fit(ask: Inquiry, meaning: Meaning, whole: Inputs, *parts: Inputs)
     Terms with another denominator may hardly show in a loss: an entropy that is nearly the same everywhere, or
     ``(ratio - 1) * advantage``, which is 0.
     """
-    counts = [float(ask.of(meaning, part)[1]) for part in parts]
-    found = [ask.gradient_of(meaning, inputs) for inputs in (whole, *parts)]
-    if not sum(counts) or any(one is None for one in found):
+    found = [one for inputs in (whole, *parts) if (one := ask.gradient_of(meaning, inputs)) is not None]
+    if len(found) <= len(parts) or not found[0][2]:
         return True
-    (own, size), *others = [one for one in found if one is not None]
-    mean = sum(part * count / sum(counts) for (part, _), count in zip(others, counts, strict=True) if count)
-    spread = max(float((own - part).norm()) for (part, _), count in zip(others, counts, strict=True) if count)
+    (own, size, items), *others = found
+    counted = [(part, count) for part, _, count in others if count]
+    mean = sum(part * count / items for part, count in counted)
+    spread = max(float((own - part).norm()) for part, _ in counted)
     return float((own - mean).norm()) <= max(2e-4, 50 * ask.rounding[0]) * (spread + size)
 
 

@@ -55,9 +55,9 @@ def scaled_clipping_cause(case: Case) -> Cause | None:
     return None
 
 
-def _is_round(limit: float) -> bool:
+def _is_round(limit: float, close: float = 2e-5) -> bool:
     """Whether somebody would clip to it: nobody clips to 0.9137."""
-    return abs(float(f"{limit:.2g}") / limit - 1) < 2e-5
+    return abs(float(f"{limit:.{2 if close < 1e-4 else 1}g}") / limit - 1) < close
 
 
 def _windows_clipped_by_norm(case: Case, wrong: list[Comparison]) -> list[tuple[Comparison, float]]:
@@ -97,8 +97,7 @@ def _looks_clipped(case: Case, window: Comparison, size: float, candidates: list
         abs(other_size / size - 1) < close and abs(other.factor / window.factor - 1) > 1e-3
         for other, other_size in candidates
     )
-    rounded = float(f"{size:.{2 if close < 1e-4 else 1}g}")  # nobody clips to 0.9137
-    if alike or abs(rounded / size - 1) < close:
+    if alike or _is_round(size, close):
         return True
     return _had_expected_norm(case, window) and not _is_whole_fraction(window)
 
