@@ -28,11 +28,10 @@ COLOURS = {
     "Accelerate, grouped, compiled": "#d94801",
     "Accelerate, grouped": "#fdae6b",
     "Lightning Fabric": "#756bb1",
-    "transformers Trainer": "#31a354",
     "one big batch, compiled": "#252525",
     "one big batch": "#000000",
 }
-MARKERS = dict(zip(COLOURS, "PsXoDv^<>*hHdp8x", strict=True))
+MARKERS = dict(zip(COLOURS, "PsXoDv^<>*hHdp8", strict=True))
 DOTS_PER_INCH = 150
 
 Row = dict[str, Any]

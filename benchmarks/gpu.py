@@ -4,8 +4,9 @@ Every shape has a loop by hand, Accelerate and `MacroStep` without and with CUDA
 `torch.compile(model)`; eager Lightning Fabric, where samples are of equal length; and one big batch, where that fits
 and has the same gradient. All train on the same windows under bf16 autocast over float32 weights, clip at 1.0, and
 step with fused AdamW. The data are in pinned host memory, cut and padded beforehand for the peers; `MacroStep` gets the
-whole window, and its cutting is timed. Samples of unequal lengths (BERT, chats) are cut by tokens; the peers take two
-at a time, in the order in which they come and, "grouped", sorted by length inside the window.
+whole window, and its cutting is timed. Samples of unequal lengths (BERT, chats) are cut by tokens; the peers take as
+many at a time as could all be of the longest length in such a micro-batch (8 and 2), in the order in which they come
+and, "grouped", sorted by length inside the window.
 
 Each loop first runs alone, without learning: its reserved memory is taken, and its gradients of two windows, before
 clipping, are compared with those of one big batch in float32. The error is max |difference| / max |gradient|; it may be

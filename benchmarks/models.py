@@ -203,13 +203,18 @@ class Shape:
     draw: Callable[[int, torch.Generator], Batch]  # a window of so many samples
     loss: Callable[[Any, Batch], tuple[Tensor, Any]]  # the sum, and its items
     depends_on: str = ""  # what makes the gradient depend on the cut
-    budget: int | None = None  # tokens of a micro-batch with their padding, if lengths vary
+    longest: int | None = None  # sample, if lengths vary
     together: int | None = None  # samples of the reference that fit at once; None: all
     alive: int = 12  # loops whose models fit into memory at once
 
     @property
     def samples(self) -> int:
         return self.micro_batch * self.micro_batches
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens and padding of the largest micro-batch that the peers can have; by tokens there are no more."""
+        return None if self.longest is None else self.micro_batch * self.longest
 
     @property
     def unit(self) -> str:
@@ -282,17 +287,17 @@ def of_equal_length(size: str, micro_batch: int, length: int, micro_batches: int
     )
 
 
-def of_many_lengths(size: str, micro_batches: int, length: int, budget: int, together: int) -> Shape:
+def of_many_lengths(size: str, micro_batches: int, longest: int, together: int) -> Shape:
     return Shape(
         name="chats",
-        title=f"Llama {size}, {2 * micro_batches} samples of up to {length}",
+        title=f"Llama {size}, {2 * micro_batches} samples of up to {longest}",
         section="variable",
         micro_batch=2,
         micro_batches=micro_batches,
-        make=lambda: llama(size, length),
-        draw=lambda samples, draw: chats(LLAMAS[size][-1], length, samples, draw),
+        make=lambda: llama(size, longest),
+        draw=lambda samples, draw: chats(LLAMAS[size][-1], longest, samples, draw),
         loss=chat_loss,
-        budget=budget,
+        longest=longest,
         together=together,
     )
 
@@ -306,7 +311,7 @@ SHAPES = [
     of_equal_length("110M", 1, 512, 16),
     of_equal_length("41M", 2, 256, 16),
     of_equal_length("110M", 4, 1024, 8),
-    of_many_lengths("110M", 32, 2048, budget=4096, together=8),
+    of_many_lengths("110M", 32, 2048, together=8),
     Shape(
         name="gpt2",
         title="GPT-2 124M, dropout 0.1, 2 x 512 x 16",
@@ -358,13 +363,13 @@ SHAPES = [
     ),
     Shape(
         name="bert",
-        title="BERT-base masked LM, 64 samples of up to 512",
-        micro_batch=2,
-        micro_batches=32,
+        title="BERT-base masked LM, 128 samples of up to 512",
+        micro_batch=8,
+        micro_batches=16,
         make=lambda: bert(tiny=False),
         draw=lambda samples, draw: masked_texts(30_522, 512, samples, draw),
         loss=masked_loss,
-        budget=4_096,
+        longest=512,
         together=16,
     ),
     *swept("110M", [1, 4, 16], 512),
@@ -372,7 +377,7 @@ SHAPES = [
 LARGE = {shape.name: shape for shape in SHAPES}
 TINY = [
     of_equal_length("tiny", 1, 16, 4),
-    of_many_lengths("tiny", 6, 64, budget=128, together=4),
+    of_many_lengths("tiny", 6, 64, together=4),
     replace(
         LARGE["gpt2"],
         title="tiny GPT-2, dropout 0.1",
@@ -414,10 +419,11 @@ TINY = [
     replace(
         LARGE["bert"],
         title="tiny BERT, 12 samples of up to 64",
+        micro_batch=2,
         micro_batches=6,
         make=lambda: bert(tiny=True),
         draw=lambda samples, draw: masked_texts(64, 64, samples, draw),
-        budget=128,
+        longest=64,
         together=4,
     ),
     *swept("tiny", [1, 2, 4], 16),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import macrobatch
 from harness import ROOT
@@ -198,6 +199,16 @@ def test_every_loop_has_a_colour(imported):
     gpu, shapes = imported("gpu"), imported("models").SHAPES
     ways = {way.name for shape in shapes for compiled in (False, True) for way in gpu.ways_of(shape, compiled)}
     assert ways <= set(imported("figures").COLOURS)
+
+
+def test_by_tokens_has_no_larger_micro_batches_than_the_peers(imported):
+    """Its bound was once four times what their micro-batches could hold: it was faster for that alone."""
+    models = imported("models")
+    varying = [shape for shape in [*models.SHAPES, *models.TINY] if shape.longest is not None]
+    assert [shape.name for shape in varying] == ["chats", "bert"] * 2
+    for shape in varying:
+        drawn = shape.draw(500, torch.Generator().manual_seed(0))
+        assert max(batch["input_ids"].numel() for batch in models.cut(drawn, shape.micro_batch)) == shape.budget
 
 
 def test_figures(imported, tmp_path):
