@@ -137,42 +137,28 @@ def speed(results: Results) -> str:
     return f"{markdown(headings, rows)}\n\n{said}"
 
 
-def peers(results: Results) -> str:
-    """Speed relative to Accelerate's, within the rounds of a run."""
-
-    def speed(row: dict[str, Any]) -> str:
-        return number(row["over_accelerate"], ".2f")
-
-    what = "times Accelerate's tokens per second; of compiled loops, times compiled Accelerate's"
-    return _loops(results("gpu"), ("fixed", "variable"), what, speed)
-
-
 def gpu(results: Results) -> str:
-    """Tokens per second of Llama, but for those of the sweep."""
-    return _loops(results("gpu"), ("fixed", "variable"), "tokens per second", lambda row: number(row["per_second"]))
+    """Llama, but for the sizes of the sweep."""
+    return _loops(results("gpu"), ("fixed", "variable"), "tokens per second (reserved GiB)")
 
 
 def shapes(results: Results) -> str:
     """What other models make of it."""
-
-    def cell(row: dict[str, Any]) -> str:
-        memory = "" if row["reserved_gib"] is None else f" ({row['reserved_gib']:.1f} GiB)"
-        return f"{number(row['per_second'])}{memory}"
-
-    return _loops(results("gpu"), ("others",), "tokens or images per second (reserved)", cell)
+    return _loops(results("gpu"), ("others",), "tokens or images per second (reserved GiB)")
 
 
 def micro_batch_size(results: Results) -> str:
     """The same samples in micro-batches of several sizes."""
+    return _loops(results("gpu_sweep"), ("sweep",), "tokens per second (reserved GiB)")
+
+
+def _loops(result: dict[str, Any], sections: Sequence[str], what: str) -> str:
+    """One row for each loop and one column for each case of these sections; why one is missing; missed targets."""
 
     def cell(row: dict[str, Any]) -> str:
-        return f"{number(row['per_second'])} ({number(row['reserved_gib'], '.1f')})"
+        memory = "" if row["reserved_gib"] is None else f" ({row['reserved_gib']:.1f})"
+        return f"{number(row['per_second'])}{memory}"
 
-    return _loops(results("gpu_sweep"), ("sweep",), "tokens per second (reserved GiB)", cell)
-
-
-def _loops(result: dict[str, Any], sections: Sequence[str], what: str, cell: Callable[[dict[str, Any]], str]) -> str:
-    """One row for each loop and one column for each case of these sections; why one is missing; missed targets."""
     cases, notes = [case for case in result["cases"] if case["section"] in sections], Notes()
     ran = [case for case in cases if case["rows"]]
     by_case = [{row["name"]: row for row in case["rows"]} for case in ran]
@@ -249,10 +235,10 @@ class Notes:
         if not note:
             return ""
         self._texts += [note] if note not in self._texts else []
-        return f" ({self._texts.index(note) + 1})"
+        return f" [{self._texts.index(note) + 1}]"
 
     def lines(self) -> list[str]:
-        return [f"({place}) {note}." for place, note in enumerate(self._texts, start=1)]
+        return [f"[{place}] {note}." for place, note in enumerate(self._texts, start=1)]
 
 
 def trainers(results: Results) -> str:
@@ -400,7 +386,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     for function in (
         overhead,
         speed,
-        peers,
         gpu,
         micro_batch_size,
         targets,

@@ -96,7 +96,6 @@ LLAMA = ("fixed", "variable")
 @pytest.mark.parametrize(
     ("name", "file", "sections"),
     [
-        ("peers", "gpu", LLAMA),
         ("gpu", "gpu", LLAMA),
         ("shapes", "gpu", ("others",)),
         ("micro_batch_size", "gpu_sweep", ("sweep",)),
@@ -132,10 +131,10 @@ def test_missed_targets_are_said(imported):
     tables, result = imported("tables"), project("gpu")
     for target in result["targets"]:
         target["reached"] = True
-    assert "Missed" not in tables.peers(results_of(result))
+    assert "Missed" not in tables.gpu(results_of(result))
     name = f"{result['cases'][0]['name']}: a loop"
     result["targets"][3] = {"name": name, "at_least": 8.0, "found": 7.6, "reached": False}
-    assert f"- {name}, at least 8.00: missed (7.60)" in tables.peers(results_of(result))
+    assert f"- {name}, at least 8.00: missed (7.60)" in tables.gpu(results_of(result))
     assert tables.targets(results_of(result)).count(result["targets"][3]["name"]) == len(tables.WITH_TARGETS)
 
 
@@ -169,9 +168,9 @@ def test_trainers_show_times_targets_and_what_failed(imported):
     assert table[2:5] == [
         "| Lightning, as it is | 10 | 1.00 | 1.0 | 0 | |",
         "| Lightning, by tokens | 28 | 2.80 | 1.0 | 1e-04 | at least 3.00: missed (2.80) |",
-        "| Lightning, exact (1) | failed | | 1.0 | | |",
+        "| Lightning, exact [1] | failed | | 1.0 | | |",
     ]
-    assert "(1) no memory." in table
+    assert "[1] no memory." in table
 
 
 def test_shapes_show_every_loop_and_why_one_is_missing(imported):
@@ -193,17 +192,17 @@ def test_shapes_show_every_loop_and_why_one_is_missing(imported):
     cases = [case("ResNet-50", *images), case("LoRA", error="ImportError: no peft"), case("GPT-2", *texts)]
     table = imported("tables").shapes(results_of({**project("gpu"), "cases": cases})).splitlines()
     assert table[:6] == [
-        "| tokens or images per second (reserved) | ResNet-50 | GPT-2 |",
+        "| tokens or images per second (reserved GiB) | ResNet-50 | GPT-2 |",
         "|---|---|---|",
-        "| hand-written | 601 (2.0 GiB) | 28,950 (2.0 GiB) (1) |",
-        "| hand-written, grouped | | 30,000 (2.0 GiB) |",
+        "| hand-written | 601 (2.0) | 28,950 (2.0) [1] |",
+        "| hand-written, grouped | | 30,000 (2.0) |",
         "| Macrobatch | | 28,496, gradient wrong |",
-        "| hand-written, compiled | not run (2) | failed (3) |",
+        "| hand-written, compiled | not run [2] | failed [3] |",
     ]
     assert table[7:14:2] == [
-        "(1) not compared: with dropout it is the reference of the others.",
-        f"(2) {late}.",
-        "(3) ValueError: no.",
+        "[1] not compared: with dropout it is the reference of the others.",
+        f"[2] {late}.",
+        "[3] ValueError: no.",
         "LoRA failed: ImportError: no peft.",
     ]
     assert table[-1].startswith("Medians over 10 to 12 windows. NVIDIA H200, ")
