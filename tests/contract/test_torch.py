@@ -369,12 +369,13 @@ def test_hooks_of_one_optimizer_are_seen():
 @probes("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 def test_hooks_of_all_optimizers_are_seen():
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        handle = register(lambda *_: None)
+        before, hook = optimizers.hooks_on_all_optimizers(), lambda *_: None
+        handle = register(hook)
         try:
-            assert optimizers.has_hooks_on_all_optimizers()
+            assert [each for each in optimizers.hooks_on_all_optimizers() if each not in before] == [hook]
         finally:
             handle.remove()
-        assert not optimizers.has_hooks_on_all_optimizers()
+        assert optimizers.hooks_on_all_optimizers() == before
 
 
 @probes("GradScaler._scale", "GradScaler._per_optimizer_states")

@@ -86,7 +86,7 @@ class Collect(Closing):
     def __init__(self):
         self.taken, self.leaves_gradients, self.means = 0, False, []
 
-    def guard_steps(self, window_is_open):
+    def guard_steps(self, window_is_open, holds_cleared):
         pass
 
     def begin_window(self):

@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._step.gradients import Gradients
-from macrobatch._step.optimizers import StepGuard, has_hooks, skips_on_device, step_fused
+from macrobatch._step.optimizers import (
+    OtherStepsGuard,
+    StepGuard,
+    has_hooks,
+    skips_on_device,
+    step_fused,
+)
 from macrobatch._step.totals import Window, wide
 from macrobatch._step.verdict import NONFINITE, Verdict, verdict_on
 from macrobatch._torch.autograd import factor_of
@@ -42,8 +48,8 @@ class Closing(Protocol):
     taken: int
     leaves_gradients: bool
 
-    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
-        """From now on, refuse steps that others take while a window is open. A bound method, kept weakly."""
+    def guard_steps(self, window_is_open: Callable[[], bool], holds_cleared: Callable[[Optimizer], bool]) -> None:
+        """From now on, refuse steps that others take with parameters of a window. Bound methods, kept weakly."""
 
     def begin_window(self) -> None:
         """A window begins: what was done before belongs to no window."""
@@ -81,7 +87,7 @@ class TakeStep(Closing):
     ) -> None:
         self.leaves_gradients = False
         self._optimizers = optimizers
-        self._guards: list[StepGuard] = []
+        self._guards: list[StepGuard | OtherStepsGuard] = []
         self._schedulers = schedulers
         self._scaler = scaler
         self._max_norm = max_norm
@@ -91,8 +97,9 @@ class TakeStep(Closing):
         self._taken = 0
         self._unread: Tensor | None = None  # how many of `_taken` the device skipped after all
 
-    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
-        self._guards = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
+    def guard_steps(self, window_is_open: Callable[[], bool], holds_cleared: Callable[[Optimizer], bool]) -> None:
+        own = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
+        self._guards = [*own, OtherStepsGuard(self._optimizers, window_is_open, holds_cleared)]
 
     @property
     def taken(self) -> int:

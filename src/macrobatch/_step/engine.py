@@ -113,7 +113,7 @@ class Engine:
         self._notes_use = False
         self._counting: Verdict | None = None  # whether all ranks count items alike, on its way to the host
         self._used: set[str] = set()  # the parameters that this rank's window has used, where that is noted
-        closing.guard_steps(self._is_accumulating)
+        closing.guard_steps(self._is_accumulating, self._holds_cleared)
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -548,6 +548,13 @@ class Engine:
 
     def _is_accumulating(self) -> bool:
         return self.has_accumulated
+
+    def _holds_cleared(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds parameters whose gradients windows have had."""
+        if not (self._windows or self.has_accumulated):
+            return False
+        own = set(map(id, self._parameters.named().values()))
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def open_gradients(self) -> Gradients:
         """The gradients of the window, made before its first forward: what is there by then belongs to no window."""

@@ -36,7 +36,11 @@ class LeaveMean(Closing):
         self._verdict: Verdict | None = None  # on the last window, where the host has not read it yet
         self._is_empty = False
 
-    def guard_steps(self, window_is_open: Callable[[], bool]) -> None:
+    def guard_steps(
+        self,
+        window_is_open: Callable[[], bool],
+        holds_cleared: Callable[[Optimizer], bool],  # noqa: ARG002 (others are the program's own business)
+    ) -> None:
         self._guards = [StepGuard(optimizer, window_is_open) for optimizer in self._optimizers]
 
     def begin_window(self) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from macrobatch._torch.optimizers import has_hooks_after_step, has_hooks_on_all_optimizers, hooks_before_step
+from macrobatch._torch.optimizers import has_hooks_after_step, hooks_before_step, hooks_on_all_optimizers
 from macrobatch.errors import UsageError
 
 
@@ -44,7 +45,7 @@ def _own_steps() -> set[Callable[..., Any]]:
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody's code runs before or after each step: what it sees in ``.grad`` must be the mean."""
-    if has_hooks_after_step(optimizer) or has_hooks_on_all_optimizers():
+    if has_hooks_after_step(optimizer) or any(hook is not _check_step for hook in hooks_on_all_optimizers()):
         return True
     return not all(isinstance(hook, StepGuard) for hook in hooks_before_step(optimizer))
 
@@ -76,6 +77,68 @@ class StepGuard:
             "until acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, "
             "and out of hooks. discard() drops what was accumulated."
         )
+
+
+class OtherStepsGuard:
+    """Refuses steps of optimizers that were not handed over, with parameters of a window.
+
+    Inside the window they would take undivided sums; after it they would do nothing, as its gradients are cleared.
+
+    Args:
+        optimizers: that were handed over.
+        window_is_open: whether a window has gradients. A bound method, kept weakly.
+        holds_cleared: whether an optimizer holds parameters whose gradients windows have cleared. Likewise.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        window_is_open: Callable[[], bool],
+        holds_cleared: Callable[[Optimizer], bool],
+    ) -> None:
+        self.is_open = False  # lets steps pass: an optimizer that was handed over may step others
+        self._own = set(map(id, optimizers))
+        self._window_is_open = weakref.WeakMethod(window_is_open)
+        self._holds = weakref.WeakMethod(holds_cleared)
+        _watch_all_steps()
+        number = id(self)
+        _guards[number] = weakref.ref(self, lambda _: _guards.pop(number, None))
+
+    def check(self, optimizer: Optimizer) -> None:
+        """An error if this optimizer must not step now."""
+        if self.is_open or id(optimizer) in self._own:
+            return
+        window_is_open, holds = self._window_is_open(), self._holds()
+        if window_is_open is None or holds is None or not holds(optimizer):
+            return
+        name = type(optimizer).__name__
+        if window_is_open():
+            raise UsageError(
+                f"{name}.step() was called inside the open window, by an optimizer that was not handed over but holds "
+                "parameters of it: their gradients are undivided sums by now. Hand over all optimizers of these models "
+                "as a list, and leave out the other call: step() steps them all. discard() drops what was accumulated."
+            )
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                f"{name}.step() would do nothing: the gradients of its parameters were those of the window before, and "
+                "were cleared with it, as this optimizer was not handed over. Hand over all optimizers of these models "
+                "as a list, and leave out the other call: step() steps them all."
+            )
+
+
+# torch has one list of such hooks for the whole process, over which every step iterates: so it gets one hook, once.
+_guards: dict[int, weakref.ref[OtherStepsGuard]] = {}
+
+
+@functools.cache
+def _watch_all_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, *_: object) -> None:
+    for reference in list(_guards.values()):
+        if (guard := reference()) is not None:
+            guard.check(optimizer)
 
 
 def step_fused(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

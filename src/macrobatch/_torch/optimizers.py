@@ -23,9 +23,9 @@ def has_hooks_after_step(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_optimizer_step_post_hooks", {}))
 
 
-def has_hooks_on_all_optimizers() -> bool:
-    """Whether hooks run before or after the steps of every optimizer of the process."""
-    return bool(_OF_ALL["_global_optimizer_pre_hooks"] or _OF_ALL["_global_optimizer_post_hooks"])
+def hooks_on_all_optimizers() -> list[Any]:
+    """Those that run before or after the steps of every optimizer of the process."""
+    return [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
 
 
 def scale_of(scaler: GradScaler) -> Tensor | None:
