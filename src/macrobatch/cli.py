@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        return _unusable(f"this needs {error.name}, which is not installed: pip install 'macrobatch[train]'.", False)
+        return _unusable(
+            f"this needs {error.name}, which is not installed: pip install 'macrobatch[train]' (in a checkout "
+            "'.[train]').",
+            False,
+        )
     finally:
         _leave_ranks()
         if not _can_print():  # or Python would try once more when it ends, and complain

@@ -93,9 +93,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1: got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more: got {text}")
+    return int(text)
 
 
 def _not_negative(text: str) -> float:
@@ -210,6 +210,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     function = function_named(parsed.target)
     try:
         model, loss_fn, batch, step = _returned(function(), parsed.target)
+        _require_one_group(parsed.target)
         report = verify(model, loss_fn, batch, step=step, windows=parsed.windows)
     except MacrobatchError:
         raise
@@ -220,6 +221,18 @@ def _verify(parsed: argparse.Namespace) -> int:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         print(json.dumps(report.to_dict(), indent=2) if parsed.json else report)
     return RIGHT if report.ok else WRONG
+
+
+def _require_one_group(target: str) -> None:
+    """Ranks that have not met would each be verified alone, and print a report each."""
+    import torch.distributed as dist
+
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" and not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            f"{target} runs on {ranks} ranks, but they have not joined a group: call "
+            "torch.distributed.init_process_group() in it, and return this rank's own share of the batch."
+        )
 
 
 def _returned(returned: object, target: str) -> tuple[Any, Any, Any, Any]:

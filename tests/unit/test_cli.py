@@ -285,3 +285,28 @@ def test_no_command_and_help(capsys):
 def test_the_command_that_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"macrobatch": f"{main.__module__}:{main.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "message"),
+    [
+        ("./checks:check", "", "is not the name of a module"),
+        (".checks:check", "", "is not the name of a module"),
+        ("checks.py:check", "", "Did you mean checks:check?"),
+        ("checks:check", "def check(:", "cannot be imported: SyntaxError"),
+        ("checks:check", "raise ValueError('no data')", "cannot be imported: ValueError: no data"),
+        ("checks:check", "import sys; sys.exit(1)", "cannot be imported: SystemExit"),
+    ],
+)
+def test_what_could_not_be_verified_is_not_called_wrong(tmp_path, target, code, message):
+    (tmp_path / "checks.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "macrobatch", "verify", target],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

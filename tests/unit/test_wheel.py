@@ -111,8 +111,8 @@ def test_the_first_example_of_the_readme_runs_from_the_wheel(environment, tmp_pa
     [
         (["--help"], 0, "compare a training step with one big batch"),
         (["--version"], 0, f"macrobatch {macrobatch.__version__}"),
-        (["train", "--help"], 2, "this needs tyro, which is not installed: pip install 'macrobatch[train]'."),
-        (["generate", "runs/none"], 2, "which is not installed: pip install 'macrobatch[train]'."),
+        (["train", "--help"], 2, "this needs tyro, which is not installed: pip install 'macrobatch[train]'"),
+        (["generate", "runs/none"], 2, "which is not installed: pip install 'macrobatch[train]'"),
         (["bench"], 2, "the benchmarks are in the project's repository, not in the installed package"),
     ],
 )

@@ -28,6 +28,7 @@ from macrobatch._cut.trees import (
     has_fields,
     has_samples,
     rebuild,
+    require_no_list_of_samples,
     require_told_apart,
 )
 from macrobatch.errors import BatchError
@@ -70,6 +71,7 @@ class TensorBatch:
                     "collate=. If a tensor belongs to no sample, pass it to loss_fn in another way, e.g. with "
                     "functools.partial."
                 )
+        require_no_list_of_samples(batch)
         require_told_apart(batch, "batch", self.count, set() if containers is None else containers)
 
     @functools.cached_property

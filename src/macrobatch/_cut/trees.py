@@ -83,6 +83,21 @@ def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -
         require_told_apart(child, inner, count, containers)
 
 
+def require_no_list_of_samples(batch: Any) -> None:
+    """An error for a batch that is a list of three dicts, tuples or objects alike, or more: that may be its samples.
+
+    Two are taken for parts of the batch, such as a pair, and so are those of a tuple.
+    """
+    if not isinstance(batch, list) or len(batch) < 3 or any(children(entry) is None for entry in batch):
+        return
+    if all(_first_with_samples(entry) is not None for entry in batch) and _are_alike(batch):
+        raise BatchError(
+            f"the batch is a list of {len(batch)} entries alike: is each of them a sample, or has each of them a part "
+            "of all samples? Pass collate= in the first case, which makes a micro-batch of a list of samples, and a "
+            "tuple in place of the list in the second."
+        )
+
+
 def _are_alike(entries: Sequence[Any]) -> bool:
     """Whether they could be of several samples."""
     kinds = {tuple((path, str(getattr(leaf, "dtype", type(leaf)))) for path, leaf in leaves(e, "")) for e in entries}

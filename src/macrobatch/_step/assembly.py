@@ -36,6 +36,7 @@ def engine_for(
     warn_about_unknown_torch()
     validation.require_options(options, Options.__annotations__)
     models = validation.all_of(nn.Module, model, "model")
+    validation.require_gradients_of_samples(models)
     optimizers = () if optimizer is None else validation.all_of(Optimizer, optimizer, "optimizer")
     steps = steps if callable(steps) else validation.checked_steps(steps, "steps")
     scaler = validation.checked_scaler(options.get("scaler"))

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -307,3 +307,15 @@ def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[
         if isinstance(own, Optimizer) and not any(own is optimizer for optimizer in optimizers):
             raise UsageError(f"the scheduler {type(scheduler).__name__} belongs to an optimizer that was not given.")
     return schedulers
+
+
+def require_gradients_of_samples(models: Sequence[nn.Module]) -> None:
+    """An error for layers whose gradient of a sample depends on which others are in its micro-batch."""
+    for name, module in (named for model in models for named in model.named_modules()):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.scale_grad_by_freq and module.weight.requires_grad:
+            raise BackendError(
+                f"{name or type(module).__name__} has scale_grad_by_freq=True, so torch divides its gradients by how "
+                "often an index comes in a micro-batch, not in the whole batch. Make it without that option."
+            )

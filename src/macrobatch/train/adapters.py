@@ -82,7 +82,9 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UsageError("adapters need peft, which is not installed: pip install 'macrobatch[train]'.") from None
+        raise UsageError(
+            "adapters need peft, which is not installed: pip install 'macrobatch[train]' (in a checkout '.[train]')."
+        ) from None
     return peft
 
 

@@ -125,7 +125,10 @@ def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
             tracker = kind.open(dataclasses.replace(run, id=ids.get(name)))
         except Exception as error:
             if isinstance(error, ImportError) and not names:
-                logger.warning("tensorboard is not installed: no events are written. pip install 'macrobatch[train]'")
+                logger.warning(
+                    "tensorboard is not installed: no events are written. pip install 'macrobatch[train]' (in a "
+                    "checkout '.[train]')"
+                )
                 continue
             if not run.resume_step:
                 Trackers(found).close("failed")
