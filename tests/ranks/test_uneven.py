@@ -30,7 +30,7 @@ from harness.ranks import (
     same_on_all,
     share,
 )
-from harness.reference import Convolution, Counting, mean_loss, unsized
+from harness.reference import Attention, Convolution, Counting, mean_loss, unsized
 from macrobatch import Accumulator
 
 Wrap = Callable[..., nn.Module]
@@ -66,6 +66,14 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 # have as many.
 COUNTS = ((8, 2), (1, 7), (4, 4))
 
+
+class Twice(Attention):
+    """Every layer is called twice for one loss."""
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(*batch) + super().forward(*batch)
+
+
 PLANS = {
     "step": Plan(counts=COUNTS, steps=3, max_norm=0.05),
     "drop": Plan(counts=COUNTS, steps=3, remainder="drop", counting=Counting("tensor")),
@@ -73,6 +81,7 @@ PLANS = {
     "unsized-step": Plan(counts=COUNTS, steps=3, sized=False, optimizer="AdamW"),
     "unsized-drop": Plan(counts=COUNTS, steps=3, remainder="drop", sized=False),
     "one-each": Plan(counts=((4, 1), (2, 3)), steps=1),
+    "called-twice": Plan(counts=((3, 1), (6, 4), (2, 3)), steps=3, make=Twice),
     "uncounted": Plan(counts=((5, 3),), steps=2, counting=Counting("none")),
 }
 for _name, _plan in PLANS.items():

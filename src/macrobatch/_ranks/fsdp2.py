@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from macrobatch._ranks.backend import Abilities, Local, closed_early
 from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._torch import fsdp2 as fsdp
+from macrobatch._torch.autograd import backward_under_way
 from macrobatch.errors import BackendError
 from macrobatch.types import When
 
@@ -41,6 +44,11 @@ class FSDP2(Local):
         for module in fsdp.modules_of(models):
             module.reshard()  # a forward without a backward leaves roots gathered, which then show other parameters
         self._check_all_sharded()
+        self._called: set[int] = set()  # ids of modules, in the forward of the current micro-batch
+        if self._gathered and not self._micro:
+            note: weakref.WeakMethod[Callable[[nn.Module], None]] = weakref.WeakMethod(self._note_call)
+            for module in fsdp.modules_of(models):
+                module.register_forward_pre_hook(partial(_before_forward, note))
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -75,6 +83,7 @@ class FSDP2(Local):
         fsdp.initialize(self._models)
         self._saved = fsdp.Flags(self._models)
         self._closed = last
+        self._called.clear()
         fsdp.finish_every_backward(self._models)
         for model in self._models:
             model.set_requires_gradient_sync((last or self._micro) and not self._held)
@@ -83,6 +92,18 @@ class FSDP2(Local):
             if self._gathered:
                 model.set_reshard_after_forward(False)
                 model.set_reshard_after_backward(last)
+
+    def _note_call(self, module: nn.Module) -> None:
+        """Reduce after the last backward, not in it, where it goes through a module twice.
+
+        After the first time, torch reduces what earlier micro-batches left; a rank that had none reduces nothing then.
+        """
+        if self._saved is not None and self._closed and id(module) in self._called:
+            self._closed = False  # `finish` reduces
+            for model in self._models:
+                model.set_requires_gradient_sync(False)
+                model.set_reshard_after_backward(False)
+        self._called.add(id(module))
 
     def _check_all_sharded(self) -> None:
         """What `fully_shard` was told to ignore, or does not know, is trained by each rank on its own."""
@@ -165,3 +186,9 @@ class FSDP2(Local):
         if self._gathered:
             for module in fsdp.modules_of(self._models):
                 module.reshard()
+
+
+def _before_forward(note: weakref.WeakMethod[Callable[[nn.Module], None]], module: nn.Module, _: object) -> None:
+    """A hook before forwards that are to be learnt from: not those that a backward makes once more."""
+    if torch.is_grad_enabled() and backward_under_way() == -1 and (noted := note()) is not None:
+        noted(module)
