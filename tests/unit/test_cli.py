@@ -81,6 +81,9 @@ def a_directory(path: Path) -> Path:
     """With a module, to start from."""
     (path / "my_training.py").write_text(TRAINING)
     (path / "needs_more.py").write_text("import something_that_is_not_there")
+    (path / "misspelt.py").write_text("def check(:")
+    (path / "fails.py").write_text("raise ValueError('no data')")
+    (path / "leaves.py").write_text("import sys; sys.exit(1)")
     return path
 
 
@@ -239,6 +242,12 @@ def test_the_version(tmp_path):
         ("my_training:too_little", "must return model, loss_fn, batch and, if need be, step: got 2 values"),
         ("my_training:refused", "model must be a torch.nn.Module: got str"),
         ("needs_more:check", "module 'needs_more' needs 'something_that_is_not_there', which is not installed"),
+        ("./my_training:right", "'./my_training' is not the name of a module"),
+        (".my_training:right", "'.my_training' is not the name of a module"),
+        ("my_training.py:right", "Did you mean my_training:right?"),
+        ("misspelt:check", "module 'misspelt' cannot be imported: SyntaxError"),
+        ("fails:check", "module 'fails' cannot be imported: ValueError: no data"),
+        ("leaves:check", "module 'leaves' cannot be imported: SystemExit"),
     ],
 )
 def test_what_cannot_be_verified_is_one_line(here, capsys, target, said):
@@ -247,6 +256,12 @@ def test_what_cannot_be_verified_is_one_line(here, capsys, target, said):
     assert out == ""
     assert len(err.splitlines()) == 1
     assert said in err
+
+
+def test_ranks_that_have_not_met_are_not_verified_alone(here, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["verify", "my_training:right"]) == 2
+    assert "my_training:right runs on 2 ranks, but they have not joined a group" in capsys.readouterr().err
 
 
 def test_an_error_of_its_own_is_shown(here, capsys):
@@ -285,28 +300,3 @@ def test_no_command_and_help(capsys):
 def test_the_command_that_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"macrobatch": f"{main.__module__}:{main.__name__}"}
-
-
-@pytest.mark.parametrize(
-    ("target", "code", "message"),
-    [
-        ("./checks:check", "", "is not the name of a module"),
-        (".checks:check", "", "is not the name of a module"),
-        ("checks.py:check", "", "Did you mean checks:check?"),
-        ("checks:check", "def check(:", "cannot be imported: SyntaxError"),
-        ("checks:check", "raise ValueError('no data')", "cannot be imported: ValueError: no data"),
-        ("checks:check", "import sys; sys.exit(1)", "cannot be imported: SystemExit"),
-    ],
-)
-def test_what_could_not_be_verified_is_not_called_wrong(tmp_path, target, code, message):
-    (tmp_path / "checks.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "macrobatch", "verify", target],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr

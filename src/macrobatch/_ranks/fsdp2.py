@@ -48,7 +48,8 @@ class FSDP2(Local):
         if self._gathered and not self._micro:
             note: weakref.WeakMethod[Callable[[nn.Module], None]] = weakref.WeakMethod(self._note_call)
             for module in fsdp.modules_of(models):
-                module.register_forward_pre_hook(partial(_before_forward, note))
+                handle = module.register_forward_pre_hook(partial(_before_forward, note))
+                weakref.finalize(self, handle.remove)
 
     @property
     def average(self) -> float:  # type: ignore[override]

@@ -109,21 +109,25 @@ class OtherStepsGuard:
         if self.is_open or id(optimizer) in self._own:
             return
         window_is_open, holds = self._window_is_open(), self._holds()
-        if window_is_open is None or holds is None or not holds(optimizer):
+        if window_is_open is None or holds is None:
+            return
+        is_inside = window_is_open()
+        if not is_inside and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return
+        if not holds(optimizer):
             return
         name = type(optimizer).__name__
-        if window_is_open():
+        if is_inside:
             raise UsageError(
                 f"{name}.step() was called inside the open window, by an optimizer that was not handed over but holds "
                 "parameters of it: their gradients are undivided sums by now. Hand over all optimizers of these models "
                 "as a list, and leave out the other call: step() steps them all. discard() drops what was accumulated."
             )
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-            raise UsageError(
-                f"{name}.step() would do nothing: the gradients of its parameters were those of the window before, and "
-                "were cleared with it, as this optimizer was not handed over. Hand over all optimizers of these models "
-                "as a list, and leave out the other call: step() steps them all."
-            )
+        raise UsageError(
+            f"{name}.step() would do nothing: the gradients of its parameters were those of the window before, and "
+            "were cleared with it, as this optimizer was not handed over. Hand over all optimizers of these models "
+            "as a list, and leave out the other call: step() steps them all."
+        )
 
 
 # torch has one list of such hooks for the whole process, over which every step iterates: so it gets one hook, once.
