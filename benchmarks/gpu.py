@@ -8,16 +8,17 @@ whole window, and its cutting is timed. Samples of unequal lengths (BERT, chats)
 many at a time as could all be of the longest length in such a micro-batch (8 and 2), in the order in which they come
 and, "grouped", sorted by length inside the window.
 
-Each loop first runs alone, without learning: its reserved memory is taken, and its gradients of two windows, before
-clipping, are compared with those of one big batch in float32. The error is max |difference| / max |gradient|; it may be
-three times that of one big batch under the same autocast. With BatchNorm the gradient depends on the cut: the reference
-is cut in the same way. With dropout it depends on random numbers too, and rounding may leave nothing of the gradient of
-a deep network with random weights: then the reference is the loop by hand from the same seeds, compiled for compiled
-loops. Then all loops of a shape are timed in turns, window by window, in an order that rotates; ratios are taken within
-a round.
+Each loop first runs alone: two windows for the memory that is reserved, then anew, without learning, for its gradients
+of two windows, before clipping. They are compared with those of one big batch in float32. The error is max |difference|
+/ max |gradient|; it may be three times that of one big batch under the same autocast. With BatchNorm the gradient
+depends on the cut: the reference is cut in the same way. With dropout it depends on random numbers too, and rounding
+may leave nothing of the gradient of a deep network with random weights: then the reference is the loop by hand from the
+same seeds, compiled for compiled loops. Then all loops of a shape are timed in turns, window by window, in an order
+that rotates; ratios are taken within a round.
 
     python benchmarks/gpu.py                            # everything, to results/gpu.json; the sweep to gpu_sweep.json
     python benchmarks/gpu.py --only bert 1.1B --add     # some shapes; the others stay in the file as they are
+    python benchmarks/gpu.py --add --memory Macrobatch  # its memory alone, of rows that are there; all else stays
     python benchmarks/gpu.py --within 500 --compile-within 300      # shapes that begin later are not compiled, or left
     python benchmarks/gpu.py --tiny                     # tiny models, on a CPU too: does it run?
 """
@@ -54,6 +55,7 @@ TOO_FAR = 0.2  # an error of one big batch itself: loops are compared with each 
 AMONG_LOOPS = 0.05  # their operations are the same
 FLOOR = 1e-6  # an error below it is rounding, however exact the big batch was (Llama normalises in float32, always)
 WINDOWS = 2  # different ones of a shape
+ORDER = (0, 1, 0)  # of windows, of a loop that runs alone: a graph is replayed with other data, and with the same
 # Times the speed of Accelerate as people run it, not compiled, by the title of a shape. Others are below.
 TARGETS = {
     "Llama 110M, 1 x 512 x 16": {GRAPHS: 4.5, COMPILED_GRAPHS: 8.0},
@@ -113,7 +115,7 @@ def difference(found: Iterable[Tensor], expected: Gradients) -> Difference:
 
 @dataclass
 class Bench:
-    """One shape with its windows and references."""
+    """One shape with its windows; references are taken before loops are judged."""
 
     shape: Shape
     rows: dict[str, Row] = field(default_factory=dict)
@@ -121,6 +123,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.windows = [pinned(self.shape.window(index)) for index in range(WINDOWS)]
         self.sizes = [models.size_of(window) for window in self.windows]
+
+    def take_references(self) -> None:
         precise = torch.float32 if DEVICE == "cuda" else torch.float64
         exact = [self._reference(index, precise) for index in range(WINDOWS)]
         own = max(difference(self._reference(index, None), exact[index]).error for index in range(WINDOWS))
@@ -151,8 +155,8 @@ class Bench:
         """Judge each loop alone, then time those that ran in turns. What a loop raises is its row."""
         for way in ways:
             row = self.rows[way.name] = Row(name=way.name)
-            fresh()
             with self._catching(row):
+                row.reserved_gib, row.first_window_seconds = self.weigh(way)
                 self._judge(way, row)
             print(said_of(row, self.allowed), flush=True)
         fresh()
@@ -183,11 +187,26 @@ class Bench:
         options: Any = {"windows": self.windows, "is_grouped": way.is_grouped, "is_compiled": way.is_compiled}
         return Job(shape=self.shape, model=model, optimizer=optimizer, max_norm=max_norm, **options)
 
-    def _judge(self, way: Way, row: Row) -> None:
-        """Memory and gradients of a loop that learns nothing."""
+    def weigh(self, way: Way) -> tuple[float | None, float]:
+        """The GiB that a loop reserves as people run it, nobody looking at its gradients; seconds of its first window.
+
+        Compiling and capturing are in both.
+        """
+        fresh()
         before = torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        run = way.build(self._job(way, learning_rate=1e-4, max_norm=MAX_NORM))
+        began = now()
+        run(0)
+        seconds = round(now() - began, 3)
+        for window in ORDER[1:]:
+            run(window)
+        return round((torch.cuda.max_memory_reserved() - before) / 2**30, 3) if DEVICE == "cuda" else None, seconds
+
+    def _judge(self, way: Way, row: Row) -> None:
+        """Compare the gradients of a loop that learns nothing."""
+        fresh()
         job = self._job(way, learning_rate=0.0, max_norm=math.inf)
         run, found, seen = way.build(job), list[Difference](), list[Gradients]()
         expected = self.expected[way.is_compiled]
@@ -203,22 +222,16 @@ class Bench:
                 found.append(difference(own, expected[window]))
 
         job.optimizer.register_step_pre_hook(look)
-        order = [*range(WINDOWS), 0] if way.has_graphs else [*range(WINDOWS)]
-        for turn, window in enumerate(order):
+        for window in ORDER:
             torch.manual_seed(100 + window)
-            began = now()
             row.micro_batches = run(window)
-            if not turn:
-                row.first_window_seconds = round(now() - began, 3)
-        if DEVICE == "cuda":
-            row.reserved_gib = round((torch.cuda.max_memory_reserved() - before) / 2**30, 3)
         if is_reference:
             self.expected[way.is_compiled] = seen
             row.note = f"not compared: with {self.shape.depends_on or 'its rounding'} it is the reference of the others"
         elif not expected:
             row.note = "not compared: the loop by hand failed, which is the reference"
-        elif len(found) != len(order):
-            raise RuntimeError(f"{len(order)} windows were handed over, and {len(found)} optimizer steps taken")
+        elif len(found) != len(ORDER):
+            raise RuntimeError(f"{len(ORDER)} windows were handed over, and {len(found)} optimizer steps taken")
         else:
             # Unlike Python's, torch's max keeps a NaN.
             row.gradient_error = torch.tensor([each.error for each in found], dtype=torch.float64).max().item()
@@ -337,6 +350,7 @@ def measure(shape: Shape, windows: int, compiles: bool, deadline: float) -> dict
     fresh()
     try:
         bench = Bench(shape)
+        bench.take_references()
     except Exception as error:  # such as a package that is not there
         traceback.print_exc()
         return described | {"error": f"{type(error).__name__}: {error}"[:200]}
@@ -354,6 +368,21 @@ def measure(shape: Shape, windows: int, compiles: bool, deadline: float) -> dict
         "seconds": round(time.perf_counter() - began),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def weigh(shape: Shape, case: dict[str, Any], loops: Sequence[str], compiles: bool) -> dict[str, Any]:
+    """Take the memory of some loops anew; all else in their rows stays."""
+    print(f"\n{shape.title}", flush=True)
+    bench, rows = Bench(shape), {row["name"]: row for row in case["rows"]}
+    for is_compiled in (False, True) if compiles and shape.section != "sweep" else (False,):
+        for way in ways_of(shape, is_compiled):
+            if way.name.replace(", compiled", "") in loops and rows[way.name]["per_second"] is not None:
+                before, (memory, _) = rows[way.name]["reserved_gib"], bench.weigh(way)
+                rows[way.name]["reserved_gib"] = memory
+                print(f"  {way.name}: {memory} GiB, {before} before", flush=True)
+    fresh()
+    torch._dynamo.reset()
+    return case
 
 
 def targets_of(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -396,9 +425,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--within", type=float, default=math.inf, metavar="SECONDS", help="of the start; then no more is timed"
     )
+    parser.add_argument(
+        "--memory", nargs="+", default=[], metavar="ROW", help=f"only the memory of these, anew, such as {GRAPHS!r}"
+    )
     parser.add_argument("--add", action="store_true", help="keep the other shapes that the file of results has")
     record.add_output(parser, "gpu")
     arguments = parser.parse_args()
+    if arguments.memory and not arguments.add:
+        parser.error("--memory needs --add: the rows must be there")
     if arguments.windows < 1:
         parser.error(f"--windows must be at least 1: got {arguments.windows}")
     if arguments.tiny and arguments.output.name == "gpu.json":
@@ -470,8 +504,11 @@ def main() -> int:
     print(f"{head['processor']}; {record.in_words(head['versions'])}")
     for shape in models.TINY if arguments.tiny else models.SHAPES:
         if shape.name in arguments.only and time.perf_counter() < (deadline := began + arguments.within):
-            compiles = time.perf_counter() - began < arguments.compile_within
-            files[shape.section == "sweep"].add(measure(shape, arguments.windows, compiles, deadline))
+            compiles, results = time.perf_counter() - began < arguments.compile_within, files[shape.section == "sweep"]
+            if arguments.memory:
+                results.add(weigh(shape, results.cases[shape.name], arguments.memory, compiles))
+            else:
+                results.add(measure(shape, arguments.windows, compiles, deadline))
     for each in (target for results in files.values() for target in results.targets):
         bound = f"at least {each['at_least']}" if "at_least" in each else f"at most {each['at_most']}"
         print(f"{'reached' if each['reached'] else 'MISSED '}  {each['name']}: {bound}, found {each['found']}")

@@ -232,6 +232,33 @@ def test_memory_does_not_grow_with_steps():
     assert peaks[2] <= 1.02 * peaks[1]
 
 
+def test_memory_is_that_of_the_loop_by_hand():
+    """Also when one window follows another: no gradient of the first is left then."""
+
+    def peak(is_by_hand: bool) -> int:
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters(), fused=True)
+        acc = Accumulator(model, optimizer, steps=2, max_norm=1.0, reduction="sum")
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        for number in range(6):
+            x = torch.ones(256, 1024, device="cuda")
+            if not is_by_hand:
+                with acc.micro_batch():
+                    acc.backward(model(x).square().sum(), items=256)
+                acc.step()
+                continue
+            (model(x).square().sum() / 512).backward()
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated() - base
+
+    peak(True), peak(False)  # workspaces
+    assert peak(False) <= 1.02 * peak(True)
+
+
 WRAPPED = {
     "DDP": lambda model: nn.parallel.DistributedDataParallel(model, device_ids=[0]),
     "FSDP2": fully_shard,

@@ -142,6 +142,24 @@ def test_compiled_loops_and_what_a_file_keeps(tmp_path):
     assert next(row for row in compiled if row["name"] == "Accelerate, compiled")["over_accelerate"] == 1.0
 
 
+def test_memory_alone_can_be_taken_anew(tmp_path):
+    script, file = ROOT / "benchmarks" / "gpu.py", tmp_path / "gpu_tiny.json"
+    options = ["--tiny", "--only", "resnet", "--compile-within", 0, "--out", tmp_path]
+    assert run(script, *options, "--windows", 1).returncode == 0
+    results = json.loads(file.read_text())
+    for row in results["cases"][0]["rows"]:
+        row["reserved_gib"] = 9.0
+    file.write_text(json.dumps(results))
+    done = run(script, *options, "--add", "--memory", "Macrobatch", "Accelerate")
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(file.read_text())["cases"]
+    taken = [row["name"] for row in case["rows"] if row["reserved_gib"] is None]  # on a CPU there is none
+    assert taken == ["Accelerate", "Macrobatch"]
+    anew = [{**row, "reserved_gib": 9.0} for row in case["rows"]]
+    assert anew == results["cases"][0]["rows"]
+    assert "must be there" in run(script, *options, "--memory", "Macrobatch").stderr
+
+
 SCRIPT = """
 import gpu, loops, models
 
@@ -154,6 +172,7 @@ def scaled(job):
 
 gpu.TOO_FAR = {too_far}
 bench = gpu.Bench(models.TINY[0])
+bench.take_references()
 ways = [*loops.ways_of(bench.shape, False), loops.Way(name="scaled", build=scaled, is_compiled=False)]
 bench.run(ways, windows=3, deadline={deadline})
 print({{row.windows for row in bench.rows.values()}})

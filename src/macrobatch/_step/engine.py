@@ -420,6 +420,7 @@ class Engine:
         finally:
             self._typical.update(window)
             if self.closing.leaves_gradients:
+                gradients.let_go()
                 self._gradients = None
             self._drop_window()
             self._lifecycle.end_step()

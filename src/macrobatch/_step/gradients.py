@@ -231,8 +231,13 @@ class Gradients:
         """Whether a gradient is there at all."""
         return any(gradient is not None for gradient in map(GRADIENT_OF, self.named.values()))
 
+    def let_go(self) -> None:
+        """Keep none alive: the window is closed, and what is in ``.grad`` is its owner's."""
+        self._left, self._versions, self._sizes, self._groups = [], [], [], {}
+
     def clear(self) -> None:
         """Leave no gradient, and the parameters as they were."""
+        self.let_go()
         self._writes = self._writes_of_all = None
         for parameter in self.named.values():
             parameter.grad = None
