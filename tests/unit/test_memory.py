@@ -1,4 +1,4 @@
-"""Memory does not grow with the number of micro-batches, nor from one window to the next. Bytes as the allocator tells."""
+"""Memory does not grow with the number of micro-batches, nor from one window to the next."""
 
 import gc
 import json
