@@ -19,6 +19,9 @@ True
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class MacrobatchError(Exception):
     """The root: ``except MacrobatchError`` catches whatever this library raises on purpose."""
@@ -68,3 +71,11 @@ def printable(text: str) -> str:
 
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the program that has called the library, however deep in it this is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level + 1)

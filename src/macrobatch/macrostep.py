@@ -7,7 +7,6 @@ memory ran out, do all of it again with smaller parts.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -41,7 +40,7 @@ from macrobatch._step.spans import Observer
 from macrobatch._step.spare import Spare
 from macrobatch._step.turns import Turn
 from macrobatch._step.two_passes import TwoPasses
-from macrobatch.errors import BackendError, BatchError, UsageError
+from macrobatch.errors import BackendError, BatchError, UsageError, warn
 from macrobatch.types import Counts, Encoded, Items, Joint, Options, StepResult, Terms
 
 Model = nn.Module | Sequence[nn.Module]
@@ -419,7 +418,7 @@ class MacroStep:
         self._attempts.note_success(cut, self._kept)
         if self._label_watch is not None and (why := self._label_watch.uneven()) is not None:
             self._label_watch = None
-            warnings.warn(why, stacklevel=3)
+            warn(why)
         return result
 
     # ------------------------------------------------------------------------------------------ recordings
@@ -439,7 +438,7 @@ class MacroStep:
         capturer = capturer_for(engine.device)
         why = f"the model is on {engine.device}" if capturer is None else self._why_eager()
         if capturer is None or why is not None:
-            warnings.warn(eager_message(str(why)), stacklevel=3)
+            warn(eager_message(str(why)))
             return None
         options: Any = {
             "reduction": engine.reduction,

@@ -41,6 +41,7 @@ from macrobatch import Accumulator
 EXACT = 1e-12
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 at_length = settings(quickly, max_examples=300)
+pytestmark = pytest.mark.filterwarnings("ignore:micro-batches of", "ignore:this epoch took no step")
 
 countings = st.builds(
     Counting, st.sampled_from(["int", "tensor", "host tensor", "mixed", "none"]), st.sampled_from(["mean", "sum"])

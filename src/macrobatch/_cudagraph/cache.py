@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +45,7 @@ from macrobatch._step.terms import TermWindow
 from macrobatch._step.totals import UNSCALED, Window
 from macrobatch._step.validation import checked_terms
 from macrobatch._torch.tensors import version_of, zero_all
+from macrobatch.errors import warn
 from macrobatch.types import Reduction
 
 MAX_SHAPES = 64  # a recording holds the launch parameters of thousands of kernels
@@ -423,7 +423,7 @@ class RecordingCache:
     def _warn(self, message: str) -> None:
         if message not in self._messages_shown:
             self._messages_shown.add(message)
-            warnings.warn(message, stacklevel=8)
+            warn(message)
 
 
 def eager_message(why: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -20,7 +19,7 @@ from macrobatch._cut.plans import (
     plan_sequences,
 )
 from macrobatch._cut.samples import SampleList, Samples
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BatchError, UsageError, warn
 
 logger = logging.getLogger("macrobatch")
 
@@ -126,10 +125,7 @@ class ByTokens:
         if self.oversize == "raise":
             raise BatchError(f'{found}. Truncate it, raise the budget, or pass oversize="warn" to run it alone.')
         self._warnings_given["oversize"] = longest
-        warnings.warn(
-            f"{found}: it becomes a micro-batch of its own. (This warning comes again only for a larger sample.)",
-            stacklevel=5,
-        )
+        warn(f"{found}: it becomes a micro-batch of its own. (This warning comes again only for a larger sample.)")
 
 
 @dataclass(frozen=True)

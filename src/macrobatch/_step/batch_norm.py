@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from macrobatch._step.snapshot import modules_of
 from macrobatch._torch.modules import BatchNorm
 from macrobatch._torch.tensors import version_of
+from macrobatch.errors import warn
 
 
 class BatchNormWarning:
@@ -31,11 +31,10 @@ class BatchNormWarning:
         """Warn if one was called since; one that does not count its calls may have been."""
         calls, self._calls = self._calls, {}
         if any(module.num_batches_tracked is None or _calls_of(module) != before for module, before in calls.items()):
-            warnings.warn(
+            warn(
                 "a BatchNorm in training mode takes its statistics from each micro-batch, not from the whole batch: "
                 "with joint= the encodings depend on how the batch is cut. Use LayerNorm or GroupNorm, or put it into "
-                "eval mode.",
-                stacklevel=6,
+                "eval mode."
             )
 
 

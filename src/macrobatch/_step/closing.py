@@ -28,6 +28,7 @@ from macrobatch._step.optimizers import (
     skips_on_device,
     step_fused,
 )
+from macrobatch._step.schedulers import Schedulers
 from macrobatch._step.totals import Window, wide
 from macrobatch._step.verdict import NONFINITE, Verdict, verdict_on
 from macrobatch._torch.autograd import factor_of
@@ -88,7 +89,7 @@ class TakeStep(Closing):
         self.leaves_gradients = False
         self._optimizers = optimizers
         self._guards: list[StepGuard | OtherStepsGuard] = []
-        self._schedulers = schedulers
+        self._schedulers = Schedulers(schedulers)
         self._scaler = scaler
         self._max_norm = max_norm
         self._nonfinite = "skip" if scaler is not None else nonfinite  # an overflow is skipped, whatever was asked
@@ -268,8 +269,7 @@ class TakeStep(Closing):
         lr = learning_rates(self._optimizers)  # before the schedulers step
         if skipped is not True:
             self._taken += 1
-            for scheduler in self._schedulers:
-                scheduler.step()
+            self._schedulers.step()
         if grad_norm is None and self._max_norm is not None:
             grad_norm = torch.full((), math.nan, device=window.device, dtype=wide(window.device))  # no items, no mean
         step = self._taken if self._unread is None else self._taken - self._unread

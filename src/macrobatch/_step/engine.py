@@ -63,6 +63,7 @@ class Engine:
     Attributes:
         is_last: whether the current micro-batch closes the window.
         is_repeat: whether it is one that this rank has had before, and counts for nothing.
+        weighs_alike: whether the last one was a mean that got no items, so that it weighs as much as any other.
         others_go_on: whether another rank has batches left, as of the last window closed.
         may_repeat: whether ranks may repeat micro-batches, so that they must tell each other what they used.
         spans: where the time goes, for whoever subscribes.
@@ -90,7 +91,7 @@ class Engine:
         self.scaler = scaler
         self.steps = steps
         self.spans = Spans()
-        self.is_last = self.is_repeat = False
+        self.is_last = self.is_repeat = self.weighs_alike = False
         self.others_go_on = self.may_repeat = False
         self._drops_short = drops_short
         self._wrapping = wrapping(models)
@@ -153,6 +154,7 @@ class Engine:
             root, counted = self._weigh(loss, items)
         else:
             root, counted = self._checked(loss, items)
+            self.weighs_alike = counted is None and self.reduction == "mean"
             self.closing.check_loss(root)
             self._typical.agree(counted, root.device, self._window)
         window, gradients = self.window, self.open_gradients()

@@ -10,8 +10,9 @@ from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step.denominators import TermCounter
 from macrobatch._step.engine import Engine
 from macrobatch._step.lookahead import Epoch, ReadAhead, length_of
+from macrobatch._step.sizes import SizeWatch
 from macrobatch._step.turns import Turn, exchange_lengths, negotiate_turns, plan_turns
-from macrobatch.errors import BackendError, UsageError
+from macrobatch.errors import BackendError, UsageError, warn
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
@@ -30,6 +31,8 @@ class Epochs:
         self._engine = engine
         self._remainder = remainder
         self._counter = counter
+        self._sizes = SizeWatch()
+        self._has_warned = False
         self._reader: ReadAhead[Any] | None = None  # of the current pass, where windows are read ahead
         self._current: object = None  # which pass is the current one
         self._stream: ReadAhead[Any] | None = None  # the last loader without a length, with what was read of it
@@ -44,12 +47,15 @@ class Epochs:
         return Epoch(self._iterate(loader, self._current), self._num_batches(loader))
 
     def _iterate(self, loader: Iterable[Batch], epoch: object) -> Iterator[Batch]:
-        engine = self._engine
+        engine, closes_any = self._engine, False
         self._require_current(epoch)
         for batch, turn in self._turns(loader):
             if engine.awaits_denominators:
                 self._count_window(turn.repeat)
+            if not engine.has_accumulated:
+                self._sizes.begin_window()
             engine.begin(turn)
+            closes_any = closes_any or engine.is_last
             try:
                 yield batch
             except GeneratorExit:
@@ -58,8 +64,20 @@ class Epochs:
                 raise
             self._require_current(epoch)
             engine.require_finished()
+            if engine.weighs_alike and not turn.repeat:
+                self._sizes.note(batch)
         self._current = None
         engine.end_epoch(drops=self._remainder == "drop")
+        if self._remainder == "drop" and not closes_any:
+            self._warn_of_nothing()
+
+    def _warn_of_nothing(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                'this epoch took no step: it has fewer batches than a window (steps=), and remainder="drop" drops '
+                'them. Use remainder="step", which is exact, or fewer steps (told once).'
+            )
 
     def recount(self) -> None:
         """A window was dropped: a batch that has had no backward yet begins the next, with those read after it."""

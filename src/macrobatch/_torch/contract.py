@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from macrobatch.errors import warn
 
 OLDEST_TESTED, NEWEST_TESTED = (2, 11), (2, 15)
 
@@ -270,8 +271,7 @@ def warn_about_unknown_torch() -> None:
         return
     _reported.update(one.path for one in lost)
     found = "; ".join(f"{one.path} (without it: {one.without})" for one in lost)
-    warnings.warn(
+    warn(
         f"torch {torch.__version__} is newer than those that this version of macrobatch was tested with (up to "
-        f"{'.'.join(map(str, NEWEST_TESTED))}), and does not have: {found}. Look for a newer macrobatch.",
-        stacklevel=4,
+        f"{'.'.join(map(str, NEWEST_TESTED))}), and does not have: {found}. Look for a newer macrobatch."
     )

@@ -1,0 +1,134 @@
+"""What is legal, but hardly meant: one warning, at the line of the program that does it."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from macrobatch import Accumulator, MacroStep
+
+
+def accumulator(**options) -> tuple[nn.Module, Accumulator]:
+    model = nn.Linear(3, 1)
+    return model, Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def loader(samples: int = 13) -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1)), batch_size=4)
+
+
+def told(caught: list[warnings.WarningMessage]) -> list[str]:
+    assert {Path(one.filename) for one in caught} <= {Path(__file__)}, "it is told where the loop is"
+    return [str(one.message) for one in caught]
+
+
+@pytest.fixture
+def caught():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+# ------------------------------------------------------------------------------------------ sizes without items
+
+
+def epochs(acc, model, batches, items=None, count: int = 2) -> None:
+    for _ in range(count):
+        for x, y in acc.batches(batches):
+            acc.backward(F.mse_loss(model(x), y), items)
+            acc.step()
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_short_last_batch_without_items(caught, has_length):
+    model, acc = accumulator(steps=2)
+    for _ in range(2):
+        epochs(acc, model, loader() if has_length else iter(loader()), count=1)
+    (message,) = told(caught)
+    assert "micro-batches of 4 and of 1 samples weigh the same" in message
+    assert "items=len(x)" in message
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "items"),
+    [
+        (13, {"steps": 2}, 1),  # meant
+        (12, {"steps": 2}, None),  # all alike
+        (13, {"steps": 3}, None),  # the short one is alone in its window
+        (13, {"steps": 2, "reduction": "sum"}, None),  # a sum needs no number of samples
+    ],
+)
+def test_nothing_is_said_of_what_is_right(caught, samples, options, items):
+    model, acc = accumulator(**options)
+    epochs(acc, model, loader(samples), items)
+    assert told(caught) == []
+
+
+def test_tensors_of_different_lengths_do_not_tell_samples(caught):
+    """A graph's nodes and edges, e.g.: the loss may be a mean over one thing that each batch has."""
+    model, acc = accumulator(steps=2)
+    for nodes, _ in acc.batches([(torch.randn(n, 3), torch.randn(2, n)) for n in (4, 3)]):
+        acc.backward(model(nodes).mean())
+        acc.step()
+    assert told(caught) == []
+
+
+# ------------------------------------------------------------------------------------------ an epoch without a step
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_an_epoch_that_is_dropped_whole(caught, has_length):
+    model, acc = accumulator(steps=5, remainder="drop")
+    for _ in range(2):
+        epochs(acc, model, loader() if has_length else iter(loader()), items=1, count=1)
+    (message,) = told(caught)
+    assert "this epoch took no step" in message
+    assert acc.optimizer_step == 0
+
+
+def test_an_epoch_with_one_step_and_a_rest(caught):
+    model, acc = accumulator(steps=3, remainder="drop")
+    epochs(acc, model, loader(), items=1)
+    assert (told(caught), acc.optimizer_step) == ([], 2)
+
+
+# ------------------------------------------------------------------------------------------ schedulers
+
+
+@pytest.mark.parametrize("is_macro", [False, True])
+def test_a_scheduler_that_is_stepped_twice(caught, is_macro):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 2)
+    if is_macro:
+        train = MacroStep(model, optimizer, lambda model, x: model(x).mean(), micro=2, scheduler=scheduler)
+        for _ in range(5):
+            train(torch.randn(4, 3))
+            scheduler.step()
+    else:
+        acc = Accumulator(model, optimizer, steps=2, scheduler=scheduler)
+        for x in acc.batches([torch.randn(4, 3) for _ in range(10)]):
+            acc.backward(model(x).mean(), items=4)
+            if acc.step():
+                scheduler.step()
+    (message,) = told(caught)
+    assert "Leave out scheduler.step()" in message
+
+
+def test_a_scheduler_that_is_set_when_a_run_is_resumed(caught):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 2)
+    acc = Accumulator(model, optimizer, scheduler=scheduler)
+    for number, x in enumerate(acc.batches([torch.randn(4, 3) for _ in range(6)])):
+        acc.backward(model(x).mean(), items=4)
+        acc.step()
+        if number == 2:
+            scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": 40})
+    assert told(caught) == []
+    assert scheduler.last_epoch == 43
