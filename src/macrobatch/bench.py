@@ -80,7 +80,7 @@ def bench(names: Sequence[str], out: Path, figures: Path | None = None, options:
         print(f"\n[{number}/{len(running)}] {benchmark.name}: {benchmark.what}\n", flush=True)
         began = time.perf_counter()
         statuses.append(_status([benchmark.path, "--out", out / f"{benchmark.name}.json", *options]))
-        rows.append([benchmark.name, f"{time.perf_counter() - began:.0f} s", _in_words(statuses[-1])])
+        rows.append([benchmark.name, f"{time.perf_counter() - began:.0f} s", _in_words(statuses[-1], options)])
     new = [path for path, changed in _written(out).items() if before.get(path) != changed]
     print(f"\n{plain_table(['benchmark', 'time', 'outcome'], rows)}\n\n{summary(new)}", flush=True)
     if figures is not None:
@@ -99,8 +99,9 @@ def _written(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in sorted(out.glob("*.json"))}
 
 
-def _in_words(status: int) -> str:
-    words = {DONE: "done", WRONG: "a gradient was wrong, or a loop failed", UNUSABLE: "cannot run here"}
+def _in_words(status: int, options: Sequence[str]) -> str:
+    unusable = "cannot run here, or not with these options" if options else "cannot run here"
+    words = {DONE: "done", WRONG: "a gradient was wrong, or a loop failed", UNUSABLE: unusable}
     return words.get(status, f"ended with exit status {status}")
 
 

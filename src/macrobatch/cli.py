@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from macrobatch.errors import MacrobatchError, printable
+from macrobatch.errors import MacrobatchError, pip_install, printable
 
 UNUSABLE = 2  # exit status
 UNREAD = 128 + signal.SIGPIPE  # nobody reads what is printed, as with `| head`
@@ -41,11 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        return _unusable(
-            f"this needs {error.name}, which is not installed: pip install 'macrobatch[train]' (in a checkout "
-            "'.[train]').",
-            False,
-        )
+        return _unusable(f"this needs {error.name}, which is not installed: {pip_install('train')}.", False)
     finally:
         _leave_ranks()
         if not _can_print():  # or Python would try once more when it ends, and complain

@@ -73,6 +73,15 @@ def _written_out(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
+def pip_install(extra: str) -> str:
+    """The command that installs one of the package's extras.
+
+    >>> pip_install("train")
+    "pip install 'macrobatch[train]' (in a checkout '.[train]')"
+    """
+    return f"pip install 'macrobatch[{extra}]' (in a checkout '.[{extra}]')"
+
+
 def warn(message: str) -> None:
     """Warn at the line of the program that has called the library, however deep in it this is."""
     level, frame = 1, sys._getframe(1)

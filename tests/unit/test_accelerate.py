@@ -642,7 +642,7 @@ def test_every_sub_module_is_theirs(module):
 def test_without_accelerate_it_says_what_to_install():
     program = "import sys; sys.modules['accelerate'] = None\nimport macrobatch\nimport macrobatch.accelerate"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert 'pip install "macrobatch[accelerate]"' in ended.stderr
+    assert "pip install 'macrobatch[accelerate]'" in ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- how it behaves

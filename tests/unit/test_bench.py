@@ -117,6 +117,11 @@ def test_options_are_handed_on_and_only_new_results_are_shown(scripts, tmp_path,
     assert "old.json" not in out
 
 
+def test_options_that_it_does_not_have(scripts, tmp_path, capfd):
+    assert main(["bench", "right", "--out", str(tmp_path), "--options=--softly"]) == 2
+    assert "cannot run here, or not with these options" in capfd.readouterr().out
+
+
 def test_what_was_found(tmp_path):
     path = tmp_path / "made_up.json"
     path.write_text(json.dumps(RESULT))

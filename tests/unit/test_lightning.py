@@ -610,6 +610,17 @@ def test_a_backward_of_the_modules_own():
     refuses(r"Own has a backward\(\) of its own", Own())
 
 
+@pytest.mark.parametrize("name", ["item", "Items", "n_items"])
+def test_items_by_another_name(name):
+    class Misspelt(Task):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return {"loss": output["loss"], name: output["items"]}
+
+    with pytest.warns(UserWarning, match=f"returned '{name}', which is not read"):
+        fit(Misspelt(), BATCHES, strategy=ExactStrategy(steps=1))
+
+
 def test_items_by_turns():
     class Forgetful(Task):
         def training_step(self, batch, batch_idx):

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from macrobatch import Accumulator, MacroStep
+from macrobatch.errors import UsageError
 
 
 def accumulator(**options) -> tuple[nn.Module, Accumulator]:
@@ -76,6 +77,12 @@ def test_tensors_of_different_lengths_do_not_tell_samples(caught):
         acc.backward(model(nodes).mean())
         acc.step()
     assert told(caught) == []
+
+
+@pytest.mark.parametrize("given", [3, None, nn.Linear(2, 1)])
+def test_what_is_no_loader(given):
+    with pytest.raises(UsageError, match=rf"needs a loader, .* got a {type(given).__name__}"):
+        accumulator()[1].batches(given)
 
 
 # ------------------------------------------------------------------------------------------ an epoch without a step

@@ -133,7 +133,7 @@ def test_the_command_without_extras(environment, tmp_path, words, status, said):
 )
 def test_an_import_without_its_extra_says_what_to_install(environment, tmp_path, line, extra):
     ran = done(environment / "bin" / "python", "-c", line, cwd=tmp_path)
-    assert f"macrobatch[{extra}]" in ran.stderr.splitlines()[-1], ran.stderr
+    assert f"pip install 'macrobatch[{extra}]' (in a checkout '.[{extra}]')" in ran.stderr.splitlines()[-1], ran.stderr
 
 
 def test_verify_runs_without_extras(environment, tmp_path):

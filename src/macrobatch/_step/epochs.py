@@ -9,7 +9,7 @@ from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._ranks.select import require_own_statistics
 from macrobatch._step.denominators import TermCounter
 from macrobatch._step.engine import Engine
-from macrobatch._step.lookahead import Epoch, ReadAhead, length_of
+from macrobatch._step.lookahead import Epoch, ReadAhead, length_of, require_iterable
 from macrobatch._step.sizes import SizeWatch
 from macrobatch._step.turns import Turn, exchange_lengths, negotiate_turns, plan_turns
 from macrobatch.errors import BackendError, UsageError, warn
@@ -39,6 +39,7 @@ class Epochs:
 
     def begin(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """A pass over `loader`: each batch is to be followed by its backward and its step."""
+        require_iterable(loader)
         self._engine.require_new_epoch()
         self._engine.give_up()
         self._current = object()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from macrobatch._cut.trees import leaves
 from macrobatch._torch.tensors import version_of
-from macrobatch.errors import BatchError
+from macrobatch.errors import BatchError, UsageError
 
 Batch = TypeVar("Batch")
 
@@ -41,6 +41,12 @@ class Epoch(Iterator[Batch]):
     def close(self) -> None:
         """Leave it, as `break` does."""
         self._batches.close()  # type: ignore[attr-defined]
+
+
+def require_iterable(loader: object) -> None:
+    """An error if it has no batches to iterate over."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise UsageError(f"batches() needs a loader, i.e. an iterable of batches: got a {type(loader).__name__}.")
 
 
 def length_of(loader: Iterable[Batch]) -> int | None:

@@ -7,12 +7,13 @@ docs/from-accelerate.md says what is theirs and what is ours.
 
 from typing import Any
 
+from macrobatch.errors import pip_install
+
 try:
     import accelerate
 except ImportError as error:
     raise ImportError(
-        "macrobatch.accelerate builds on Hugging Face Accelerate, which is not installed: "
-        'pip install "macrobatch[accelerate]".'
+        f"macrobatch.accelerate builds on Hugging Face Accelerate, which is not installed: {pip_install('accelerate')}."
     ) from error
 
 from macrobatch.accelerate import forwarding

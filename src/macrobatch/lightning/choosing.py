@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from macrobatch.errors import BackendError, UsageError
+from macrobatch.errors import BackendError, UsageError, pip_install
 
 LATE = ("auto", "fsdp2")  # they become another strategy when the Trainer knows its devices
 TOLD = {"cluster_environment": None, "parallel_devices": None, "num_nodes": 1, "_layer_sync": None}  # by the Trainer
@@ -84,6 +84,6 @@ def _imported_package() -> str:
         importlib.import_module("lightning.pytorch")
     except ImportError as error:
         raise ImportError(
-            'macrobatch.lightning builds on Lightning, which is not installed: pip install "macrobatch[lightning]".'
+            f"macrobatch.lightning builds on Lightning, which is not installed: {pip_install('lightning')}."
         ) from error
     return "lightning.pytorch"

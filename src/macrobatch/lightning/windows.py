@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from macrobatch._step.assembly import engine_for
 from macrobatch._step.leaving import LeaveMean
 from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._torch.modules import data_parallel_of
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, warn
 from macrobatch.lightning.choosing import package_of
 from macrobatch.lightning.gradients import ClearingHook, StaleGradients
 from macrobatch.lightning.logged import Logged
@@ -283,7 +284,11 @@ class WholeWindow:
 
 def loss_and_items(output: Any) -> tuple[Any, Any]:
     """What a ``training_step`` has returned; the items are None where it has not counted them."""
-    return (output.get("loss"), output.get("items")) if isinstance(output, Mapping) else (output, None)
+    if not isinstance(output, Mapping):
+        return output, None
+    if "items" not in output and (meant := difflib.get_close_matches("items", map(str, output), cutoff=0.8)):
+        warn(f'training_step has returned {meant[0]!r}, which is not read: if it counts the items, call it "items".')
+    return output.get("loss"), output.get("items")
 
 
 def padding_for(module: nn.Module) -> dict[str, int]:

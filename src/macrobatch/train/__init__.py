@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from macrobatch.errors import pip_install as _pip_install
+
 if TYPE_CHECKING:
     from macrobatch.train.hooks import Event, StopTraining
     from macrobatch.train.outcome import Outcome
@@ -29,5 +31,5 @@ def __getattr__(name: str) -> Any:
         if error.name is not None and error.name.startswith("macrobatch"):
             raise
         raise ImportError(
-            f'macrobatch.train needs {error.name}, which is not installed: pip install "macrobatch[train]".'
+            f"macrobatch.train needs {error.name}, which is not installed: {_pip_install('train')}."
         ) from error

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, pip_install
 from macrobatch.train.pretrained import ADAPTER, ADAPTER_WEIGHTS, Origin, read_json, reason
 from macrobatch.train.settings import Settings, flag_of
 
@@ -82,9 +82,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UsageError(
-            "adapters need peft, which is not installed: pip install 'macrobatch[train]' (in a checkout '.[train]')."
-        ) from None
+        raise UsageError(f"adapters need peft, which is not installed: {pip_install('train')}.") from None
     return peft
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BatchError, UsageError, pip_install
 
 _AT_ONCE = 1 << 20  # bytes
 
@@ -40,10 +40,9 @@ def library(name: str, source: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        package = name if name == "datasets" else "'macrobatch[data]'"
+        how = "pip install datasets" if name == "datasets" else pip_install("data")
         raise UsageError(
-            f"{source} needs the library {name}, which is not installed. Install it (pip install {package}), or write "
-            "the data as JSONL."
+            f"{source} needs the library {name}, which is not installed: {how}. Or write the data as JSONL."
         ) from None
 
 

@@ -151,7 +151,8 @@ def documents(
     count = len(found) + found.num_empty
     if not len(found):
         named = ", ".join(str(source) for source in sources)
-        raise BatchError(f"there is nothing to train on in {named}: found {count} texts, all of them empty.")
+        texts = counted(count, "empty text") if count else "no texts"
+        raise BatchError(f"there is nothing to train on in {named}: found {texts}.")
     if found.num_empty:
         logger.warning("left out %s of %d.", counted(found.num_empty, "empty text"), count)
     return found

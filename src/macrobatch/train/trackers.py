@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from macrobatch.errors import UsageError
+from macrobatch.errors import UsageError, pip_install
 from macrobatch.train.events import Events
 from macrobatch.train.files import replace_whole
 
@@ -125,10 +125,7 @@ def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
             tracker = kind.open(dataclasses.replace(run, id=ids.get(name)))
         except Exception as error:
             if isinstance(error, ImportError) and not names:
-                logger.warning(
-                    "tensorboard is not installed: no events are written. pip install 'macrobatch[train]' (in a "
-                    "checkout '.[train]')"
-                )
+                logger.warning("tensorboard is not installed: no events are written. %s.", pip_install("train"))
                 continue
             if not run.resume_step:
                 Trackers(found).close("failed")

@@ -7,12 +7,14 @@
 (True, 'ExactTrainer')
 """
 
+from macrobatch.errors import pip_install as _pip_install
+
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
         "macrobatch.transformers builds on the library transformers, which is not installed: "
-        'pip install "macrobatch[transformers]".'
+        f"{_pip_install('transformers')}."
     ) from error
 
 from macrobatch.transformers.trainer import exact
