@@ -164,6 +164,12 @@ def test_wrong_arguments():
         verify(model.requires_grad_(False), loss_fn, BATCH)
 
 
+@pytest.mark.parametrize("step", [None, Loop(weight=by_items)])
+def test_a_batch_without_samples(step):
+    with raises(UsageError, "no samples"):
+        verify(Attention(), loss_fn, Batch(BATCH.x[:0], BATCH.y[:0]), step=step)
+
+
 def test_losses_that_are_none():
     with raises(BatchError, "must be a scalar"):
         verify(Attention(), lambda model, batch: model(batch.x), BATCH, step=Loop())
@@ -400,4 +406,6 @@ def test_parameters_that_no_optimizer_holds_are_mentioned():
 
 
 def test_one_sample():
-    assert verify(Attention(), loss_fn, Batch(BATCH.x[:1], BATCH.y[:1])).ok
+    report = verify(Attention(), loss_fn, Batch(BATCH.x[:1], BATCH.y[:1]))
+    assert report.ok
+    assert "nothing was accumulated" in report.notes[0]

@@ -221,6 +221,16 @@ def all_but_the_last(batch: Batch, size: int) -> list[Batch]:
     return [micro for micro in pieces(batch, size) if len(micro.x) == size]
 
 
+def one_halved(model: nn.Module, batch: Batch) -> None:
+    """It is smaller than expected, and all others are as they should be: but nothing has clipped it."""
+    micro_batches = list(pieces(batch, 5))
+    for micro in micro_batches:
+        (loss_fn(model, micro)[0] * by_items(micro_batches, micro)).backward()
+    next(model.parameters()).grad.mul_(0.5)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
+
+
 # ------------------------------------------------------------------------------------------------- clipped too early
 
 
@@ -590,6 +600,7 @@ MISTAKES = {
     "another loss": Mistake(
         causes=("unexplained",), step=Loop(loss=lambda model, batch: model(batch.x).square().mean())
     ),
+    "one parameter halved": Mistake(causes=("unexplained",), step=one_halved),
     "almost the same loss": Mistake(causes=("unexplained",), step=Loop(loss=smoothed, weight=by_items)),
     # other libraries' loops
     "Accelerate, mean of means": Mistake(

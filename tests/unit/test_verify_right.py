@@ -175,6 +175,22 @@ def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
+def clipping_each(limit: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """For `make_optimizer`: each parameter's gradient is clipped by its own norm."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @optimizer.register_step_pre_hook
+        def clip(*_: object) -> None:
+            for parameter in model.parameters():
+                nn.utils.clip_grad_norm_(parameter, limit)
+
+        return optimizer
+
+    return make
+
+
 class CallsItsParent(torch.optim.SGD):
     """So hooks run twice in each step; and its step changes gradients."""
 
@@ -383,6 +399,12 @@ STEPS = {
     "clipped, float32": Right(step=Loop(weight=by_items, max_norm=0.05), dtype=torch.float32, note="clipped"),
     "clipped, bf16": Right(step=Loop(weight=by_items, max_norm=0.05), dtype=torch.bfloat16, note="clipped"),
     "clipped to an odd number": Right(step=Loop(weight=by_items, max_norm=0.05371), note="a norm of 0.05371"),
+    "clipped, each parameter by itself": Right(
+        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02)), note="each parameter's to a norm of 0.02"
+    ),
+    "clipped, each by itself, to an odd number, float32": Right(
+        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02371)), dtype=torch.float32, note="0.02371"
+    ),
     "Accumulator": Right(step=accumulated()),
     "Accumulator, fused": Right(step=accumulated(fused), dtype=torch.float32),
     "Accumulator, fused and clipped": Right(

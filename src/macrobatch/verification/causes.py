@@ -108,7 +108,7 @@ def _add_notes(case: Case, notes: list[str]) -> None:
         notes.append(f"an optimizer called its closure {times} times more: only the first call was compared")
     if observation.has_moved_weights:
         notes.append("the weights changed, but no torch.optim.Optimizer stepped: .grad was read when step returned")
-    if len(case.windows) > 1 and all(window.micro_batches == 1 for window in case.windows):
+    if case.windows and all(window.micro_batches == 1 for window in case.windows):
         notes.append("every optimizer step came after a single micro-batch: nothing was accumulated")
     _add_sample_notes(case, notes)
 

@@ -33,6 +33,12 @@ def allow_clipping(case: Case, notes: list[str]) -> None:
             f"gradients were clipped, each number to {limits[0]:.4g}: larger numbers were not compared. Verify without "
             "clipping to compare them too"
         )
+    norms = [norm for window in wrong if window.is_wrong and (norm := _norm_of_each(case, window)) is not None]
+    if norms:
+        notes.append(
+            f"gradients were clipped, each parameter's to a norm of {norms[0]:.4g}: of those only the direction was "
+            "compared. Verify without clipping to compare their size too"
+        )
 
 
 def scaled_clipping_cause(case: Case) -> Cause | None:
@@ -129,10 +135,43 @@ def _is_clamped(case: Case, window: Comparison) -> bool:
     clamped = window.expected.clamp(limit)
     if window.actual.distance(clamped) > window.tolerance * limit:
         return False
-    window.expected = clamped
+    _expect(window, clamped)
+    return True
+
+
+def _norm_of_each(case: Case, window: Comparison) -> float | None:
+    """The limit, if each parameter's gradient was clipped by its own norm; then expect the clipped ones from now on."""
+    if not _had_expected_norm(case, window):
+        return None
+    clipped: dict[str, float] = {}  # the norms of those that are smaller than expected ...
+    others = [0.0]  # ... and of those that are not
+    parts = dict(window.expected.parts)
+    for name, part in window.expected.parts.items():
+        own, right = window.actual.only({name}), window.expected.only({name})
+        factor, norm = own.fit(right), _gradient_norm(case, own)
+        is_noise = right.largest <= window.tolerance * window.scale
+        if is_noise or not 0 < factor < 1 - window.tolerance:
+            others.append(norm)
+            continue
+        clipped[name] = norm
+        parts[name] = None if part is None else factor * part.double()
+    limit, least = max(clipped.values(), default=0.0), min(clipped.values(), default=0.0)
+    close = max(1e-3, window.tolerance)  # torch divides by the norm plus 1e-6
+    if not clipped or least < (1 - close) * limit or max(others) > (1 + close) * limit:
+        return None
+    is_told = len(clipped) > 1 or _is_round(limit)  # any one that is smaller could have been clipped
+    expected = Gradient(parts, window.expected.group)
+    if not is_told or window.actual.distance(expected) > window.tolerance * window.actual.largest:
+        return None
+    _expect(window, expected)
+    return limit
+
+
+def _expect(window: Comparison, gradient: Gradient) -> None:
+    """Compare with another gradient from now on."""
+    window.expected = gradient
     for cached in ("errors", "factor"):
         vars(window).pop(cached, None)
-    return True
 
 
 def _gradient_norm(case: Case, gradient: Gradient) -> float:

@@ -124,6 +124,8 @@ def verify(
         if whole_loss is not None:
             reference, weighed = whole_loss, "mean"
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
+        if big.samples is not None and not ranks.sum(big.samples.count):
+            raise UsageError("the batch has no samples, so there is nothing to verify.")
         entries = big.entries()
         saved_state.include_leaves(big.foreign_leaves)
         step_or_default = step or default_step(loss_fn, micro, reduction, collate, counts, joint)
