@@ -19,7 +19,7 @@ True
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 
 
@@ -84,7 +84,7 @@ def pip_install(extra: str) -> str:
 
 def warn(message: str) -> None:
     """Warn at the line of the program that has called the library, however deep in it this is."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level + 1)

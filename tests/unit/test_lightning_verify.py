@@ -310,7 +310,7 @@ def test_one_of_several_devices():
     for options in ({"strategy": "ddp"}, {"strategy": ExactStrategy("ddp")}):
         report = verify(attached(Even(), devices=2, **options))
         assert report.ok
-            assert any("one of its 2 ranks" in note for note in report.notes)
+        assert any("one of its 2 ranks" in note for note in report.notes)
 
 
 def test_two_optimizers_are_lightnings_error():
