@@ -275,8 +275,21 @@ def test_padding_on_the_left_stays():
         ({"input_ids": ids(), "attention_mask": mask(SHORT, left=True)}, SHORT, "sample 0 ends after 2 positions"),
         (side(SHORT) | {"features": torch.randn(4, WIDTH)}, SHORT, r"batch\['features'\] is as wide as the tokens"),
         ({"input_ids": ids(), "attention_mask": torch.ones(4, WIDTH, WIDTH)}, LONG, r"has the shape \(4, 8, 8\)"),
+        ({"tokens": ids(), "targets": labels(LONG)}, SHORT, r"batch\['targets'\] has a label that is not -100"),
+        ({"tokens": ids(), "seen": mask(LONG).bool()}, SHORT, r"batch\['seen'\] .* holds several values beyond"),
     ],
-    ids=["mask", "labels", "labels alone", "another dict", "another mask", "left", "features", "3 dimensions"],
+    ids=[
+        "mask",
+        "labels",
+        "labels alone",
+        "another dict",
+        "another mask",
+        "left",
+        "features",
+        "3 dimensions",
+        "labels of another name",
+        "a mask of another name",
+    ],
 )
 def test_what_was_said_to_be_padding_and_is_not(batch, said, message):
     with pytest.raises(BatchError, match=message):
@@ -290,6 +303,12 @@ def test_what_was_said_to_be_padding_is_trimmed_off_all_tensors_of_that_width():
     assert widths(parts, "weights") == widths(parts, "labels") == widths(parts, "attention_mask") == [7, 6]
     assert widths(parts, "image") == [3, 3]
     assert all(torch.equal(part["weights"] != 0, part["labels"] != IGNORED) for part in parts)
+
+
+def test_labels_and_masks_of_other_names_are_trimmed_too():
+    batch = {"tokens": ids(), "targets": labels(SHORT), "hidden": ~mask(LONG).bool()}
+    parts = cut(batch, 14, length=lambda batch: LONG)
+    assert widths(parts, "tokens") == widths(parts, "targets") == widths(parts, "hidden") == [7, 6]
 
 
 def test_what_was_said_is_believed_where_no_tensor_is_known_to_be_tokens():

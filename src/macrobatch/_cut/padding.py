@@ -74,7 +74,10 @@ def require_padding(group: TokenGroup, tensors: Sequence[Any], paths: Sequence[s
             f"{paths[group.obstacle]} has the shape {tuple(tensors[group.obstacle].shape)}, but by_tokens trims only "
             "the second dimension of a tensor. Build such a mask in loss_fn, from the micro-batch."
         )
-    for index in (*group.masks, *group.labels):
+    unnamed = [i for i in group.members if i not in (*group.masks, *group.labels, *group.constants)]
+    labels = [i for i in unnamed if _holds_ignored(tensors[i])]
+    constants = [i for i in unnamed if torch.as_tensor(tensors[i]).dtype == torch.bool]
+    for index in (*group.masks, *group.labels, *labels):
         for sample, reach in enumerate(_last_positions(_content(group, index, tensors[index]))):
             if reach > lengths[sample]:
                 what = "an entry that is not 0" if index in group.masks else f"a label that is not {IGNORED}"
@@ -83,7 +86,7 @@ def require_padding(group: TokenGroup, tensors: Sequence[Any], paths: Sequence[s
                     f"{paths[index]} has {what} at position {reach - 1}. Let length= return lengths that cover all "
                     "tensors."
                 )
-    for index in group.constants:
+    for index in (*group.constants, *constants):
         tensor = torch.as_tensor(tensors[index])
         ends = torch.as_tensor(lengths, device=tensor.device)
         cut = tensor[torch.arange(tensor.shape[1], device=tensor.device) >= ends[:, None]]
@@ -94,6 +97,12 @@ def require_padding(group: TokenGroup, tensors: Sequence[Any], paths: Sequence[s
                 "are positions, pad them with a single value. If they are features, add a dimension, e.g. "
                 "features[:, None]."
             )
+
+
+def _holds_ignored(tensor: Any) -> bool:
+    """Whether it has labels, whatever it is called: nothing else holds -100."""
+    tensor = torch.as_tensor(tensor)
+    return not tensor.is_floating_point() and tensor.dtype != torch.bool and bool((tensor == IGNORED).any())
 
 
 def why_untrimmed(group: TokenGroup, tensors: Sequence[Any], paths: Sequence[str]) -> str | None:
