@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-RETURN_ITEMS = "Let loss_fn return its number of items too: return loss, (labels != -100).sum(), after any shift."
+RETURN_ITEMS = (
+    "Let loss_fn return what it divides by: return loss, (labels != -100).sum(), after any shift. A loss that is no "
+    "mean, such as a maximum, needs joint=."
+)
 
 
 class ParameterError(NamedTuple):
