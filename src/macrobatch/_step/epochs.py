@@ -32,7 +32,7 @@ class Epochs:
         self._remainder = remainder
         self._counter = counter
         self._sizes = SizeWatch()
-        self._has_warned = False
+        self._told_of_nothing = False
         self._reader: ReadAhead[Any] | None = None  # of the current pass, where windows are read ahead
         self._current: object = None  # which pass is the current one
         self._stream: ReadAhead[Any] | None = None  # the last loader without a length, with what was read of it
@@ -73,8 +73,8 @@ class Epochs:
             self._warn_of_nothing()
 
     def _warn_of_nothing(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._told_of_nothing:
+            self._told_of_nothing = True
             warn(
                 'this epoch took no step: it has fewer batches than a window (steps=), and remainder="drop" drops '
                 'them. Use remainder="step", which is exact, or fewer steps (told once).'

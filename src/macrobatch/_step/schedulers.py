@@ -34,8 +34,8 @@ class Schedulers:
         self._times = self._times + 1 if self._left and self._places() != self._left else 0
         if self._times == TIMES:
             warn(
-                "a scheduler that was handed over is stepped by the program too, so the learning rate follows it too "
-                "fast. Leave out scheduler.step(): step() calls it once for each optimizer step (told once)."
+                "a scheduler that was handed over is stepped by the program as well, and runs ahead of the training. "
+                "Leave out scheduler.step(): step() calls it once for each optimizer step (told once)."
             )
 
     def _places(self) -> list[object]:

@@ -124,7 +124,7 @@ def verify(
         if whole_loss is not None:
             reference, weighed = whole_loss, "mean"
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
-        if big.samples is not None and not ranks.sum(big.samples.count):
+        if not ranks.sum(1 if big.samples is None else big.samples.count):  # None: not a batch that can be cut
             raise UsageError("the batch has no samples, so there is nothing to verify.")
         entries = big.entries()
         saved_state.include_leaves(big.foreign_leaves)
