@@ -70,6 +70,22 @@ def test_nothing_is_said_of_what_is_right(caught, samples, options, items):
     assert told(caught) == []
 
 
+def test_nothing_is_said_of_a_window_that_is_discarded(caught):
+    model, acc = accumulator(steps=3)
+    for number, x in enumerate(acc.batches([torch.randn(n, 3) for n in (4, 2, 4, 4, 4)])):
+        acc.backward(model(x).mean())
+        acc.discard() if number == 1 else acc.step()
+    assert told(caught) == []
+
+
+def test_arrays_tell_their_sizes_too(caught):
+    model, acc = accumulator(steps=2)
+    for batch in acc.batches([{"x": torch.randn(n, 3).numpy()} for n in (4, 2, 4)]):
+        acc.backward(model(torch.from_numpy(batch["x"])).mean())
+        acc.step()
+    assert len(told(caught)) == 1
+
+
 def test_tensors_of_different_lengths_do_not_tell_samples(caught):
     """A graph's nodes and edges, e.g.: the loss may be a mean over one thing that each batch has."""
     model, acc = accumulator(steps=2)
@@ -79,7 +95,7 @@ def test_tensors_of_different_lengths_do_not_tell_samples(caught):
     assert told(caught) == []
 
 
-@pytest.mark.parametrize("given", [3, None, nn.Linear(2, 1)])
+@pytest.mark.parametrize("given", [3, None, nn.Linear(2, 1), {"x": torch.ones(2)}, "abc", DataLoader])
 def test_what_is_no_loader(given):
     with pytest.raises(UsageError, match=rf"needs a loader, .* got a {type(given).__name__}"):
         accumulator()[1].batches(given)
@@ -125,6 +141,26 @@ def test_a_scheduler_that_is_stepped_twice(caught, is_macro):
                 scheduler.step()
     (message,) = told(caught)
     assert "Leave out scheduler.step()" in message
+
+
+def test_a_scheduler_that_is_stepped_once_an_epoch_too(caught):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 2)
+    acc = Accumulator(model, optimizer, steps=2, scheduler=scheduler)
+    for _ in range(4):
+        for x in acc.batches([torch.randn(4, 3) for _ in range(6)]):
+            acc.backward(model(x).mean(), items=4)
+            acc.step()
+        scheduler.step()
+    assert len(told(caught)) == 1
+
+
+def test_an_optimizer_is_no_scheduler():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="must be a learning-rate scheduler"):
+        Accumulator(model, optimizer, scheduler=optimizer)
 
 
 def test_a_scheduler_that_is_set_when_a_run_is_resumed(caught):

@@ -221,6 +221,22 @@ def all_but_the_last(batch: Batch, size: int) -> list[Batch]:
     return [micro for micro in pieces(batch, size) if len(micro.x) == size]
 
 
+def divided_below_the_limit(model: nn.Module, batch: Batch) -> None:
+    """Nothing is clipped, but would be if the gradient were twice as large."""
+    micro_batches = list(pieces(batch, 5))
+    for micro in micro_batches:
+        (loss_fn(model, micro)[0] * by_items(micro_batches, micro)).backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(4 / 5)
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    nn.utils.clip_grad_norm_(model.parameters(), LIMITS.setdefault("below", 1.1 * norm.item()))
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
+
+
+LIMITS: dict[str, float] = {}  # of the first run: the step is run again, with doubled gradients
+
+
 def one_halved(model: nn.Module, batch: Batch) -> None:
     """It is smaller than expected, and all others are as they should be: but nothing has clipped it."""
     micro_batches = list(pieces(batch, 5))
@@ -600,6 +616,7 @@ MISTAKES = {
     "another loss": Mistake(
         causes=("unexplained",), step=Loop(loss=lambda model, batch: model(batch.x).square().mean())
     ),
+    "divided by too much, just below the limit": Mistake(causes=("short window",), step=divided_below_the_limit),
     "one parameter halved": Mistake(causes=("unexplained",), step=one_halved),
     "almost the same loss": Mistake(causes=("unexplained",), step=Loop(loss=smoothed, weight=by_items)),
     # other libraries' loops

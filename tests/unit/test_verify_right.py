@@ -175,7 +175,16 @@ def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
 
-def clipping_each(limit: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def mean_left_to_clipping(model: nn.Module, batch: Batch) -> None:
+    """The gradient is divided after the last backward, and clipped then."""
+    MacroStep(model, None, loss_fn, micro=5)(batch)
+    for parameter in model.parameters():
+        nn.utils.clip_grad_norm_(parameter, 0.02)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
+
+
+def clipping_each(limit: float, least_dims: int = 0) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """For `make_optimizer`: each parameter's gradient is clipped by its own norm."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -184,7 +193,8 @@ def clipping_each(limit: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
         @optimizer.register_step_pre_hook
         def clip(*_: object) -> None:
             for parameter in model.parameters():
-                nn.utils.clip_grad_norm_(parameter, limit)
+                if parameter.dim() >= least_dims:
+                    nn.utils.clip_grad_norm_(parameter, limit)
 
         return optimizer
 
@@ -400,10 +410,15 @@ STEPS = {
     "clipped, bf16": Right(step=Loop(weight=by_items, max_norm=0.05), dtype=torch.bfloat16, note="clipped"),
     "clipped to an odd number": Right(step=Loop(weight=by_items, max_norm=0.05371), note="a norm of 0.05371"),
     "clipped, each parameter by itself": Right(
-        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02)), note="each parameter's to a norm of 0.02"
+        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02)),
+        note="each parameter's",
     ),
     "clipped, each by itself, to an odd number, float32": Right(
-        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02371)), dtype=torch.float32, note="0.02371"
+        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02371)), dtype=torch.float32, note="by itself"
+    ),
+    "clipped, each by itself, after a division": Right(step=mean_left_to_clipping, note="by itself", windows=1),
+    "clipped, the weights alone": Right(
+        step=Loop(weight=by_items, make_optimizer=clipping_each(0.02, least_dims=2)), note="by itself"
     ),
     "Accumulator": Right(step=accumulated()),
     "Accumulator, fused": Right(step=accumulated(fused), dtype=torch.float32),

@@ -432,7 +432,7 @@ class Engine:
         self._end()
         self._drop_window()
         self.backend.drop_gradients()
-        self.is_last = False
+        self.is_last = self.weighs_alike = False
         if not self._lifecycle.awaits_backward:
             self._lifecycle.end_step()
             return

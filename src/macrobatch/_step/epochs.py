@@ -67,7 +67,7 @@ class Epochs:
             engine.require_finished()
             if engine.weighs_alike and not turn.repeat:
                 self._sizes.note(batch)
-        self._current = None
+        self._current = self._reader = self._stream = None
         engine.end_epoch(drops=self._remainder == "drop")
         if self._remainder == "drop" and not closes_any:
             self._warn_of_nothing()

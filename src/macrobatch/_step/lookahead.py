@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +45,8 @@ class Epoch(Iterator[Batch]):
 
 def require_iterable(loader: object) -> None:
     """An error if it has no batches to iterate over."""
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not is_iterable or isinstance(loader, Mapping | str | bytes | type):
         raise UsageError(f"batches() needs a loader, i.e. an iterable of batches: got a {type(loader).__name__}.")
 
 

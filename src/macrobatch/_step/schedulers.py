@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.errors import warn
 
-TIMES = 2  # that somebody else was seen to step one before it is told: to resume sets it once
+TIMES = 2  # that one was found a step further before it is told: to resume may set it there
 
 
 class Schedulers:
@@ -16,7 +16,7 @@ class Schedulers:
 
     def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
         self._schedulers = schedulers
-        self._left: list[object] = []  # where each was, when the last step was over
+        self._left: list[int | None] = []  # where each was, when the last step was over
         self._times = 0
 
     def __bool__(self) -> bool:
@@ -24,19 +24,17 @@ class Schedulers:
 
     def step(self) -> None:
         """After an optimizer step."""
-        if self._times < TIMES:
-            self._notice_others()
+        found = zip(self._left, self._places(), strict=False)
+        is_further = any(left is not None and place == left + 1 for left, place in found)
         for scheduler in self._schedulers:
             scheduler.step()
         self._left = self._places()
-
-    def _notice_others(self) -> None:
-        self._times = self._times + 1 if self._left and self._places() != self._left else 0
-        if self._times == TIMES:
+        self._times += is_further
+        if is_further and self._times == TIMES:
             warn(
                 "a scheduler that was handed over is stepped by the program as well, and runs ahead of the training. "
                 "Leave out scheduler.step(): step() calls it once for each optimizer step (told once)."
             )
 
-    def _places(self) -> list[object]:
+    def _places(self) -> list[int | None]:
         return [getattr(scheduler, "last_epoch", None) for scheduler in self._schedulers]

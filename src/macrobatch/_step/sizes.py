@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from macrobatch._cut.trees import leaves
 from macrobatch.errors import warn
 
@@ -42,5 +40,6 @@ def _size_of(batch: object) -> int | None:
     >>> _size_of({"x": ones(3, 2), "y": ones(3), "z": ones(())}), _size_of((ones(3), ones(2))), _size_of("text")
     (3, None, None)
     """
-    sizes = {len(leaf) for _, leaf in leaves(batch, "batch") if isinstance(leaf, Tensor) and leaf.dim()}
+    shapes = (getattr(leaf, "shape", ()) for _, leaf in leaves(batch, "batch"))  # of tensors, and of arrays
+    sizes = {shape[0] for shape in shapes if isinstance(shape, tuple) and shape}
     return sizes.pop() if len(sizes) == 1 else None

@@ -299,7 +299,7 @@ def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[
     schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     _require_each_once(schedulers, "scheduler")
     for scheduler in schedulers:
-        if not callable(getattr(scheduler, "step", None)):
+        if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
             raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError("ReduceLROnPlateau wants a metric: step it yourself, after the evaluation it comes from.")

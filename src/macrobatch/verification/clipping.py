@@ -33,10 +33,10 @@ def allow_clipping(case: Case, notes: list[str]) -> None:
             f"gradients were clipped, each number to {limits[0]:.4g}: larger numbers were not compared. Verify without "
             "clipping to compare them too"
         )
-    norms = [norm for window in wrong if window.is_wrong and (norm := _norm_of_each(case, window)) is not None]
-    if norms:
+    in_parts = [window for window in wrong if window.is_wrong and _is_clipped_in_parts(case, window)]
+    if in_parts:
         notes.append(
-            f"gradients were clipped, each parameter's to a norm of {norms[0]:.4g}: of those only the direction was "
+            "gradients were clipped, each parameter's or each group's by itself: of those only the direction was "
             "compared. Verify without clipping to compare their size too"
         )
 
@@ -89,11 +89,24 @@ def is_clipped_in_another_direction(case: Case, window: Comparison) -> bool:
 
 def _is_clipped(case: Case, window: Comparison, size: float, candidates: list[tuple[Comparison, float]]) -> bool:
     """Whether a doubled gradient gives the same result. A constant factor would double the result too."""
-    if case.doubled_observation is None:
+    twice = _doubled(case, window)
+    if twice is None:
         return _looks_clipped(case, window, size, candidates)
+    return _is_unchanged(case, window, twice, window.actual)
+
+
+def _doubled(case: Case, window: Comparison) -> Gradient | None:
+    """What the step made of a doubled gradient; None if it could not be called again."""
+    if case.doubled_observation is None:
+        return None
     doubled = case.doubled_observation.windows[case.windows.index(window)]
-    twice = Gradient(doubled.gradients, window.actual.group).only(window.observed.names)
-    return twice.fit(window.actual) < 1.5
+    return Gradient(doubled.gradients, window.actual.group).only(window.observed.names)
+
+
+def _is_unchanged(case: Case, window: Comparison, twice: Gradient, once: Gradient) -> bool:
+    """Whether they have the same size, but for the 1e-6 that torch adds to the norm that it divides by."""
+    close = max(1e-3, window.tolerance, 2e-6 / (_gradient_norm(case, once) or 1.0))
+    return abs(twice.fit(once) - 1) < close
 
 
 def _looks_clipped(case: Case, window: Comparison, size: float, candidates: list[tuple[Comparison, float]]) -> bool:
@@ -115,10 +128,10 @@ def _is_whole_fraction(window: Comparison) -> bool:
     return abs(divisor - round(divisor)) <= uncertain < 0.01  # with coarse rounding, any number is close to a whole one
 
 
-def _has_shrunk(case: Case, window: Comparison, size: float) -> bool:
+def _has_shrunk(case: Case, window: Comparison, size: float, by: float = 1e-3) -> bool:
     """Whether the gradient shrank after the last backward, or may have."""
     before = window.observed.norm_before_step
-    return not case.big.ranks.largest(float(0 < before < 1.001 * size))
+    return not case.big.ranks.largest(float(0 < before < (1 + by) * size))
 
 
 def _had_expected_norm(case: Case, window: Comparison) -> bool:
@@ -139,32 +152,37 @@ def _is_clamped(case: Case, window: Comparison) -> bool:
     return True
 
 
-def _norm_of_each(case: Case, window: Comparison) -> float | None:
-    """The limit, if each parameter's gradient was clipped by its own norm; then expect the clipped ones from now on."""
-    if not _had_expected_norm(case, window):
-        return None
-    clipped: dict[str, float] = {}  # the norms of those that are smaller than expected ...
-    others = [0.0]  # ... and of those that are not
-    parts = dict(window.expected.parts)
+def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
+    """Whether parameters were clipped by norms of their own, or of a group; if so, expect the clipped ones from now on.
+
+    Each is as expected, or smaller in the same direction, and then a doubled gradient gives the same result. And it was
+    larger when the last backward ended: a loss that is divided by the gradient's norm is another loss.
+    """
+    if not _has_shrunk(case, window, _gradient_norm(case, window.actual), by=window.tolerance):
+        return False
+    twice = _doubled(case, window)
+    parts, norms = dict(window.expected.parts), []
     for name, part in window.expected.parts.items():
         own, right = window.actual.only({name}), window.expected.only({name})
-        factor, norm = own.fit(right), _gradient_norm(case, own)
-        is_noise = right.largest <= window.tolerance * window.scale
-        if is_noise or not 0 < factor < 1 - window.tolerance:
-            others.append(norm)
+        factor, is_noise = own.fit(right), right.largest <= window.tolerance * window.scale
+        if is_noise or abs(factor - 1) <= window.tolerance:
             continue
-        clipped[name] = norm
+        if not 0 < factor < 1 or not (twice is None or _is_unchanged(case, window, twice.only({name}), own)):
+            return False
+        norms.append(_gradient_norm(case, own))
         parts[name] = None if part is None else factor * part.double()
-    limit, least = max(clipped.values(), default=0.0), min(clipped.values(), default=0.0)
-    close = max(1e-3, window.tolerance)  # torch divides by the norm plus 1e-6
-    if not clipped or least < (1 - close) * limit or max(others) > (1 + close) * limit:
-        return None
-    is_told = len(clipped) > 1 or _is_round(limit)  # any one that is smaller could have been clipped
+    if not norms or (twice is None and not _look_clipped(case, window, norms)):
+        return False
     expected = Gradient(parts, window.expected.group)
-    if not is_told or window.actual.distance(expected) > window.tolerance * window.actual.largest:
-        return None
+    if window.actual.distance(expected) > window.tolerance * window.actual.largest:
+        return False
     _expect(window, expected)
-    return limit
+    return True
+
+
+def _look_clipped(case: Case, window: Comparison, norms: list[float]) -> bool:
+    """Whether several parameters have one norm, and the gradient had the expected one before."""
+    return len(norms) > 1 and min(norms) > (1 - 1e-3) * max(norms) and _had_expected_norm(case, window)
 
 
 def _expect(window: Comparison, gradient: Gradient) -> None:

@@ -339,7 +339,8 @@ def _unexplained_cause(case: Case, window: Comparison) -> Cause:
         name="unexplained",
         evidence=f"the error is {window.error:.2g} of the largest gradient (cosine {cosine:.4f}, factor "
         f"{window.factor:.4g}), and no known mistake gives this gradient.",
-        cure="Check that step and loss_fn compute the same loss on the same samples: compare them on one micro-batch.",
+        cure="Check that step and loss_fn compute the same loss on the same samples: compare them on one micro-batch. "
+        "If the step clips or changes gradients in a way of its own, verify it without that.",
     )
 
 
