@@ -157,7 +157,6 @@ class Way:
     build: Callable[[Job], Run]
     is_compiled: bool
     is_grouped: bool = False
-    has_graphs: bool = False
 
 
 def ways_of(shape: Shape, is_compiled: bool) -> Iterator[Way]:
@@ -172,7 +171,7 @@ def ways_of(shape: Shape, is_compiled: bool) -> Iterator[Way]:
     if not is_compiled and shape.budget is None and shape.section != "sweep":
         yield Way(name=FABRIC, build=fabric, is_compiled=False)
     graphs = f"{EAGER}{end}{GRAPHS.removeprefix(EAGER)}"
-    yield Way(name=graphs, build=lambda job: macro_step(job, True), is_compiled=is_compiled, has_graphs=True)
+    yield Way(name=graphs, build=lambda job: macro_step(job, True), is_compiled=is_compiled)
     is_once = shape.section != "sweep" or shape.micro_batches == 1
     is_worth_it = not is_compiled or shape.section == "fixed"  # compiling it takes as long as half of the other loops
     if is_once and is_worth_it and shape.together is None and not shape.depends_on:  # it fits, and is as exact

@@ -19,9 +19,6 @@ class Schedulers:
         self._left: list[int | None] = []  # where each was, when the last step was over
         self._times = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._schedulers)
-
     def step(self) -> None:
         """After an optimizer step."""
         found = zip(self._left, self._places(), strict=False)

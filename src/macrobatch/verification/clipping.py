@@ -171,7 +171,7 @@ def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
             return False
         norms.append(_gradient_norm(case, own))
         parts[name] = None if part is None else factor * part.double()
-    if not norms or (twice is None and not _look_clipped(case, window, norms)):
+    if not norms or (twice is None and not _have_one_norm(case, window, norms)):
         return False
     expected = Gradient(parts, window.expected.group)
     if window.actual.distance(expected) > window.tolerance * window.actual.largest:
@@ -180,7 +180,7 @@ def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
     return True
 
 
-def _look_clipped(case: Case, window: Comparison, norms: list[float]) -> bool:
+def _have_one_norm(case: Case, window: Comparison, norms: list[float]) -> bool:
     """Whether several parameters have one norm, and the gradient had the expected one before."""
     return len(norms) > 1 and min(norms) > (1 - 1e-3) * max(norms) and _had_expected_norm(case, window)
 
