@@ -9,8 +9,11 @@ A loop whose gradient did not agree with the reference is hatched, and says so.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tables import days_of
 
 # One colour a loop, in every figure: ours are blue, dark with graphs; a loop by hand and the big batch are grey. Those
 # that are compiled are darker, those that are grouped lighter.
@@ -133,24 +136,28 @@ def _blank(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 
 def figures_of(result: dict[str, Any]) -> dict[str, Any]:
     """By the names of their files; only of sections that were measured."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    measured = f"{result['processor']}, {result['date']}; {result['precision']}, {result['optimizer']}.\n{versions}"
+
+    def measured(cases: Sequence[Case]) -> str:
+        machine = f"{result['processor']}, {days_of({**result, 'cases': cases})}"
+        versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+        return f"{machine}; {result['precision']}, {result['optimizer']}.\n{versions}"
+
     sections: dict[str, list[Case]] = {}
     for case in result["cases"]:
         if rows_of(case):
             sections.setdefault(case["section"], []).append(case)
     drawn = {}
     if cases := sections.get("sweep"):
-        drawn["micro_batch_size"] = by_micro_batch_size(cases, measured)
+        drawn["micro_batch_size"] = by_micro_batch_size(cases, measured(cases))
     if cases := sections.get("fixed"):
         titles = [case["name"] for case in cases]
         sizes = "Micro-batch x tokens x micro-batches a window; behind a bar: times Accelerate, compiled if it is."
-        drawn["fixed"] = bars(cases, titles, f"{sizes}\n{measured}")
+        drawn["fixed"] = bars(cases, titles, f"{sizes}\n{measured(cases)}")
     if cases := sections.get("variable"):
         titles = [f"{case['name']}, log-normal lengths" for case in cases]
         sizes = f"At most {cases[0]['largest_micro_batch']:,} tokens a micro-batch with its padding; real tokens count."
         drawn["variable_lengths"] = bars(
-            cases, titles, f"{sizes}\nBehind a bar: times Accelerate, compiled if it is.\n{measured}"
+            cases, titles, f"{sizes}\nBehind a bar: times Accelerate, compiled if it is.\n{measured(cases)}"
         )
     return drawn
 

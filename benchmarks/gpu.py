@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import gc
 import importlib.metadata
-import json
 import math
 import os
 import sys
@@ -37,13 +36,13 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import models
 import record
 import torch
-from loops import ACCELERATE, COMPILED, COMPILED_GRAPHS, EAGER, GRAPHS, HAND, Job, Run, Way, hand_written, ways_of
+from cases import Results
+from loops import ACCELERATE, GRAPHS, HAND, Job, Run, Way, hand_written, ways_of
 from models import DEVICE, Shape, autocast, cut, items_of, moved, pinned
 from torch import Tensor, nn
 
@@ -56,15 +55,6 @@ AMONG_LOOPS = 0.05  # their operations are the same
 FLOOR = 1e-6  # an error below it is rounding, however exact the big batch was (Llama normalises in float32, always)
 WINDOWS = 2  # different ones of a shape
 ORDER = (0, 1, 0)  # of windows, of a loop that runs alone: a graph is replayed with other data, and with the same
-# Times the speed of Accelerate as people run it, not compiled, by the title of a shape. Others are below.
-TARGETS = {
-    "Llama 110M, 1 x 512 x 16": {GRAPHS: 4.5, COMPILED_GRAPHS: 8.0},
-    "Llama 41M, 2 x 256 x 16": {GRAPHS: 6.0, COMPILED_GRAPHS: 12.0},
-    "Llama 110M, 4 x 1024 x 8": {GRAPHS: 1.6, COMPILED_GRAPHS: 2.8},
-    "Llama 110M, 64 samples of up to 2048": {EAGER: 5.0, GRAPHS: 8.0, COMPILED_GRAPHS: 12.0},
-}
-TIME_OF_HAND_WRITTEN = 1.01  # at most, eager
-MEMORY_OF_EAGER = 1.15  # at most, with graphs
 Gradients = list[Tensor]
 LATE = "not run: no time was left to compile it"
 
@@ -339,6 +329,8 @@ def measure(shape: Shape, windows: int, compiles: bool, deadline: float) -> dict
         "name": shape.title,
         "shape": shape.name,
         "section": shape.section,
+        "date": record.today(),
+        "source": record.source(),
         "unit": shape.unit,
         "micro_batch": shape.micro_batch,
         "micro_batches": shape.micro_batches,
@@ -376,39 +368,14 @@ def weigh(shape: Shape, case: dict[str, Any], loops: Sequence[str], compiles: bo
     bench, rows = Bench(shape), {row["name"]: row for row in case["rows"]}
     for is_compiled in (False, True) if compiles and shape.section != "sweep" else (False,):
         for way in ways_of(shape, is_compiled):
-            if way.name.replace(", compiled", "") in loops and rows[way.name]["per_second"] is not None:
-                before, (memory, _) = rows[way.name]["reserved_gib"], bench.weigh(way)
-                rows[way.name]["reserved_gib"] = memory
+            row = rows.get(way.name)
+            if row is not None and row["per_second"] is not None and way.name.replace(", compiled", "") in loops:
+                before, (memory, _) = row["reserved_gib"], bench.weigh(way)
+                row["reserved_gib"] = memory
                 print(f"  {way.name}: {memory} GiB, {before} before", flush=True)
     fresh()
     torch._dynamo.reset()
     return case
-
-
-def targets_of(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached, with what was found; only of loops that ran. With a wrong gradient nothing is reached."""
-    found = []
-
-    def add(name: str, row: dict[str, Any], bound: str, wanted: float, ratio: float | None) -> None:
-        if ratio is not None:
-            holds = ratio >= wanted if bound == "at_least" else ratio <= wanted
-            found.append({"name": name, bound: wanted, "found": ratio, "reached": holds and row["agrees"] is not False})
-
-    for case in cases:
-        rows = {row["name"]: row for row in case["rows"] if row["per_second"] is not None}
-        for name, row in rows.items():
-            said = f"{case['name']}: {name}"
-            if name in (wanted_of := TARGETS.get(case["name"], {})) and ACCELERATE in rows:
-                times = round(row["per_second"] / rows[ACCELERATE]["per_second"], 3)
-                add(f"{said}, speed over eager Accelerate's", row, "at_least", wanted_of[name], times)
-            if name == EAGER and case["section"] == "fixed" and row["over_hand"]:
-                time_of_it = round(1 / row["over_hand"], 4)
-                add(f"{said}, time over the hand-written loop's", row, "at_most", TIME_OF_HAND_WRITTEN, time_of_it)
-            eager = rows.get({GRAPHS: EAGER, COMPILED_GRAPHS: COMPILED}.get(name, ""))
-            if eager is not None and eager["reserved_gib"] and row["reserved_gib"]:
-                ratio = round(row["reserved_gib"] / eager["reserved_gib"], 3)
-                add(f"{said}, memory over {eager['name']}'s", row, "at_most", MEMORY_OF_EAGER, ratio)
-    return found
 
 
 def parsed() -> argparse.Namespace:
@@ -425,8 +392,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--within", type=float, default=math.inf, metavar="SECONDS", help="of the start; then no more is timed"
     )
+    loops = list(dict.fromkeys(way.name for shape in models.SHAPES for way in ways_of(shape, is_compiled=False)))
     parser.add_argument(
-        "--memory", nargs="+", default=[], metavar="ROW", help=f"only the memory of these, anew, such as {GRAPHS!r}"
+        *("--memory",),
+        nargs="+",
+        choices=loops,
+        default=[],
+        metavar="ROW",
+        help=f"only the memory of these, anew, such as {GRAPHS!r}",
     )
     parser.add_argument("--add", action="store_true", help="keep the other shapes that the file of results has")
     record.add_output(parser, "gpu")
@@ -438,33 +411,6 @@ def parsed() -> argparse.Namespace:
     if arguments.tiny and arguments.output.name == "gpu.json":
         arguments.output = arguments.output.with_name("gpu_tiny.json")
     return arguments
-
-
-@dataclass
-class Results:
-    """A file of results, with the shapes that are in it."""
-
-    output: Path
-    head: dict[str, Any]
-    cases: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name of the shape
-    ran: list[dict[str, Any]] = field(default_factory=list)  # now
-
-    def read(self) -> None:
-        """Keep the shapes that are there, if they were measured with the same versions on such a machine."""
-        there = json.loads(self.output.read_text())
-        for what in ("versions", "processor"):
-            if there[what] != self.head[what]:
-                raise SystemExit(f"--add: {self.output} has other {what}: {there[what]}, here {self.head[what]}.")
-        self.cases = {case["shape"]: case for case in there["cases"]}
-
-    def add(self, case: dict[str, Any]) -> None:
-        self.cases[case["shape"]] = case
-        self.ran.append(case)
-        record.save({**self.head, "cases": list(self.cases.values()), "targets": self.targets}, self.output)
-
-    @property
-    def targets(self) -> list[dict[str, Any]]:
-        return targets_of(self.cases.values()) if DEVICE == "cuda" else []
 
 
 def load_peers() -> list[str]:
@@ -506,7 +452,7 @@ def main() -> int:
         if shape.name in arguments.only and time.perf_counter() < (deadline := began + arguments.within):
             compiles, results = time.perf_counter() - began < arguments.compile_within, files[shape.section == "sweep"]
             if arguments.memory:
-                results.add(weigh(shape, results.cases[shape.name], arguments.memory, compiles))
+                results.add(weigh(shape, results.case_of(shape.name), arguments.memory, compiles))
             else:
                 results.add(measure(shape, arguments.windows, compiles, deadline))
     for each in (target for results in files.values() for target in results.targets):

@@ -11,6 +11,7 @@ leaves its results there. `macrobatch bench` runs them all, and finds in these f
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -33,9 +34,23 @@ def stamp(what: str, *packages: str) -> dict[str, Any]:
     numbers = {name: version(name) for name in packages}
     return {
         "what": what,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": today(),
         "versions": {"python": platform.python_version(), "macrobatch": macrobatch.__version__, **numbers},
     }
+
+
+def today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def source() -> str:
+    """A fingerprint of the package: two runs with the same one ran the same code."""
+    package = Path(macrobatch.__file__).parent
+    files = sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix())
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def in_words(versions: dict[str, str]) -> str:

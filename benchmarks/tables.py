@@ -83,7 +83,17 @@ def origin(result: dict[str, Any]) -> str:
     """The machine, the day and the versions of a run."""
     machine = result.get("machine") or result.get("processor") or result["device"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "python")
-    return f"{machine}, {result['date']}; {versions}."
+    return f"{machine}, {days_of(result)}; {versions}."
+
+
+def days_of(result: dict[str, Any]) -> str:
+    """When a file of results was measured: cases may have days of their own.
+
+    >>> days_of({"date": "2026-01-02", "cases": [{"date": "2026-01-01"}, {}]})
+    '2026-01-01 and 2026-01-02'
+    """
+    days = {case.get("date", result["date"]) for case in result.get("cases", [])} or {result["date"]}
+    return " and ".join(sorted(days))
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
@@ -170,7 +180,7 @@ def _loops(result: dict[str, Any], sections: Sequence[str], what: str) -> str:
     )
     windows = {row["windows"] for rows in by_case for row in rows.values() if row["windows"]}
     count = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else "no"
-    said = f"Medians over {count} windows. {origin(result)}"
+    said = f"Medians over {count} windows. {origin({**result, 'cases': ran})}"
     failed = [f"{case['name']} failed: {case['error']}." for case in cases if case["error"]]
     shown = {case["name"] for case in ran}
     own = [target for target in result["targets"] if target["name"].partition(":")[0] in shown]

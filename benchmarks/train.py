@@ -36,7 +36,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -367,7 +366,7 @@ def report(sizes: Sizes, measured: dict[str, list[Measured]], rows: Sequence[Fig
     packages = ("torch", "transformers", "tokenizers", "accelerate")
     return {
         "what": "macrobatch train and its peers on the same batches, each in a process of its own",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": record.today(),
         "versions": {
             "python": platform.python_version(),
             "macrobatch": macrobatch.__version__,

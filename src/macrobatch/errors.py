@@ -20,6 +20,7 @@ True
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import warnings
 
 
@@ -82,9 +83,20 @@ def pip_install(extra: str) -> str:
     return f"pip install 'macrobatch[{extra}]' (in a checkout '.[{extra}]')"
 
 
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
 def warn(message: str) -> None:
-    """Warn at the line of the program that has called the library, however deep in it this is."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    """Warn at the line of the program that has called the library, however deep in it this is.
+
+    Between the two may be code that is installed, such as a progress bar around `batches`. Where all is installed, it
+    is the line that called the library.
+    """
+    level, frame, calls_library = 0, inspect.currentframe(), 0
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != __package__:
+            calls_library = calls_library or level
+            if not frame.f_code.co_filename.startswith((*_INSTALLED, "<frozen ")):
+                break
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level + 1)
+    warnings.warn(message, stacklevel=(calls_library if frame is None else level) + 1)

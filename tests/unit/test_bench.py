@@ -190,7 +190,7 @@ def test_targets(imported):
         a_row("Macrobatch, compiled, cuda_graph", 900.0, agrees=False, reserved_gib=None),
     ]
     case = a_case("fixed", 1, *rows)
-    found = imported("gpu").targets_of([case])
+    found = imported("cases").targets_of([case])
     assert [(each["name"].partition(": ")[2], each["found"], each["reached"]) for each in found] == [
         ("Macrobatch, time over the hand-written loop's", 1.0204, False),
         ("Macrobatch, cuda_graph, speed over eager Accelerate's", 4.6, True),

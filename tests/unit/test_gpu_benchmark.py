@@ -133,9 +133,16 @@ def test_compiled_loops_and_what_a_file_keeps(tmp_path):
     script = ROOT / "benchmarks" / "gpu.py"
     first = run(script, "--tiny", "--windows", 1, "--only", "1.1B", "--out", tmp_path)
     assert first.returncode == 0, first.stderr
+    file, yesterday = tmp_path / "gpu_tiny.json", "2026-01-01"
+    results = json.loads(file.read_text())
+    results["cases"][0] |= {"date": yesterday, "source": "of then"}
+    file.write_text(json.dumps(results))
     then = run(script, "--tiny", "--windows", 1, "--only", "resnet", "--compile-within", 0, "--add", "--out", tmp_path)
     assert then.returncode == 0, then.stderr
-    llama, resnet = json.loads((tmp_path / "gpu_tiny.json").read_text())["cases"]
+    llama, resnet = json.loads(file.read_text())["cases"]
+    assert (llama["date"], llama["source"]) == (yesterday, "of then")
+    assert resnet["date"] > yesterday
+    assert len(resnet["source"]) == 12
     assert (llama["shape"], resnet["shape"]) == ("1.1B", "resnet")
     compiled = [row for row in llama["rows"] if "compiled" in row["name"]]
     assert [row["agrees"] for row in compiled] == [True] * 4
@@ -158,6 +165,9 @@ def test_memory_alone_can_be_taken_anew(tmp_path):
     anew = [{**row, "reserved_gib": 9.0} for row in case["rows"]]
     assert anew == results["cases"][0]["rows"]
     assert "must be there" in run(script, *options, "--memory", "Macrobatch").stderr
+    assert "invalid choice: 'ours'" in run(script, *options, "--add", "--memory", "ours").stderr
+    missing = [{"resnet": "vit"}.get(option, option) for option in options]
+    assert "has no vit. Measure it first" in run(script, *missing, "--add", "--memory", "Macrobatch").stderr
 
 
 SCRIPT = """

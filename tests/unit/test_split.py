@@ -645,8 +645,13 @@ def test_a_dimension_of_positions_that_nobody_can_tell():
     batch = {"x": torch.ones(3, 4), "z": torch.ones(3, 5)}
     with pytest.raises(BatchError, match=r"which dimension holds the positions.*batch\['x'\].*attention_mask"):
         parts(batch, by_tokens(8, length=lambda batch: [4, 4, 4]))
-    with pytest.raises(BatchError, match="which dimension holds the positions"):
-        parts({"x": torch.ones(3, 4)}, by_tokens(8, length=lambda batch: [5, 4, 4]))
+
+
+def test_lengths_beyond_every_tensor():
+    with pytest.raises(
+        BatchError, match=r"sample 1 has 5 positions, but no tensor .* wider than 4: .*'x'"
+    ):
+        parts({"x": torch.ones(3, 4)}, by_tokens(8, length=lambda batch: [4, 5, 4]))
 
 
 @pytest.mark.parametrize("collate", [None, lambda batch: {"input_ids": pad([sample["input_ids"] for sample in batch])}])

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 from macrobatch import Accumulator, MacroStep
 from macrobatch.errors import UsageError
@@ -86,6 +87,56 @@ def test_arrays_tell_their_sizes_too(caught):
     assert len(told(caught)) == 1
 
 
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_loop_that_is_left_when_its_window_closes(caught, has_length):
+    model, acc = accumulator(steps=2)
+    batches = [torch.randn(n, 3) for n in (4, 2, 4)]
+    for x in acc.batches(batches if has_length else iter(batches)):
+        acc.backward(model(x).mean())
+        if acc.step():
+            break
+    assert len(told(caught)) == 1
+
+
+def test_a_batch_that_is_left_without_its_backward_tells_nothing(caught):
+    model, acc = accumulator(steps=3)
+    for number, x in enumerate(acc.batches([torch.randn(n, 3) for n in (4, 4, 2)])):
+        if number == 2:
+            break
+        acc.backward(model(x).mean())
+        acc.step()
+    acc.discard()
+    assert told(caught) == []
+
+
+@pytest.mark.parametrize("sample", [lambda: torch.randn(3), lambda: {"x": torch.randn(3)}])
+def test_lists_of_samples_tell_their_sizes_too(caught, sample):
+    model, acc = accumulator(steps=2)
+    for batch in acc.batches([[sample() for _ in range(n)] for n in (4, 2)]):
+        rows = [each["x"] if isinstance(each, dict) else each for each in batch]
+        acc.backward(model(torch.stack(rows)).mean())
+        acc.step()
+    (message,) = told(caught)
+    assert "micro-batches of 4 and of 2 samples" in message
+
+
+def test_a_table_beside_the_samples_does_not_hide_them(caught):
+    model, acc = accumulator(steps=2)
+    for x, _, weights in acc.batches([(torch.randn(n, 3), torch.randn(n), torch.ones(10)) for n in (4, 2)]):
+        acc.backward(model(x).mean() * weights.mean())
+        acc.step()
+    (message,) = told(caught)
+    assert "micro-batches of 4 and of 2 samples" in message
+
+
+def test_a_progress_bar_is_not_the_line_that_is_meant(caught):
+    model, acc = accumulator(steps=2)
+    for x, y in tqdm(acc.batches(loader()), disable=None):
+        acc.backward(F.mse_loss(model(x), y))
+        acc.step()
+    assert len(told(caught)) == 1
+
+
 def test_tensors_of_different_lengths_do_not_tell_samples(caught):
     """A graph's nodes and edges, e.g.: the loss may be a mean over one thing that each batch has."""
     model, acc = accumulator(steps=2)
@@ -124,10 +175,13 @@ def test_an_epoch_with_one_step_and_a_rest(caught):
 
 
 @pytest.mark.parametrize("is_macro", [False, True])
-def test_a_scheduler_that_is_stepped_twice(caught, is_macro):
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_a_scheduler_that_is_stepped_twice(caught, is_macro, is_chained):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = StepLR(optimizer, 2)
+    if is_chained:
+        scheduler = ChainedScheduler([scheduler, StepLR(optimizer, 3)])
     if is_macro:
         train = MacroStep(model, optimizer, lambda model, x: model(x).mean(), micro=2, scheduler=scheduler)
         for _ in range(5):

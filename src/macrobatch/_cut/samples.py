@@ -121,7 +121,7 @@ class TensorBatch:
             lengths = self._user_lengths(length)
             group = group_of_width(infos, values, max(lengths, default=0))
             if group is None:
-                raise BatchError(self._no_positions(max(lengths, default=0)))
+                raise BatchError(self._no_positions(lengths))
             padding.require_padding(group, values, [leaf.path for leaf in self._leaves], lengths)
             self._groups, columns = [group], [lengths]
         else:
@@ -145,8 +145,16 @@ class TensorBatch:
             )
         return [_checked_length(number, index) for index, number in enumerate(numbers)]
 
-    def _no_positions(self, longest: int) -> str:
+    def _no_positions(self, lengths: Sequence[int]) -> str:
+        """Why no tensor has the positions that the user's lengths count."""
         shapes = {leaf.path: tuple(leaf.value.shape) for leaf in self._leaves if has_samples(leaf.value)}
+        longest, widths = max(lengths, default=0), [shape[1] for shape in shapes.values() if len(shape) > 1]
+        if widths and longest > max(widths):
+            return (
+                f"by length=, sample {lengths.index(longest)} has {longest} positions, but no tensor of the batch is "
+                f"wider than {max(widths)}: their shapes are {shapes}. Lengths count the positions of a sample without "
+                "its padding, e.g. length=lambda batch: batch['attention_mask'].sum(1)."
+            )
         return (
             f"by_tokens cannot tell which dimension holds the positions: the longest sample has {longest}, and the "
             f"shapes of the tensors are {shapes}. Name one of them attention_mask or labels, or pass a list of samples "

@@ -137,7 +137,7 @@ class Engine:
         self._turn = turn
         window.slots += turn.slots
         self.is_last = window.slots >= window.length if turn.last is None else turn.last
-        self.is_repeat = turn.repeat
+        self.is_repeat, self.weighs_alike = turn.repeat, False
         self._before_repeat = Snapshot(self.models) if turn.repeat else None
         self.open_gradients()
         (self.backend.begin_backward if after_forward else self.backend.begin)(self.is_last)

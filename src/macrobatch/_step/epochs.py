@@ -61,16 +61,21 @@ class Epochs:
                 yield batch
             except GeneratorExit:
                 if self._current is epoch:
+                    self._note_size(batch, turn)
                     engine.give_up()
                 raise
             self._require_current(epoch)
             engine.require_finished()
-            if engine.weighs_alike and not turn.repeat:
-                self._sizes.note(batch)
+            self._note_size(batch, turn)
         self._current = self._reader = self._stream = None
         engine.end_epoch(drops=self._remainder == "drop")
         if self._remainder == "drop" and not closes_any:
             self._warn_of_nothing()
+
+    def _note_size(self, batch: object, turn: Turn) -> None:
+        """After the backward of a batch, if it has had one."""
+        if self._engine.weighs_alike and not turn.repeat:
+            self._sizes.note(batch)
 
     def _warn_of_nothing(self) -> None:
         if not self._told_of_nothing:

@@ -34,4 +34,19 @@ class Schedulers:
             )
 
     def _places(self) -> list[int | None]:
-        return [getattr(scheduler, "last_epoch", None) for scheduler in self._schedulers]
+        return [_place_of(scheduler) for scheduler in self._schedulers]
+
+
+def _place_of(scheduler: LRScheduler) -> int | None:
+    """How many steps a scheduler has taken. One that chains others has no such number: that of the first is taken.
+
+    >>> import torch
+    >>> from torch.optim.lr_scheduler import ChainedScheduler, StepLR
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    >>> _place_of(ChainedScheduler([StepLR(optimizer, 2), StepLR(optimizer, 3)]))
+    0
+    """
+    if hasattr(scheduler, "last_epoch"):
+        return scheduler.last_epoch
+    states = [state for value in scheduler.state_dict().values() if isinstance(value, list) for state in value]
+    return next((state["last_epoch"] for state in states if isinstance(state, dict) and "last_epoch" in state), None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from macrobatch._cut.trees import leaves
 from macrobatch.errors import warn
 
+Sizes = dict[str, int]  # by the path of a tensor, or of the batch itself if it is a list
+
 
 class SizeWatch:
     """Warns once, when a window without items has micro-batches of different sizes."""
 
     def __init__(self) -> None:
-        self._first: int | None = None  # how many samples the first of the window has that tells
+        self._first: Sizes | None = None  # of the first micro-batch of the window
         self._has_warned = False
 
     def begin_window(self) -> None:
@@ -19,27 +21,40 @@ class SizeWatch:
 
     def note(self, batch: object) -> None:
         """A micro-batch has had its backward, without items."""
-        size = None if self._has_warned else _size_of(batch)
-        if size is None:
+        if self._has_warned:
             return
+        sizes = _sizes_of(batch)
         if self._first is None:
-            self._first = size
-        elif size != self._first:
+            self._first = sizes
+        elif (changed := _changed(self._first, sizes)) is not None:
             self._has_warned = True
             warn(
-                f"micro-batches of {self._first} and of {size} samples weigh the same, because backward() got no "
+                f"micro-batches of {changed[0]} and of {changed[1]} samples weigh the same, because backward() got no "
                 "items: the step is that of a mean of means. Pass what the loss is a mean over, e.g. "
                 "acc.backward(loss, items=len(x)); or items=1, if they are meant to weigh the same (told once)."
             )
 
 
-def _size_of(batch: object) -> int | None:
-    """The first dimension of all its tensors; None where they differ, as they may belong to other things than samples.
+def _sizes_of(batch: object) -> Sizes:
+    """The first dimension of each tensor or array, and the length of a batch that is a list."""
+    shapes = ((path, getattr(leaf, "shape", ())) for path, leaf in leaves(batch, "batch"))
+    sizes = {path: shape[0] for path, shape in shapes if isinstance(shape, tuple) and shape}
+    return sizes | ({"batch": len(batch)} if isinstance(batch, list) else {})
 
-    >>> from torch import ones
-    >>> _size_of({"x": ones(3, 2), "y": ones(3), "z": ones(())}), _size_of((ones(3), ones(2))), _size_of("text")
-    (3, None, None)
+
+def _changed(before: Sizes, now: Sizes) -> tuple[int, int] | None:
+    """How many samples two micro-batches have, where that is certain, and differs.
+
+    It is certain of lists of samples, and of tensors of which several, or all, have changed from one size to another:
+    one tensor may belong to other things than samples, such as the nodes of a graph.
+
+    >>> _changed({"x": 4, "y": 4, "weights": 10}, {"x": 2, "y": 2, "weights": 10})
+    (4, 2)
+    >>> _changed({"nodes": 9, "y": 4}, {"nodes": 7, "y": 4})
     """
-    shapes = (getattr(leaf, "shape", ()) for _, leaf in leaves(batch, "batch"))  # of tensors, and of arrays
-    sizes = {shape[0] for shape in shapes if isinstance(shape, tuple) and shape}
-    return sizes.pop() if len(sizes) == 1 else None
+    if before.get("batch", 0) != now.get("batch", 0):
+        return before.get("batch", 0), now.get("batch", 0)
+    common = [(before[path], now[path]) for path in before.keys() & now.keys() - {"batch"}]
+    changed = [pair for pair in common if pair[0] != pair[1]]
+    is_certain = len(set(changed)) == 1 and (len(changed) > 1 or changed == common)
+    return changed[0] if is_certain else None
