@@ -485,7 +485,10 @@ def ddp_knows_what_it_reduces() -> None:
     assert list(ddp.parameters_in_care(model)) == [plain.weight, plain.frozen]
     plain.frozen.requires_grad_(True)
     assert ddp.reduced_parameters([model]) == {id(plain.weight)}
+    assert ddp.ignored_parameters([model]) == {}
     assert modules.unwrapped(model) is plain
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, ["frozen"])
+    assert ddp.ignored_parameters([DistributedDataParallel(plain)]) == {"frozen": plain.frozen}
 
 
 @probes("DistributedDataParallel._sync_buffers", "Reducer._rebuild_buckets")

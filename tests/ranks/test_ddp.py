@@ -411,6 +411,23 @@ def test_a_parameter_left_out_of_a_last_micro_batch_is_named(ran):
     assert max(outcome["seconds"] for outcome in outcomes) < 15
 
 
+@scenario
+def ignored() -> Outcome:
+    """DDP was told to leave a parameter alone that is trained."""
+    plain = made()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, ["head.bias"])
+    model = ddp(plain)
+    acc = Accumulator(model, optimizer_for(model), steps=2)
+    for _, micro in acc.batches(share(dist.get_rank(), 4)):
+        acc.backward(mean_loss(model, micro), items=micro.items)
+        acc.step()
+    return {}
+
+
+def test_a_trained_parameter_that_ddp_ignores_is_named(ran):
+    all_refused(ran["ignored"], "head.bias", "told to ignore")
+
+
 # ------------------------------------------------------------------------------------------------- several models
 
 

@@ -75,6 +75,8 @@ def test_loss(make, loss, spoil, message):
         ("3", "must be a number.*got '3'"),
         (torch.ones(2), r"one number: got a tensor of shape \(2,\).*\(labels != -100\).sum\(\)"),
         (torch.tensor(True), "one number: got a tensor of shape .* torch.bool"),
+        (torch.tensor(256.0, dtype=torch.bfloat16), r"exact: got .* torch.bfloat16.*mask.sum\(dtype=torch.float32\)"),
+        (torch.tensor(2048.0, dtype=torch.float16), "must be exact: got a tensor of dtype torch.float16"),
     ],
 )
 def test_items(make, loss, items, message):
@@ -83,6 +85,15 @@ def test_items(make, loss, items, message):
         with pytest.raises(BatchError, match=message):
             acc.backward(loss(), items=items)
         acc.backward(loss(), items=2)
+
+
+def test_a_backward_in_inference_mode(make, loss):
+    acc = make()
+    with acc.micro_batch():
+        found = loss()
+        with torch.inference_mode(), pytest.raises(UsageError, match="outside of that block"):
+            acc.backward(found)
+        acc.backward(found)
 
 
 @pytest.mark.parametrize(("first", "then"), [(None, 2), (2, None), (torch.tensor(2), None)])

@@ -31,6 +31,7 @@ class DDP(Local):
         self._models = models
         self._sees_forwards = sees_forwards  # a compiled one may not run DDP's own code
         self._reduced = torch_ddp.reduced_parameters(models)
+        self._ignored = torch_ddp.ignored_parameters(models)
         if flat and sync == "micro":
             raise BackendError(
                 'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
@@ -59,7 +60,7 @@ class DDP(Local):
             torch_ddp.prepare_forward(model)
 
     def begin(self, last: bool) -> None:
-        self._require_no_join()
+        self._require_care()
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
         if self._synced:
@@ -78,12 +79,19 @@ class DDP(Local):
             self._flags.enter_context(model.no_sync())
 
     def begin_backward(self, last: bool) -> None:
-        self._require_no_join()
+        self._require_care()
         self._synced = last or self._micro
         if self._synced and self._has_others():
             raise self._unknown_to_reducer()
 
-    def _require_no_join(self) -> None:
+    def _require_care(self) -> None:
+        """DDP looks after every parameter that is trained, in every backward."""
+        for name, parameter in self._ignored.items():
+            if parameter.requires_grad and self._world > 1:
+                raise BackendError(
+                    f"parameter {name!r} is one that DistributedDataParallel was told to ignore: nothing synchronises "
+                    "its gradient. Let DDP have it, or freeze it."
+                )
         for model in self._models:
             if torch_ddp.is_joining(model):
                 raise BackendError(

@@ -32,6 +32,8 @@ MOST_ITEMS = 2**53  # of a micro-batch: more are not counted exactly
 def checked_loss(loss: object) -> Tensor:
     """`loss` as handed to `backward`, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
+        if torch.is_inference_mode_enabled():
+            raise UsageError("a backward under torch.inference_mode(): call it outside of that block.")
         return full_tensor(loss)
     if isinstance(loss, Mapping):
         raise BatchError(
@@ -114,6 +116,11 @@ def checked_items(items: object) -> Items:
             raise BatchError(
                 f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
                 "Count them first, e.g. items=(labels != -100).sum()."
+            )
+        if items.is_floating_point() and items.dtype.itemsize < 4:
+            raise BatchError(
+                f"items must be exact: got a tensor of dtype {items.dtype}, which rounds large counts. Count in a "
+                "wider type, e.g. items=mask.sum(dtype=torch.float32)."
             )
         return full_tensor(items)
     if not isinstance(items, Real) or isinstance(items, bool):

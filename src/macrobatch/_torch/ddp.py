@@ -33,6 +33,12 @@ def parameters_in_care(model: Any) -> Sequence[nn.Parameter]:
     return parameters
 
 
+def ignored_parameters(models: Sequence[Any]) -> dict[str, nn.Parameter]:
+    """The parameters that DistributedDataParallel was told to leave alone."""
+    named = ((model.parameters_to_ignore, found) for model in models for found in model.module.named_parameters())
+    return {name: parameter for ignored, (name, parameter) in named if name in ignored}
+
+
 def reduced_parameters(models: Sequence[Any]) -> set[int] | None:
     """The ids of the parameters that the reducers know: those that were trained when they were made.
 
