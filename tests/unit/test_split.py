@@ -648,9 +648,7 @@ def test_a_dimension_of_positions_that_nobody_can_tell():
 
 
 def test_lengths_beyond_every_tensor():
-    with pytest.raises(
-        BatchError, match=r"sample 1 has 5 positions, but no tensor .* wider than 4: .*'x'"
-    ):
+    with pytest.raises(BatchError, match=r"sample 1 has 5 positions, but no tensor .* wider than 4: .*'x'"):
         parts({"x": torch.ones(3, 4)}, by_tokens(8, length=lambda batch: [4, 5, 4]))
 
 
