@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 import torch
 
@@ -87,6 +89,12 @@ SLOW = {
     "test_the_loss_is_compiled",
     "test_torch_is_imported_when_it_is_needed",
 }
+
+
+def pytest_configure():
+    """Programs that tests start must not inherit from nohup, or from a CI, that SIGHUP is ignored."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):
