@@ -544,6 +544,7 @@ class Plan:
 
     def check_roughly(self, outcomes: list[Outcome], tolerance: float) -> None:
         """As far as a lower precision allows, the last weights are those of one process with the whole batches."""
+        all_well(outcomes)
         model = made(self.make)
         whole = Trainee(model, [optimizer_for(model, self.optimizer)], [])
         for window in self.windows(len(outcomes)):

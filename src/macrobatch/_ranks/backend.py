@@ -26,6 +26,7 @@ class Abilities:
         can_hold: all that ranks do together in a window can wait for its close (`Local.hold_window`).
         needs_every_rank: a rank must do a micro-batch in every window, even if it has nothing to add.
         can_record: a micro-step can be one CUDA graph; what ranks do together cannot.
+        exchanges_use: in every window, ranks tell each other which parameters they have used.
     """
 
     lockstep: bool = False
@@ -35,6 +36,7 @@ class Abilities:
     can_hold: bool = True
     needs_every_rank: bool = False
     can_record: bool = True
+    exchanges_use: bool = False
 
 
 class Local:
@@ -69,6 +71,9 @@ class Local:
         """The same after its forward, where the caller has kept its gradients from travelling, or not, as it should."""
         self.begin(last)
 
+    def prepare_backward(self) -> None:
+        """Just before the backward itself, when nobody looks at what the window has accumulated any more."""
+
     def end(self) -> None:
         """After its backward, or when it is given up: everything is put back as it was."""
 
@@ -95,6 +100,10 @@ class Local:
         """All that may hold gradients of the window besides ``.grad``; None: nothing ever does."""
         return None
 
+    def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """What the graph of a loss ends in, by the names of the parameters."""
+        return dict(named)
+
     def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
         return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
@@ -107,7 +116,7 @@ class Local:
         """When a window closes: synchronise what its last backward has not.
 
         `unused`: the parameters that this rank's micro-batches did not use, repeated ones left out; None: that need
-        not be told, as no rank repeats any.
+        not be told, as no rank repeats any (but for backends with `exchanges_use`, which are always told).
         """
 
     def drop_gradients(self) -> None:

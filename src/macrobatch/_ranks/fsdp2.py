@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
-from macrobatch._ranks.collectives import Group, local_tensor
+from macrobatch._ranks.collectives import Group, local_tensor, unused_by_all
 from macrobatch._torch import fsdp2 as fsdp
 from macrobatch._torch.autograd import backward_under_way
 from macrobatch.errors import BackendError
@@ -39,11 +39,13 @@ class FSDP2(Local):
             can_hold=self._gathered and fsdp.can_recover(models),
             needs_every_rank=True,
             can_record=False,
+            exchanges_use=True,
         )
         assert self.average, "an error if its parts do not divide alike"
         for module in fsdp.modules_of(models):
             module.reshard()  # a forward without a backward leaves roots gathered, which then show other parameters
         self._check_all_sharded()
+        self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # shards with a hook, by their ids
         self._called: set[int] = set()  # ids of modules, in the forward of the current micro-batch
         if self._gathered and not self._micro:
             note: weakref.WeakMethod[Callable[[nn.Module], None]] = weakref.WeakMethod(self._note_call)
@@ -93,6 +95,32 @@ class FSDP2(Local):
             if self._gathered:
                 model.set_reshard_after_forward(False)
                 model.set_reshard_after_backward(last)
+        fsdp.reduce_unused_too(self._models)
+        self._watch_shards()
+
+    def prepare_backward(self) -> None:
+        fsdp.fill_unused(self._models)
+
+    def _watch_shards(self) -> None:
+        """An error if a backward reaches a shard itself, and not the parameter that is gathered for a forward."""
+        if dist.get_world_size(self.group) == 1:
+            return
+        shards = {id(shard): shard for shard in fsdp.shards_of(self._models) if shard.requires_grad}
+        for key in self._watched.keys() - shards.keys():
+            self._watched.pop(key)[1].remove()
+        if unwatched := shards.keys() - self._watched.keys():
+            names = {id(p): name for model in self._models for name, p in model.named_parameters()}
+            backend = weakref.ref(self)
+            for key in unwatched:
+                refuse = partial(_refuse_shard, backend, names.get(key, f"of shape {tuple(shards[key].shape)}"))
+                handle = shards[key].register_hook(refuse)  # type: ignore[no-untyped-call]
+                self._watched[key] = shards[key], handle
+                weakref.finalize(self, handle.remove)
+
+    @property
+    def is_in_micro_batch(self) -> bool:
+        """Whether one was begun, and has not ended."""
+        return self._saved is not None
 
     def _note_call(self, module: nn.Module) -> None:
         """Reduce after the last backward, not in it, where it goes through a module twice.
@@ -130,6 +158,10 @@ class FSDP2(Local):
         if saved is not None:
             saved.restore()
 
+    def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        leaves = fsdp.gathered_by_shard(self._models)
+        return {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
+
     def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
         leaves = fsdp.gathered_parameters(self._models)
         return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]  # type: ignore[no-untyped-call]
@@ -144,11 +176,18 @@ class FSDP2(Local):
         held, self._held = self._held, False
         if self._closed:
             self._require_reduced()
-            return
+        else:
+            self._reduce(held)
+        for name in unused_by_all(named, unused or (), self.host_group()):
+            named[name].grad = None  # it is zeros, as any rank might have used it
+
+    def _reduce(self, held: bool) -> None:
+        """Reduce what the last backward has not; it has all where every micro-batch reduces."""
         if self._micro and not held and fsdp.has_replicas(self._models):
             raise closed_early("fully_shard over a mesh of two dimensions")
         if held or not self._micro:
             self.begin(last=True)
+            self.prepare_backward()
             fsdp.reduce_held_gradients(self._models)
             self.end()
         self._reshard()
@@ -187,6 +226,16 @@ class FSDP2(Local):
         if self._gathered:
             for module in fsdp.modules_of(self._models):
                 module.reshard()
+
+
+def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
+    """A hook on a shard. fully_shard does not reduce what arrives there."""
+    if (own := backend()) is not None and own.is_in_micro_batch:
+        raise BackendError(
+            f"the loss uses parameter {name!r} outside of the forward of its module, by its shard (as full_tensor() "
+            "does): fully_shard does not add up such a gradient over the ranks. Compute that part of the loss in the "
+            'model\'s forward, or after it with gather="window", which keeps parameters whole.'
+        )
 
 
 def _before_forward(note: weakref.WeakMethod[Callable[[nn.Module], None]], module: nn.Module, _: object) -> None:

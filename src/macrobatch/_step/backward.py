@@ -97,6 +97,7 @@ class Backward:
         # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
         # gradient of zero, not none, as in one big batch.
         hooks = [] if counts else self._backend.zeroing_hooks(gradients.parameters)
+        self._backend.prepare_backward()
         try:
             if gradients.hooked:
                 with guard_hooks(gradients.hooked):
@@ -161,22 +162,14 @@ class UnsynchronisedError(BackendError):
     """A backward has left gradients on this rank alone: they cannot be taken back."""
 
 
-def nothing_noted() -> contextlib.AbstractContextManager[set[str]]:
-    """In place of `record_use`, where nobody wants to know."""
-    return contextlib.nullcontext(set())
-
-
 @contextlib.contextmanager
-def record_use(gradients: Gradients, awaited: Sequence[str]) -> Iterator[set[str]]:
-    """Note which parameters a backward uses; an error if one of those awaited is not among them.
-
-    Under FSDP the leaves of graphs are others, and nothing is noted: its backend needs no such list.
-    """
+def record_use(leaves: dict[str, Tensor], awaited: Sequence[str]) -> Iterator[set[str]]:
+    """Note which of these a backward uses, by name; an error if one of those awaited is not among them."""
     used: set[str] = set()
     hooks = [
-        p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
-        for name, p in gradients.named.items()
-        if p.requires_grad
+        leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
+        for name, leaf in leaves.items()
+        if leaf.requires_grad
     ]
     try:
         yield used

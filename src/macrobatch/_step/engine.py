@@ -9,7 +9,7 @@ by cutting a batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import start_all_reduce
 from macrobatch._ranks.select import require_same_wrapping, wrapping
 from macrobatch._step import validation
-from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, nothing_noted, record_use
+from macrobatch._step.backward import Backward, Replayable, UnsynchronisedError, record_use
 from macrobatch._step.closing import Closing
 from macrobatch._step.denominators import Denominators
 from macrobatch._step.frozen import Frozen
@@ -111,7 +111,6 @@ class Engine:
         self._seeds = Seeds()
         self._turn = Turn()  # how the current micro-batch was begun
         self._before_repeat: Snapshot | None = None
-        self._notes_use = False
         self._counting: Verdict | None = None  # whether all ranks count items alike, on its way to the host
         self._used: set[str] = set()  # the parameters that this rank's window has used, where that is noted
         closing.guard_steps(self._is_accumulating, self._holds_cleared)
@@ -261,9 +260,9 @@ class Engine:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         window.note_joint(loss, rank, ranks)
         seed = torch.ones_like(loss) * window.multiplier / ranks
-        with self.spans.of("backward", loss), record_use(gradients, ()) if self._notes_use else nothing_noted() as used:
+        with self.spans.of("backward", loss), self._noting_use(gradients, ()) as used:
             self._backward.run_joint(loss, seed.to(loss.dtype), gradients, leaves)
-        self._used |= used
+        self._used.update(used)
         for leaf in leaves if ranks > 1 else ():
             if leaf.grad is not None:
                 leaf.grad *= ranks
@@ -304,7 +303,7 @@ class Engine:
                 if not (awaited or self._notes_use):
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
                     return
-                with record_use(gradients, awaited) as used:
+                with self._noting_use(gradients, awaited) as used:
                     self._backward.run(loss, seed, gradients, confinement, counts=counts, is_first=is_first)
         except BaseException as error:
             if is_first and not isinstance(error, UnsynchronisedError):
@@ -313,7 +312,17 @@ class Engine:
                 self._lifecycle.break_window()
             raise
         if not self.is_repeat:
-            self._used |= used
+            self._used.update(used)
+
+    def _noting_use(
+        self, gradients: Gradients, awaited: Sequence[str]
+    ) -> contextlib.AbstractContextManager[Collection[str]]:
+        """Around a backward: which parameters it uses, by name, but for those that are known to be used."""
+        if not (awaited or self._notes_use):
+            return contextlib.nullcontext(())
+        known = set() if awaited else self._used
+        leaves = self.backend.leaves({name: p for name, p in gradients.named.items() if name not in known})
+        return record_use(leaves, awaited)
 
     def _undo_first_turn(self) -> None:
         failed, self._window = self._window, None
@@ -413,7 +422,7 @@ class Engine:
             self._require_same_counting(window)
             if not self._is_due(window):
                 return None
-            unused = gradients.named.keys() - self._used if self.may_repeat else None
+            unused = gradients.named.keys() - self._used if self._tells_use else None
             with self.spans.of("communication"):
                 self.backend.finish(gradients.named, unused)
             window.average = self.backend.average
@@ -485,7 +494,17 @@ class Engine:
     def expect_repeats(self, may_come: bool) -> None:
         """Whether ranks may repeat micro-batches from here on. All of them must be told the same."""
         self.may_repeat = may_come and self.backend.group is not None
-        self._notes_use = self.may_repeat and self.backend.abilities.confines
+
+    @property
+    def _tells_use(self) -> bool:
+        """Whether ranks tell each other at the close what they have used."""
+        return self.may_repeat or self.backend.abilities.exchanges_use
+
+    @property
+    def _notes_use(self) -> bool:
+        """Whether each backward is watched for it: under FSDP1 the leaves of graphs are none of the parameters."""
+        abilities = self.backend.abilities
+        return abilities.exchanges_use or (self.may_repeat and abilities.confines)
 
     # ------------------------------------------------------------------------------------------ what may be called
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from macrobatch._torch.modules import is_fully_sharded
 
 _ROOT_FLAGS = ("is_last_backward", "manual_backward_finalization")
-_GROUP_FLAGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
+_REDUCES_UNUSED = "reduce_scatter_unused_params"
+_GROUP_FLAGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info", _REDUCES_UNUSED)
 
 
 # ---------------------------------------------------------------------------------------------- the parts
@@ -32,11 +34,14 @@ def states_of(models: Iterable[Any]) -> Iterator[Any]:
 
 def param_groups(models: Iterable[Any]) -> Iterator[Any]:
     """Its groups of parameters, which communicate together."""
-    for state in states_of(models):
-        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; before it, one or none
-        if groups is None:
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-        yield from groups
+    return (group for state in states_of(models) for group in _groups_of(state))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; before it, one or none
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return groups
 
 
 def _parameters(models: Iterable[Any]) -> Iterator[Any]:
@@ -47,6 +52,17 @@ def _parameters(models: Iterable[Any]) -> Iterator[Any]:
 def gathered_parameters(models: Iterable[Any]) -> list[Tensor]:
     """The whole parameters, which the graph of a loss ends in: those that were gathered at least once."""
     return [leaf for p in _parameters(models) if (leaf := getattr(p, "_unsharded_param", None)) is not None]
+
+
+def shards_of(models: Iterable[Any]) -> list[Tensor]:
+    """This rank's parts of the parameters."""
+    return [parameter.sharded_param for parameter in _parameters(models)]
+
+
+def gathered_by_shard(models: Iterable[Any]) -> dict[int, Tensor]:
+    """The same by the ids of the shards that users see."""
+    found = ((p.sharded_param, getattr(p, "_unsharded_param", None)) for p in _parameters(models))
+    return {id(shard): leaf for shard, leaf in found if leaf is not None}
 
 
 def parameters_in_care(models: Iterable[Any]) -> set[int]:
@@ -87,6 +103,52 @@ def finish_every_backward(models: Iterable[Any]) -> None:
         module.set_is_last_backward(True)
         if hasattr(module, "set_manual_backward_finalization"):
             module.set_manual_backward_finalization(False)
+
+
+def reduce_unused_too(models: Iterable[Any]) -> None:
+    """Let each rank reduce all parameters of a group, with zeros for those that it has not used: others may have.
+
+    Else ranks that have used different ones would reduce different lists, and torch would add one parameter's gradient
+    to another's of the same shape.
+    """
+    for module in modules_of(models):
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            continue
+        for group in _groups_of(module._get_fsdp_state()):
+            if not hasattr(group, _REDUCES_UNUSED):
+                _backport_unused(group)
+            setattr(group, _REDUCES_UNUSED, True)
+
+
+def fill_unused(models: Iterable[Any]) -> None:
+    """Put zeros beside gradients that are held in the dtype that they are reduced in: a group must have one dtype."""
+    for group in param_groups(models):
+        apart = [p for p in group.fsdp_params if _holds_apart(p)]
+        if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in apart):
+            for parameter in filter(_is_unused, apart):
+                leaf = parameter._unsharded_param
+                parameter.unsharded_accumulated_grad = torch.zeros_like(leaf, dtype=parameter.reduce_dtype)
+
+
+def _is_unused(parameter: Any) -> bool:
+    """Whether a parameter that is trained has no gradient that waits to be reduced."""
+    leaf = getattr(parameter, "_unsharded_param", None)
+    is_held = parameter.unsharded_accumulated_grad is not None
+    return leaf is not None and leaf.requires_grad and leaf.grad is None and not is_held
+
+
+def _backport_unused(group: Any) -> None:
+    """Before torch 2.13 a group has no such flag: zeros are put where a gradient is missing, just before it reduces."""
+    reduce = group.post_backward
+
+    def post_backward(*arguments: Any) -> None:
+        if group.reduce_grads and getattr(group, _REDUCES_UNUSED):
+            for parameter in filter(_is_unused, group.fsdp_params):
+                parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+        reduce(*arguments)
+
+    group.post_backward = post_backward
 
 
 def mesh_of(model: Any) -> Any:
@@ -132,7 +194,7 @@ def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
 
 def sharded_gradients(models: Iterable[Any]) -> list[Tensor | None]:
     """Those that were reduced."""
-    return [parameter.sharded_param.grad for parameter in _parameters(models)]
+    return [shard.grad for shard in shards_of(models)]
 
 
 def can_recover(models: Iterable[Any]) -> bool:
