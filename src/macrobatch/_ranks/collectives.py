@@ -17,6 +17,8 @@ from macrobatch._torch.distributed import abort_process_groups, default_store, h
 from macrobatch._torch.tensors import copy_all
 
 ALIGNED = 16  # bytes: numbers of any dtype may begin there
+_PART_BITS = 22  # of a number that ranks compare: squares of such parts add up on any number of ranks
+_PART = 2**_PART_BITS
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
@@ -55,9 +57,22 @@ def all_reduce_flat(
 
 def unused_by_all(named: dict[str, nn.Parameter], unused: Collection[str], host: Group) -> list[str]:
     """The parameters that are among the `unused` on every rank."""
-    users = torch.tensor([name not in unused for name in named], dtype=torch.int32, device="cpu")
-    dist.all_reduce(users, group=host)
-    return [name for name, ranks in zip(named, users.tolist(), strict=True) if not ranks]
+    return tally_use(named, unused, 0, host)[0]
+
+
+def tally_use(
+    named: dict[str, nn.Parameter], unused: Collection[str], number: int, host: Group
+) -> tuple[list[str], bool]:
+    """The parameters that are `unused` on every rank, and whether all ranks have the same number; in one message."""
+    parts = [(number >> shift) % _PART for shift in (0, _PART_BITS)]
+    words = [int(name not in unused) for name in named] + [word for part in parts for word in (part, part * part)]
+    sums = torch.tensor(words, dtype=torch.int64, device="cpu")
+    dist.all_reduce(sums, group=host)
+    *users, first, first_squares, second, second_squares = sums.tolist()
+    world = dist.get_world_size(host)
+    # By the inequality of Cauchy and Schwarz, only equal numbers have squares that add up to so little.
+    is_same = world * first_squares == first**2 and world * second_squares == second**2
+    return [name for name, ranks in zip(named, users, strict=True) if not ranks], is_same
 
 
 def start_all_reduce(numbers: Tensor, group: Group) -> Callable[[], Tensor]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
-from macrobatch._ranks.collectives import Group, local_tensor, unused_by_all
+from macrobatch._ranks.collectives import Group, local_tensor, tally_use
 from macrobatch._torch import fsdp2 as fsdp
 from macrobatch._torch.autograd import backward_under_way
 from macrobatch.errors import BackendError
@@ -47,11 +48,12 @@ class FSDP2(Local):
         self._check_all_sharded()
         self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # shards with a hook, by their ids
         self._called: set[int] = set()  # ids of modules, in the forward of the current micro-batch
-        if self._gathered and not self._micro:
-            note: weakref.WeakMethod[Callable[[nn.Module], None]] = weakref.WeakMethod(self._note_call)
-            for module in fsdp.modules_of(models):
-                handle = module.register_forward_pre_hook(partial(_before_forward, note))
-                weakref.finalize(self, handle.remove)
+        self._order = _Order(lockstep=self.abilities.lockstep)
+        self._reach_hooks: list[RemovableHandle] = []
+        note: weakref.WeakMethod[Callable[[int, nn.Module], None]] = weakref.WeakMethod(self._note_call)
+        for place, module in enumerate(fsdp.modules_of(models)):
+            handle = module.register_forward_pre_hook(partial(_before_forward, note, place))
+            weakref.finalize(self, handle.remove)
 
     @property
     def average(self) -> float:  # type: ignore[override]
@@ -100,6 +102,12 @@ class FSDP2(Local):
 
     def prepare_backward(self) -> None:
         fsdp.fill_unused(self._models)
+        if (self._closed or self._micro) and not self._held:
+            self._reach_hooks = [
+                register_multi_grad_hook(leaves, self._order.reaching(place), mode="any")
+                for place, leaves in enumerate(fsdp.trained_groups(self._models))
+                if leaves
+            ]
 
     def _watch_shards(self) -> None:
         """An error if a backward reaches a shard itself, and not the parameter that is gathered for a forward."""
@@ -122,12 +130,17 @@ class FSDP2(Local):
         """Whether one was begun, and has not ended."""
         return self._saved is not None
 
-    def _note_call(self, module: nn.Module) -> None:
-        """Reduce after the last backward, not in it, where it goes through a module twice.
+    def _note_call(self, place: int, module: nn.Module) -> None:
+        """Before each forward of a module. If it goes through one twice, the last backward is reduced after it.
 
         After the first time, torch reduces what earlier micro-batches left; a rank that had none reduces nothing then.
         """
-        if self._saved is not None and self._closed and id(module) in self._called:
+        if self._saved is None:
+            return
+        if not self._held:
+            self._order.note_forward(place)
+        may_reduce_later = self._gathered and not self._micro
+        if may_reduce_later and self._closed and id(module) in self._called:
             self._closed = False  # `finish` reduces
             for model in self._models:
                 model.set_requires_gradient_sync(False)
@@ -157,6 +170,10 @@ class FSDP2(Local):
         saved, self._saved = self._saved, None
         if saved is not None:
             saved.restore()
+        for hook in self._reach_hooks:
+            hook.remove()
+        self._reach_hooks.clear()
+        self._order.end_backward()
 
     def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         leaves = fsdp.gathered_by_shard(self._models)
@@ -178,7 +195,16 @@ class FSDP2(Local):
             self._require_reduced()
         else:
             self._reduce(held)
-        for name in unused_by_all(named, unused or (), self.host_group()):
+        of_none, is_same = tally_use(named, unused or (), self._order.close(), self.host_group())
+        if not is_same:
+            raise BackendError(
+                "ranks have called different modules that fully_shard was applied to, or in another order, or their "
+                "losses have reached different ones. Ranks gather and reduce in that order, so weights or gradients "
+                "were mixed up; no step was taken. Let all ranks call the same ones, and all losses use what they "
+                "return (e.g. by 0 * output.sum()). Or do not apply fully_shard to a module that only some ranks use, "
+                "but to the one around it: ranks may use different parameters of a group."
+            )
+        for name in of_none:
             named[name].grad = None  # it is zeros, as any rank might have used it
 
     def _reduce(self, held: bool) -> None:
@@ -203,6 +229,7 @@ class FSDP2(Local):
 
     def drop_gradients(self) -> None:
         self._held = False
+        self._order.close()
         fsdp.drop_held_gradients(self._models)
         self._reshard()
 
@@ -238,7 +265,45 @@ def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
         )
 
 
-def _before_forward(note: weakref.WeakMethod[Callable[[nn.Module], None]], module: nn.Module, _: object) -> None:
+def _before_forward(
+    note: weakref.WeakMethod[Callable[[int, nn.Module], None]], place: int, module: nn.Module, _: object
+) -> None:
     """A hook before forwards that are to be learnt from: not those that a backward makes once more."""
     if torch.is_grad_enabled() and backward_under_way() == -1 and (noted := note()) is not None:
-        noted(module)
+        noted(place, module)
+
+
+class _Order:
+    """A fingerprint of what a window makes ranks do together: the same on all, or they did not mean the same.
+
+    Args:
+        lockstep: whether every forward gathers, and not only the first of a window.
+    """
+
+    def __init__(self, *, lockstep: bool) -> None:
+        self._lockstep = lockstep
+        self._fingerprint = 0
+        self._gathered: set[int] = set()
+        self._reached: set[int] = set()
+
+    def note_forward(self, place: int) -> None:
+        """A module gathers its parameters, if they are not there."""
+        if self._lockstep or place not in self._gathered:
+            self._gathered.add(place)
+            self._fingerprint = hash((self._fingerprint, place))
+
+    def reaching(self, place: int) -> Callable[[Tensor], None]:
+        """A hook for the first gradient of a group in a backward that reduces."""
+        return lambda _: self._reached.add(place)
+
+    def end_backward(self) -> None:
+        if self._reached:
+            self._fingerprint = hash((self._fingerprint, -1, *sorted(self._reached)))
+            self._reached.clear()
+
+    def close(self) -> int:
+        """The fingerprint of a window that is over."""
+        fingerprint, self._fingerprint = self._fingerprint, 0
+        self._gathered.clear()
+        self._reached.clear()
+        return fingerprint

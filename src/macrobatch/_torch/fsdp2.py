@@ -54,6 +54,12 @@ def gathered_parameters(models: Iterable[Any]) -> list[Tensor]:
     return [leaf for p in _parameters(models) if (leaf := getattr(p, "_unsharded_param", None)) is not None]
 
 
+def trained_groups(models: Iterable[Any]) -> list[list[Tensor]]:
+    """The gathered parameters of each group that gradients may arrive at."""
+    found = ([getattr(p, "_unsharded_param", None) for p in group.fsdp_params] for group in param_groups(models))
+    return [[leaf for leaf in leaves if leaf is not None and leaf.requires_grad] for leaves in found]
+
+
 def shards_of(models: Iterable[Any]) -> list[Tensor]:
     """This rank's parts of the parameters."""
     return [parameter.sharded_param for parameter in _parameters(models)]
