@@ -49,7 +49,7 @@ from harness.reference import (
     relative_error,
     weights_of,
 )
-from macrobatch import Accumulator, verify
+from macrobatch import Accumulator, MacroStep, verify
 
 Wrap = Callable[..., nn.Module]
 
@@ -522,6 +522,72 @@ everywhere("apart_in_half", apart_in_half, FSDP2)
 @pytest.mark.parametrize("mode", FSDP2)
 def test_the_same_where_gradients_are_reduced_in_another_dtype(ran, mode):
     replace(APART, optimizer="SGD").check_roughly(ran[f"apart_in_half-{mode}"], 0.03)
+
+
+def verified_apart(wrap: Wrap, **options: Any) -> Outcome:
+    """`verify` itself must not mix gradients up, and must see that a loop by hand does."""
+
+    def by_hand(model: nn.Module, batch: Batch) -> None:
+        items = torch.tensor(batch.items)
+        dist.all_reduce(items)
+        (mean_loss(model, batch) * batch.items * dist.get_world_size() / items).backward()
+        optimizer_for(model).step()
+
+    def macro_step(model: nn.Module, batch: Batch) -> None:
+        MacroStep(model, optimizer_for(model), loss_fn, micro=2, **options)(batch)
+
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        return mean_loss(model, batch), batch.items
+
+    batch = concatenate([micro for _, micro in APART.share(dist.get_rank())[:3]])
+    reports = [verify(WHOLE[wrap](made(Choice)), loss_fn, batch, step=step) for step in (macro_step, by_hand)]
+    return {"ok": [report.ok for report in reports]}
+
+
+everywhere("verified_apart", verified_apart, FSDP2)
+
+
+@pytest.mark.parametrize("mode", FSDP2)
+def test_verify_where_ranks_use_different_parameters_of_a_group(ran, mode):
+    for outcome in all_well(ran[f"verified_apart-{mode}"]):
+        assert outcome["ok"] == [True, False]
+
+
+class Heads(nn.Module):
+    """Two heads of one shape; it returns what both say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [head(self.embedding(x)) for head in self.heads]
+
+
+def reaches_other_modules(wrap: Wrap, **options: Any) -> Outcome:
+    """All ranks call both heads, but the loss of each uses one."""
+    model, own = fsdp2(made(Heads)), dist.get_rank()
+    before = full_weights(model)
+    acc = Accumulator(model, optimizer_for(model), steps=2, **options)
+    try:
+        for _, micro in acc.batches(share(own, 4)):
+            acc.backward(mean_loss(lambda x: model(x)[own], micro), items=micro.items)
+            acc.step()
+    finally:
+        assert relative_error(full_weights(model), before) == 0, "a step was taken"
+    return {}
+
+
+everywhere("calls_other_modules", lambda wrap, **options: APART.run(fsdp2, **options), FSDP2)
+everywhere("reaches_other_modules", reaches_other_modules, FSDP2)
+
+
+@pytest.mark.parametrize("mode", FSDP2)
+@pytest.mark.parametrize("what", ["calls", "reaches"])
+def test_ranks_that_use_different_modules(ran, mode, what):
+    """Each with a group of its own: torch pairs what ranks gather and reduce by its order."""
+    all_refused(ran[f"{what}_other_modules-{mode}"], "different modules", "no step was taken", "0 * output.sum()")
 
 
 PENALISED = Plan(counts=(5,), steps=3)

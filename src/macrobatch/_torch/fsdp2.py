@@ -6,6 +6,7 @@ callback that ends a backward. From 2.15 on it stays where it is, and `FSDPModul
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -125,6 +126,19 @@ def reduce_unused_too(models: Iterable[Any]) -> None:
             if not hasattr(group, _REDUCES_UNUSED):
                 _backport_unused(group)
             setattr(group, _REDUCES_UNUSED, True)
+
+
+@contextlib.contextmanager
+def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
+    """The same for a while."""
+    models = list(models)
+    before = [(group, getattr(group, _REDUCES_UNUSED, False)) for group in param_groups(models)]
+    reduce_unused_too(models)
+    try:
+        yield
+    finally:
+        for group, flag in before:
+            setattr(group, _REDUCES_UNUSED, flag)
 
 
 def fill_unused(models: Iterable[Any]) -> None:

@@ -22,6 +22,7 @@ from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._step.graph import reach_of
 from macrobatch._step.snapshot import Snapshot
 from macrobatch._step.validation import checked_items, checked_loss, checked_terms
+from macrobatch._torch import fsdp2
 from macrobatch._torch.modules import REPLICATED, run_eagerly, unwrapped
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
@@ -207,7 +208,8 @@ class BigBatch:
         parameters = self._parameters()
         snapshot = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
         hooked = [] if self.ranks.is_sharded else list(parameters.values())
-        with without_gradients(parameters.values()), _without_post_hooks(hooked):
+        unused = fsdp2.reducing_unused([self._model])  # other ranks may use what this one does not
+        with without_gradients(parameters.values()), _without_post_hooks(hooked), unused:
             try:
                 for samples, weight in self._pad_terms(terms):
                     self._backward(samples, weight)
