@@ -19,8 +19,8 @@ from macrobatch._step.assembly import engine_for
 from macrobatch._step.denominators import TermCounter
 from macrobatch._step.epochs import Epochs
 from macrobatch._step.turns import Turn
-from macrobatch._step.validation import checked_choice, checked_counts
-from macrobatch.errors import UsageError
+from macrobatch._step.validation import checked_choice, checked_counts, checked_switch
+from macrobatch.errors import UsageError, warn
 from macrobatch.types import Counts, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
 
 Batch = TypeVar("Batch")
@@ -92,6 +92,11 @@ class Accumulator:
                 "joint= is for MacroStep, which gets the whole batch: a loss of all samples needs two passes over "
                 "them. Use MacroStep(model, optimizer, loss_fn, joint=joint)."
             )
+        if optimizer is None:
+            raise UsageError(
+                "Accumulator needs the optimizer that it steps with: got None. To step by yourself, use "
+                "MacroStep(model, None, loss_fn), which leaves the mean gradient in .grad."
+            )
         remainder = checked_choice("remainder", remainder, Remainder)
         self._has_terms = checked_counts(counts) is not None
         if self._has_terms and remainder == "carry":
@@ -115,6 +120,7 @@ class Accumulator:
             process_group=process_group,
             has_terms=self._has_terms,
         )
+        self._has_warned_of_sums = False
         counter = None if counts is None else TermCounter(counts, self._engine.backend, lambda: self._engine.device)
         self._epochs = Epochs(self._engine, remainder, counter)
 
@@ -152,7 +158,18 @@ class Accumulator:
             BatchError: if the loss is no scalar with a graph that reaches a parameter, or the items are no count.
             BackendError: if a gradient would stay unsynchronised between ranks.
         """
+        if items is None and not (self._has_terms or self._engine.reduction == "mean"):
+            self._warn_of_sums()
         self._engine.backward(loss, items)
+
+    def _warn_of_sums(self) -> None:
+        if not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            warn(
+                'reduction="sum", but backward() got no items: sums are divided by the number of micro-batches, so the '
+                "step depends on how a batch is cut. Pass what they are to be divided by, e.g. "
+                "acc.backward(loss, items=len(x)) (told once)."
+            )
 
     def step(self, now: bool = False) -> StepResult | None:
         """Take the optimizer step if the window is complete, else return None.
@@ -168,6 +185,7 @@ class Accumulator:
             NonFiniteError: if a gradient of the window, or of the one before, is infinite or NaN.
             BatchError: if the items of a term do not add up to what ``counts`` said.
         """
+        checked_switch("now", now)
         if now and self._has_terms and self._engine.has_accumulated and not self._engine.is_last:
             raise UsageError(
                 "step(now=True) in an unfinished window of terms: its gradients are divided by what counts= said of "
@@ -202,6 +220,8 @@ class Accumulator:
                 "micro_batch() cannot go with counts=: the batches of a window are read before its first backward. "
                 "Iterate over acc.batches(loader)."
             )
+        if last is not None:
+            checked_switch("last", last)
         with self._engine.micro_batch(Turn(last, is_told=last is not None)):
             yield
 

@@ -117,6 +117,8 @@ class MacroStep:
         for name in ("steps", "remainder"):
             if name in options:
                 raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
+        own = ("micro", "collate", "counts", "joint", "cuda_graph", "fit_file")
+        validation.require_options(options, [*own, *Options.__annotations__])
         if not callable(loss_fn):
             raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")
         if collate is not None and not callable(collate):

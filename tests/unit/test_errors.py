@@ -75,6 +75,7 @@ def test_loss(make, loss, spoil, message):
         ("3", "must be a number.*got '3'"),
         (torch.ones(2), r"one number: got a tensor of shape \(2,\).*\(labels != -100\).sum\(\)"),
         (torch.tensor(True), "one number: got a tensor of shape .* torch.bool"),
+        (torch.ones((), requires_grad=True), "a tensor with a graph, which looks like a second loss"),
         (torch.tensor(256.0, dtype=torch.bfloat16), r"exact: got .* torch.bfloat16.*mask.sum\(dtype=torch.float32\)"),
         (torch.tensor(2048.0, dtype=torch.float16), "must be exact: got a tensor of dtype torch.float16"),
     ],
@@ -423,3 +424,37 @@ def test_sparse_gradient():
         acc.backward(model(torch.tensor([1])).sum())
     with pytest.raises(BackendError, match=r"'weight' has a gradient of layout torch.sparse_coo.*sparse=False"):
         acc.step()
+
+
+def test_flags_that_are_none(make, loss):
+    acc = make()
+    with pytest.raises(UsageError, match="last must be True or False: got 'no'"), acc.micro_batch(last="no"):
+        pass
+    with acc.micro_batch():
+        acc.backward(loss())
+    with pytest.raises(UsageError, match="now must be True or False: got 'yes'"):
+        acc.step(now="yes")
+    assert acc.step() is not None
+
+
+def test_no_optimizer(model):
+    with pytest.raises(UsageError, match=r"needs the optimizer that it steps with.*MacroStep\(model, None, loss_fn\)"):
+        Accumulator(model, None)
+
+
+def test_an_optimizer_without_a_learning_rate(model, loss):
+    class Fixed(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter -= parameter.grad
+
+    acc = Accumulator(model, Fixed(model.parameters()))
+    with acc.micro_batch():
+        acc.backward(loss())
+    result = acc.step()
+    assert (result.step, acc.optimizer_step) == (1, 1)
+    assert math.isnan(result.lr[0])

@@ -62,13 +62,32 @@ def test_a_short_last_batch_without_items(caught, has_length):
         (13, {"steps": 2}, 1),  # meant
         (12, {"steps": 2}, None),  # all alike
         (13, {"steps": 3}, None),  # the short one is alone in its window
-        (13, {"steps": 2, "reduction": "sum"}, None),  # a sum needs no number of samples
     ],
 )
 def test_nothing_is_said_of_what_is_right(caught, samples, options, items):
     model, acc = accumulator(**options)
     epochs(acc, model, loader(samples), items)
     assert told(caught) == []
+
+
+def test_a_sum_without_items(caught):
+    model, acc = accumulator(steps=2, reduction="sum")
+    epochs(acc, model, loader())
+    (message,) = told(caught)
+    assert "sums are divided by the number of micro-batches" in message
+
+
+@pytest.mark.parametrize(("lengths", "count"), [((3, 7), 1), ((5, 5), 0)])
+def test_labels_tell_what_samples_do_not(caught, lengths, count):
+    """As many samples in each, but not as many labels."""
+    model, acc = accumulator(steps=2)
+    labels = [torch.where(torch.arange(8) < length, 1, -100).repeat(4, 1) for length in lengths]
+    for batch in acc.batches([{"x": torch.randn(4, 3), "labels": each} for each in labels]):
+        acc.backward(model(batch["x"]).mean())
+        acc.step()
+    messages = told(caught)
+    assert len(messages) == count
+    assert not count or "micro-batches of 12 and of 28 labels weigh the same" in messages[0]
 
 
 def test_nothing_is_said_of_a_window_that_is_discarded(caught):
@@ -195,6 +214,18 @@ def test_a_scheduler_that_is_stepped_twice(caught, is_macro, is_chained):
                 scheduler.step()
     (message,) = told(caught)
     assert "Leave out scheduler.step()" in message
+
+
+def test_a_scheduler_that_is_stepped_with_each_micro_batch_too(caught):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 2)
+    acc = Accumulator(model, optimizer, steps=3, scheduler=scheduler)
+    for x in acc.batches([torch.randn(4, 3) for _ in range(12)]):
+        acc.backward(model(x).mean(), items=4)
+        acc.step()
+        scheduler.step()
+    assert "Leave out scheduler.step()" in "".join(message for message in told(caught) if "handed over" in message)
 
 
 def test_a_scheduler_that_is_stepped_once_an_epoch_too(caught):

@@ -13,7 +13,7 @@ from torch import nn
 from harness.loops import UNEQUAL, Loop, Statistics, batch_of, by_items, loss_fn, pieces
 from harness.peers import accelerate_loop, accelerator, lightning_loop, loader_of
 from harness.reference import WIDTH, Attention, Batch, mean_loss
-from macrobatch import MacrobatchError, verify
+from macrobatch import MacrobatchError, MacroStep, verify
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification import Report
 from macrobatch.verification.observation import Arrival, Call
@@ -409,3 +409,26 @@ def test_one_sample():
     report = verify(Attention(), loss_fn, Batch(BATCH.x[:1], BATCH.y[:1]))
     assert report.ok
     assert "nothing was accumulated" in report.notes[0]
+
+
+# --------------------------------------------------------------------------------------------- arguments that are off
+
+
+def test_a_macro_step_as_it_is():
+    model = nn.Linear(3, 1)
+
+    def loss_fn(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro=4)
+    assert verify(model, loss_fn, (torch.randn(10, 3), torch.randn(10, 1)), step=train).ok
+    with pytest.raises(UsageError, match="no batch was given"):
+        verify(model, loss_fn)
+    with pytest.raises(UsageError, match="micro"):
+        verify(model, loss_fn, (torch.randn(10, 3), torch.randn(10, 1)), micro=0)
+
+
+def test_a_list_of_samples_without_collate():
+    model, samples = nn.Linear(3, 1), [{"x": torch.randn(3)} for _ in range(5)]
+    with pytest.raises(BatchError, match=r"which is a list \(TypeError: .*collate="):
+        verify(model, lambda model, batch: model(batch["x"]).mean(), samples)

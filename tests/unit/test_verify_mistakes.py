@@ -404,6 +404,9 @@ MISTAKES = {
         causes=("items that do not fit the loss",),
         loss_fn=lambda model, batch: (mean_loss(model, batch), int(batch.x.sum())),
     ),
+    "items that are the same for all": Mistake(
+        causes=("items that do not fit the loss",), loss_fn=lambda model, batch: (mean_loss(model, batch), 1)
+    ),
     "items that nobody counts": Mistake(causes=("items that do not fit the loss",), loss_fn=mean_loss),
     "cleared inside": Mistake(
         causes=("gradients cleared inside the window",), step=Loop(weight=by_items, zero_each=True)

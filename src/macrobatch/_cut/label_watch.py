@@ -47,10 +47,7 @@ class LabelWatch:
     def _count(self, micro_batch: Any, samples: int) -> None:
         for keys, labels in _labels_in(micro_batch, ()):
             if labels.is_cpu or not self._has_read_device:
-                has_label = labels != IGNORED
-                predicted = has_label[:, 1:] if labels.dim() > 1 else has_label
-                numbers = torch.stack([has_label.sum(), predicted.sum()])
-                self._counts.setdefault(keys, []).append(LabelCount(samples, numbers))
+                self._counts.setdefault(keys, []).append(LabelCount(samples, _numbers_of(labels)))
 
     def uneven(self) -> str | None:
         """The warning at the end of a window, if its labels are not proportional to its samples."""
@@ -67,6 +64,18 @@ class LabelWatch:
             if None not in other:
                 return _uneven_message(keys, samples, labels, other[0] or 0)
         return None
+
+
+def labels_on_host(batch: Any) -> list[tuple[int, int]]:
+    """How many labels each tensor of labels in the host's memory has: all, and those after the first position."""
+    found = [tuple(_numbers_of(labels).tolist()) for _, labels in _labels_in(batch, ()) if labels.is_cpu]
+    return [(every, predicted) for every, predicted in found]
+
+
+def _numbers_of(labels: Tensor) -> Tensor:
+    has_label = labels != IGNORED
+    predicted = has_label[:, 1:] if labels.dim() > 1 else has_label
+    return torch.stack([has_label.sum(), predicted.sum()])
 
 
 def _is_even(i: int, kind: int, samples: list[int], labels: list[list[int]]) -> bool:

@@ -298,8 +298,8 @@ def result_of(
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
-    """Those of each parameter group as they are now: schedulers fill tensors anew in place."""
-    rates = (group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+    """Those of each parameter group as they are now: schedulers fill tensors anew in place. NaN where it has none."""
+    rates = (group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups)
     return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
 
 

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.errors import warn
 
-TIMES = 2  # that one was found a step further before it is told: to resume may set it there
+TIMES = 2  # that one was found further before it is told: to resume may set it there
 
 
 class Schedulers:
@@ -16,13 +16,13 @@ class Schedulers:
 
     def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
         self._schedulers = schedulers
-        self._left: list[int | None] = []  # where each was, when the last step was over
+        self._left: list[int] = []  # where each was, when the last step was over
         self._times = 0
 
     def step(self) -> None:
         """After an optimizer step."""
         found = zip(self._left, self._places(), strict=False)
-        is_further = any(left is not None and place == left + 1 for left, place in found)
+        is_further = any(place > left for left, place in found)
         for scheduler in self._schedulers:
             scheduler.step()
         self._left = self._places()
@@ -33,12 +33,14 @@ class Schedulers:
                 "Leave out scheduler.step(): step() calls it once for each optimizer step (told once)."
             )
 
-    def _places(self) -> list[int | None]:
+    def _places(self) -> list[int]:
         return [_place_of(scheduler) for scheduler in self._schedulers]
 
 
-def _place_of(scheduler: LRScheduler) -> int | None:
+def _place_of(scheduler: LRScheduler) -> int:
     """How many steps a scheduler has taken. One that chains others has no such number: that of the first is taken.
+
+    0 where nothing tells it.
 
     >>> import torch
     >>> from torch.optim.lr_scheduler import ChainedScheduler, StepLR
@@ -49,4 +51,4 @@ def _place_of(scheduler: LRScheduler) -> int | None:
     if hasattr(scheduler, "last_epoch"):
         return scheduler.last_epoch
     states = [state for value in scheduler.state_dict().values() if isinstance(value, list) for state in value]
-    return next((state["last_epoch"] for state in states if isinstance(state, dict) and "last_epoch" in state), None)
+    return next((state["last_epoch"] for state in states if isinstance(state, dict) and "last_epoch" in state), 0)

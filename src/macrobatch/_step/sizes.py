@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+
+from macrobatch._cut.label_watch import labels_on_host
 from macrobatch._cut.trees import leaves
 from macrobatch.errors import warn
 
@@ -12,7 +15,7 @@ class SizeWatch:
     """Warns once, when a window without items has micro-batches of different sizes."""
 
     def __init__(self) -> None:
-        self._first: Sizes | None = None  # of the first micro-batch of the window
+        self._first: tuple[Sizes, list[tuple[int, int]]] | None = None  # of the window's first: sizes, and its labels
         self._has_warned = False
 
     def begin_window(self) -> None:
@@ -23,16 +26,21 @@ class SizeWatch:
         """A micro-batch has had its backward, without items."""
         if self._has_warned:
             return
-        sizes = _sizes_of(batch)
+        sizes, labels = _sizes_of(batch), labels_on_host(batch)
         if self._first is None:
-            self._first = sizes
-        elif (changed := _changed(self._first, sizes)) is not None:
-            self._has_warned = True
-            warn(
-                f"micro-batches of {changed[0]} and of {changed[1]} samples weigh the same, because backward() got no "
-                "items: the step is that of a mean of means. Pass what the loss is a mean over, e.g. "
-                "acc.backward(loss, items=len(x)); or items=1, if they are meant to weigh the same (told once)."
-            )
+            self._first = sizes, labels
+        elif (changed := _changed(self._first[0], sizes)) is not None:
+            self._warn(changed, "samples", "len(x)")
+        elif len(labels) == 1 == len(self._first[1]) and all(map(operator.ne, labels[0], self._first[1][0])):
+            self._warn((self._first[1][0][0], labels[0][0]), "labels", "(labels != -100).sum()")
+
+    def _warn(self, sizes: tuple[int, int], what: str, items: str) -> None:
+        self._has_warned = True
+        warn(
+            f"micro-batches of {sizes[0]} and of {sizes[1]} {what} weigh the same, because backward() got no items: "
+            "the step is that of a mean of means. Pass what the loss is a mean over, e.g. "
+            f"acc.backward(loss, items={items}); or items=1, if they are meant to weigh the same (told once)."
+        )
 
 
 def _sizes_of(batch: object) -> Sizes:

@@ -117,6 +117,11 @@ def checked_items(items: object) -> Items:
                 f"items must be one number: got a tensor of shape {tuple(items.shape)} and dtype {items.dtype}. "
                 "Count them first, e.g. items=(labels != -100).sum()."
             )
+        if items.requires_grad:
+            raise BatchError(
+                "items must be a count: got a tensor with a graph, which looks like a second loss. Add the losses up, "
+                "or pass each with its own items and counts=; items.detach() if it is a count after all."
+            )
         if items.is_floating_point() and items.dtype.itemsize < 4:
             raise BatchError(
                 f"items must be exact: got a tensor of dtype {items.dtype}, which rounds large counts. Count in a "

@@ -63,7 +63,9 @@ def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph:
         )
     if issubclass(trainer, ExactTrainer):
         raise UsageError(f"{trainer.__name__} is exact already: hand the class itself to exact(), with all options.")
-    validation.require_options(options, OPTIONS)
+    if {"model", "args"} & options.keys():
+        raise UsageError("exact() takes a class and returns one: call that, as in exact(Trainer)(model=..., args=...).")
+    validation.require_options(options, ("micro", "cuda_graph", *OPTIONS))
     if micro is not None:
         checked_micro(micro)
     elif "fit_file" in options:

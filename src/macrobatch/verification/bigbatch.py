@@ -88,10 +88,11 @@ class BigBatch:
         self.has_items = False
         self.terms: tuple[str, ...] = ()
         self._batch = batch if collate is None else collate(list(batch))
+        self.why_uncut: str | None = None
         try:
             self.samples: Samples | None = samples_of(batch, collate)
-        except BatchError:
-            self.samples = None
+        except BatchError as error:
+            self.samples, self.why_uncut = None, str(error)
 
     def copy(self) -> str | None:
         """Compute in float64 from now on. If that is impossible, return the reason."""

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
 from macrobatch._cut.samples import Collate, samples_of
 from macrobatch._ranks.select import common_wrapper, select_backend
 from macrobatch._step import validation as arguments
-from macrobatch.errors import BatchError, UsageError
+from macrobatch.errors import BatchError, MacrobatchError, UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.types import Counts, Joint, Reduction
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
@@ -45,7 +46,7 @@ def verify(
     batch: Any = None,
     *,
     micro: int | ByCount | ByTokens | None = None,
-    step: Step | None = None,
+    step: Step | MacroStep | None = None,
     reduction: Reduction = "mean",
     collate: Collate | None = None,
     counts: Counts | None = None,
@@ -88,8 +89,8 @@ def verify(
         batch: what the step gets; on several ranks, each rank's own share. Either tensors whose first dimension is the
             samples, or, with ``collate``, a list of samples.
         micro: without ``step``: how `MacroStep` cuts the batch. Default: about three micro-batches of unequal sizes.
-        step: ``step(model, batch)``: any training loop, with its own optimizers. Its gradients are read at each
-            optimizer step, or, if there is none, when it returns. Default: a `MacroStep`.
+        step: ``step(model, batch)``: any training loop, with its own optimizers; or a `MacroStep` of the same model.
+            Gradients are read at each optimizer step, or, if there is none, when it returns. Default: a `MacroStep`.
         reduction: "mean" or "sum": what ``loss_fn`` returns.
         collate: turns a list of samples into a batch for ``loss_fn``.
         counts: without ``step``, for a dict of terms: what `MacroStep` takes.
@@ -110,9 +111,15 @@ def verify(
         return verification(verify)
     if loss_fn is None:
         raise UsageError("verify(model, loss_fn, batch) needs a loss_fn and a batch, unless the first is a trainer.")
+    if isinstance(step, MacroStep):
+        step = functools.partial(_run_macro_step, step)
     _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
+    if micro is not None:
+        checked_micro(micro)
     arguments.checked_joint(joint, arguments.checked_counts(counts))
     ranks = Ranks.of(model)
+    if batch is None and ranks.group is None:
+        raise UsageError("no batch was given: call verify(model, loss_fn, batch).")
     with contextlib.ExitStack() as afterwards:
         dropout = DropoutSwitch(model)
         afterwards.callback(dropout.restore)
@@ -126,7 +133,7 @@ def verify(
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
         if not ranks.sum(1 if big.samples is None else big.samples.count):  # None: not a batch that can be cut
             raise UsageError("the batch has no samples, so there is nothing to verify.")
-        entries = big.entries()
+        entries = _entries_of(big, batch)
         saved_state.include_leaves(big.foreign_leaves)
         step_or_default = step or default_step(loss_fn, micro, reduction, collate, counts, joint)
         run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
@@ -162,7 +169,24 @@ def _require_valid_arguments(
         raise UsageError("no parameter of the model requires a gradient, so there is nothing to verify.")
 
 
+def _entries_of(big: BigBatch, batch: object) -> list[nn.Module]:
+    """What the loss calls. If it fails with a list that cannot be cut, the list may be one of samples."""
+    try:
+        return big.entries()
+    except MacrobatchError:
+        raise
+    except Exception as error:
+        if big.why_uncut is None or not isinstance(batch, list):
+            raise
+        message = f"loss_fn failed with the batch, which is a list ({type(error).__name__}: {error}). {big.why_uncut}"
+    raise BatchError(message)
+
+
 # ---------------------------------------------------------------------------------------------- running the step
+
+
+def _run_macro_step(train: MacroStep, _: nn.Module, batch: Any) -> None:
+    train(batch)
 
 
 def default_step(

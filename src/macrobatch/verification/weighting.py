@@ -86,12 +86,19 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
     yield from term_hypotheses(case, window, parts)
     held, count, items = window.observed.names, len(parts), case.big.items(parts)
     if window.micro_batches > 1:
-        yield Hypothesis(
-            "mean of means",
-            case.weighted_gradient(parts, [1.0] * count).only(held),
-            _inequality_evidence(case, window, parts, items),
-            "Back-propagate sums and divide once by all items of the window: Accumulator.backward(loss, items=n).",
-        )
+        alike = case.weighted_gradient(parts, [1.0] * count).only(held)
+        if case.big.has_items and not ranks.largest(max(items) - min(items)):
+            said = (
+                f"all micro-batches have {items[0]:g} items, as loss_fn counts, but the loss is not a mean over those."
+            )
+            yield Hypothesis("items that do not fit the loss", alike, said, RETURN_ITEMS)
+        else:
+            yield Hypothesis(
+                "mean of means",
+                alike,
+                _inequality_evidence(case, window, parts, items),
+                "Back-propagate sums and divide once by all items of the window: Accumulator.backward(loss, items=n).",
+            )
     if ranks.world_size > 1:
         yield Hypothesis(
             "mean of means",
