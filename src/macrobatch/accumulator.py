@@ -20,7 +20,7 @@ from macrobatch._step.denominators import TermCounter
 from macrobatch._step.epochs import Epochs
 from macrobatch._step.turns import Turn
 from macrobatch._step.validation import checked_choice, checked_counts, checked_switch
-from macrobatch.errors import UsageError, warn
+from macrobatch.errors import UsageError
 from macrobatch.types import Counts, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
 
 Batch = TypeVar("Batch")
@@ -120,7 +120,6 @@ class Accumulator:
             process_group=process_group,
             has_terms=self._has_terms,
         )
-        self._has_warned_of_sums = False
         counter = None if counts is None else TermCounter(counts, self._engine.backend, lambda: self._engine.device)
         self._epochs = Epochs(self._engine, remainder, counter)
 
@@ -151,25 +150,14 @@ class Accumulator:
             loss: of the micro-batch: a mean over its items, or their sum (``reduction``). With ``counts``, a dict of
                 terms, ``{name: (loss, items)}``; terms that the micro-batch does not have may be left out.
             items: what the loss is a mean over: an int, or a tensor with one number, which the host does not wait for.
-                None weighs every micro-batch the same.
+                None weighs every micro-batch the same; sums are then divided by the number of micro-batches.
 
         Raises:
             UsageError: if no micro-batch is under way, or if somebody has changed the accumulated gradients.
             BatchError: if the loss is no scalar with a graph that reaches a parameter, or the items are no count.
             BackendError: if a gradient would stay unsynchronised between ranks.
         """
-        if items is None and not (self._has_terms or self._engine.reduction == "mean"):
-            self._warn_of_sums()
         self._engine.backward(loss, items)
-
-    def _warn_of_sums(self) -> None:
-        if not self._has_warned_of_sums:
-            self._has_warned_of_sums = True
-            warn(
-                'reduction="sum", but backward() got no items: sums are divided by the number of micro-batches, so the '
-                "step depends on how a batch is cut. Pass what they are to be divided by, e.g. "
-                "acc.backward(loss, items=len(x)) (told once)."
-            )
 
     def step(self, now: bool = False) -> StepResult | None:
         """Take the optimizer step if the window is complete, else return None.

@@ -919,3 +919,18 @@ class Failing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise RuntimeError("no gradient")
+
+
+def test_a_step_of_the_optimizer_that_was_prepared_inside_a_window():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    plain = nn.Linear(3, 1)
+    raw = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(plain, raw, DataLoader(torch.randn(12, 3), batch_size=4))
+    before = plain.weight.clone()
+    with pytest.raises(UsageError, match=r"inside the open window.*that prepare\(\) returned"):
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean(), items=len(x))
+                raw.step()
+    assert torch.equal(plain.weight, before)
+    optimizer.zero_grad()

@@ -395,3 +395,23 @@ def test_accumulating_float32_in_float64(max_norm):
     train_whole(whole, [micros[:2], micros[2:]], max_norm=max_norm)
     assert {g.dtype for g in run.gradients[0].values()} == {torch.float32}
     same_training(own, whole, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_accumulate_dtype_after_the_model_has_got_another_dtype(dtype):
+    """What dtype its gradients may have is not left as it was when a parameter was narrower."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 1).bfloat16(), torch.randn(4, 3)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), accumulate_dtype=dtype)
+    with acc.micro_batch():
+        acc.backward(model(x.bfloat16()).float().mean())
+    acc.step()
+    model.double()
+    plain = torch.nn.Linear(3, 1).double()
+    plain.load_state_dict(model.state_dict())
+    plain(x.double()).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    with acc.micro_batch():
+        acc.backward(model(x.double()).square().mean())
+    acc.step()
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= 1e-15

@@ -32,7 +32,8 @@ from macrobatch.errors import BackendError, UsageError
 
 UNDIVIDED = (
     "Until step() they are undivided sums: leave zero_grad() and clip_grad_norm_() out of the loop (step() clears, and "
-    "clips with max_norm=, once a window), and call discard() to drop what was accumulated."
+    "clips with max_norm=, once a window), and call discard() to drop what was accumulated. In a program of "
+    "Accelerate's, put accelerator.clip_grad_norm_() under `if accelerator.sync_gradients:`."
 )
 GRADIENT_OF = operator.attrgetter("grad")
 VIEW = object()  # of a gradient that is held elsewhere
@@ -250,6 +251,9 @@ class Gradients:
         if dtype is None:
             return
         for parameter in parameters:
+            kept = parameter.grad_dtype
+            if kept is not None and kept.itemsize < parameter.dtype.itemsize:
+                parameter.grad_dtype = parameter.dtype  # that of earlier windows, when the parameter was narrower too
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize < dtype.itemsize:
                 self._widened[id(parameter)] = parameter, parameter.grad_dtype  # type: ignore[assignment]
                 parameter.grad_dtype = dtype

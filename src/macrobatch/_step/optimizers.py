@@ -38,6 +38,12 @@ def _is_torchs_own(step: Any) -> bool:
         step = step.__wrapped__
 
 
+LEAVE_OUT = (
+    "acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, and out of "
+    "hooks. discard() drops what was accumulated."
+)
+
+
 @functools.cache
 def _own_steps() -> set[Callable[..., Any]]:
     return {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
@@ -54,10 +60,16 @@ class StepGuard:
     """Refuses steps that somebody else takes with the sums of an open window; a step pre-hook of the optimizer.
 
     It goes with the one that made it: the optimizer does not keep that alive.
+
+    Args:
+        optimizer: whose steps are watched.
+        window_is_open: whether a window has sums. A bound method, kept weakly.
+        advice: what to do instead.
     """
 
-    def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool]) -> None:
+    def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool], advice: str = LEAVE_OUT) -> None:
         self._window_is_open = weakref.WeakMethod(window_is_open)
+        self._advice = advice
         self.is_open = False  # lets steps pass
         try:
             handle = optimizer.register_step_pre_hook(self)
@@ -74,8 +86,7 @@ class StepGuard:
             return
         raise UsageError(
             f"{type(optimizer).__name__}.step() was called inside the open window. Its gradients are undivided sums "
-            "until acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, "
-            "and out of hooks. discard() drops what was accumulated."
+            f"until {self._advice}"
         )
 
 

@@ -22,6 +22,7 @@ from macrobatch._ranks.ddp import needs_every_parameter, require_all_used
 from macrobatch._step.foreach import multiply
 from macrobatch._step.graph import reach_of
 from macrobatch._step.leaving import LeaveMean
+from macrobatch._step.optimizers import StepGuard
 from macrobatch._step.scaling import Seeds
 from macrobatch._step.validation import checked_loss
 from macrobatch._torch.modules import data_parallel_of
@@ -33,6 +34,11 @@ from macrobatch.types import Items
 
 Model = nn.Module | Tensor
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are others than their parameters
+
+
+CALL_PREPARED = (
+    "its last micro-batch: call step() of the optimizer that prepare() returned, which leaves out the steps in between."
+)
 
 
 class MicroBatch:
@@ -100,6 +106,8 @@ class Window:
         self.optimizer = optimizer
         self.wants_clear = self.carries = False
         self.begin()
+        if optimizer is not None:
+            StepGuard(optimizer.optimizer, self.counts, CALL_PREPARED)
 
     def begin(self) -> None:
         """A new window."""
@@ -114,6 +122,10 @@ class Window:
     def is_open(self) -> bool:
         """Whether it holds micro-batches and awaits its last."""
         return self.micro_batches > 0 and not self.is_closed
+
+    def counts(self) -> bool:
+        """Whether it holds undivided sums, as it counts items."""
+        return self.closing is not None and self.is_open
 
     @property
     def parameters(self) -> list[Tensor]:
