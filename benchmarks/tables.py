@@ -70,13 +70,28 @@ def verdict(target: dict[str, Any], form: str = ".2f") -> str:
     >>> verdict({"at_least": 6.0, "found": 5.75, "reached": False})
     'at least 6.00: missed (5.75)'
     """
-    return f"{wanted(target, form)}: {'reached' if target['reached'] else 'missed'} ({target['found']:{form}})"
+    return f"{wanted(target, form)}: {'reached' if target['reached'] else 'missed'} ({found_in(target, form)})"
 
 
 def wanted(target: dict[str, Any], form: str) -> str:
     """What a target asks for: a bound is called at_least or at_most, and may say of what."""
-    bound = next(key for key in target if key.startswith(("at_least", "at_most")))
+    bound = _bound_of(target)
     return f"{'at least' if bound.startswith('at_least') else 'at most'} {target[bound]:{form}}"
+
+
+def found_in(target: dict[str, Any], form: str = ".2f") -> str:
+    """What was found, with a digit more where a missed bound would look the same.
+
+    >>> found_in({"at_most": 1.15, "found": 1.154, "reached": False})
+    '1.154'
+    """
+    found = format(target["found"], form)
+    is_alike = not target["reached"] and found == format(target[_bound_of(target)], form)
+    return format(target["found"], ".3f") if is_alike else found
+
+
+def _bound_of(target: dict[str, Any]) -> str:
+    return next(key for key in target if key.startswith(("at_least", "at_most")))
 
 
 def origin(result: dict[str, Any]) -> str:
@@ -142,7 +157,7 @@ def speed(results: Results) -> str:
         "microseconds added to a micro-step (CPU)",
         *(f"{case['unit']}/s, {case['name']}" for case in cases),
     ]
-    target = f"Target of the microseconds, relative to Fabric's: {verdict(overhead['target'])}."
+    target = f"Target: microseconds over Fabric's, {verdict(overhead['target'])}."
     said = f"{gpu['processor']}; sizes are samples of a micro-batch x tokens x micro-batches. {target}"
     return f"{markdown(headings, rows)}\n\n{said}"
 
@@ -204,7 +219,7 @@ def targets(results: Results) -> str:
         for said, target in _targets_in(results(name)):
             if not target["reached"]:
                 called = f"`{name}.json`{': ' if said else ''}{said}"
-                rows.append([called, wanted(target, "g"), f"{target['found']:.2f}"])
+                rows.append([called, wanted(target, "g"), found_in(target)])
     return markdown(["missed", "target", "found"], rows)
 
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from macrobatch import Encoded, MacroStep, contrastive_loss, verify
 
-torch.set_default_dtype(torch.float64)  # so that every machine prints the same digits
+torch.set_default_dtype(torch.float64)  # so that all machines print nearly the same digits
 
 by_name: dict[str, str] = {}
 for entity, character in sorted(html.entities.html5.items()):

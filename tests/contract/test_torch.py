@@ -794,8 +794,8 @@ def fsdp2_gets_its_flags_back() -> None:
         require_gradients(model, whole_gradient())
         flags.restore()
         for group, values in zip(fsdp2.param_groups([model]), before, strict=True):
-            assert {name: vars(group)[name] for name in fsdp2._GROUP_FLAGS} == {
-                name: values[name] for name in fsdp2._GROUP_FLAGS
+            assert {name: vars(group).get(name) for name in fsdp2._GROUP_FLAGS} == {
+                name: values.get(name) for name in fsdp2._GROUP_FLAGS
             }
         assert [state._auto_reshard_after_forward for state in fsdp2.states_of([model])] == auto
         for state, values in zip(fsdp2.states_of([model]), context, strict=True):

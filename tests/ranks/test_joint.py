@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from harness.joint import CASES, CONTRAST, TOKENS, WIDTH, Case, batch_of, concatenate, gradient_of, towers
 from harness.joint_loops import gradcache
@@ -347,6 +347,8 @@ for _pass in (1, 2):
 @pytest.mark.parametrize("in_pass", [1, 2])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_memory_that_runs_out_on_one_rank(ran, mode, in_pass):
+    if mode == "fsdp2" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("this torch cannot clear away an aborted backward")
     outcomes = all_well(ran[f"memory-{in_pass}-{mode}"])
     same_on_all(outcomes, "after")
     model = towers()

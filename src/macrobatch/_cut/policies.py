@@ -166,10 +166,12 @@ def by_count(n: int) -> ByCount:
     """Cut a batch into micro-batches of `n` samples, in their order. ``micro=n`` means the same.
 
     >>> import torch
-    >>> from macrobatch._cut.samples import samples_of
-    >>> batch = samples_of(torch.zeros(5, 3))
-    >>> [len(batch.take(part)) for part in by_count(2).parts(batch)]
-    [2, 2, 1]
+    >>> from macrobatch import MacroStep, by_count
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> train = MacroStep(model, optimizer, lambda model, batch: model(batch).mean(), micro=by_count(2))
+    >>> train(torch.randn(5, 3)).micro_batches      # of 2, 2 and 1 samples
+    3
 
     Args:
         n: the number of samples in a micro-batch, at least 1. The last micro-batch may have fewer.
@@ -192,11 +194,14 @@ def by_tokens(
     """Cut a batch into micro-batches of samples of similar length, none with more than `budget` tokens.
 
     >>> import torch
-    >>> from macrobatch._cut.samples import samples_of
-    >>> batch = {"input_ids": torch.ones(4, 9), "attention_mask": torch.arange(9) < torch.tensor([[2], [9], [3], [8]])}
-    >>> samples = samples_of(batch)
-    >>> [tuple(samples.take(part)["input_ids"].shape) for part in by_tokens(18).parts(samples)]
-    [(2, 9), (2, 3)]
+    >>> from macrobatch import MacroStep, by_tokens, causal_lm_loss
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> lengths = torch.tensor([[2], [9], [3], [8]])
+    >>> batch = {"input_ids": torch.randint(10, (4, 9)), "attention_mask": torch.arange(9) < lengths}
+    >>> train = MacroStep(model, optimizer, causal_lm_loss, micro=by_tokens(18))
+    >>> train(batch).micro_batches                  # two samples, 9 tokens wide, and two that are trimmed to 3
+    2
 
     Only columns that are known to be padding are trimmed: those at the end that an attention mask hides in all samples
     of the micro-batch, in tensors that belong to that mask by name (`attention_mask`, `input_ids`, `labels`, ... of one

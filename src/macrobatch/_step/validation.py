@@ -124,8 +124,8 @@ def checked_items(items: object) -> Items:
             )
         if items.is_floating_point() and items.dtype.itemsize < 4:
             raise BatchError(
-                f"items must be exact: got a tensor of dtype {items.dtype}, which rounds large counts. Count in a "
-                "wider type, e.g. items=mask.sum(dtype=torch.float32)."
+                f"items must be exact: got a tensor that has dtype {items.dtype}, in which large counts are rounded. "
+                "Count in whole numbers or float32, e.g. (mask != 0).sum() instead of mask.sum()."
             )
         return full_tensor(items)
     if not isinstance(items, Real) or isinstance(items, bool):
@@ -196,11 +196,6 @@ def checked_count(name: object, count: object) -> int | float | Tensor:
         raise BatchError(f"counts(batch) of the term {name!r}: {error}") from None
     if items is None:
         raise BatchError(f"counts(batch) of the term {name!r} is None: return its number of items in the batch.")
-    if isinstance(items, Tensor) and items.is_floating_point() and items.dtype.itemsize < 4:
-        raise BatchError(
-            f"counts(batch) of the term {name!r} has dtype {items.dtype}, in which large counts are rounded. Count "
-            "in whole numbers or float32, e.g. (mask != 0).sum() instead of mask.sum()."
-        )
     return items
 
 
