@@ -708,6 +708,37 @@ def fsdp2_reduces_what_it_holds() -> None:
     require_gradients(model, whole_gradient())
 
 
+class Either(nn.Module):
+    """Two layers of one shape, of which each rank uses its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[dist.get_rank()](x)
+
+
+@probes("FSDPParamGroup.reduce_scatter_unused_params", "FSDPParamGroup.post_backward", "FSDPParam.reduce_dtype")
+@on_two_ranks
+def fsdp2_reduces_what_a_rank_has_not_used() -> None:
+    expected = [torch.full((2, 2), (1.0 + rank) / 2, dtype=torch.float64) for rank in (0, 1)]
+    wider = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    for policy, is_held_first in ((MixedPrecisionPolicy(), False), (MixedPrecisionPolicy(), True), (wider, True)):
+        model = fully_shard(Either().double(), mp_policy=policy)
+        if is_held_first:
+            model.set_requires_gradient_sync(False)
+            model(own_input()).sum().backward()
+            model.set_requires_gradient_sync(True)
+        with fsdp2.reducing_unused([model]):
+            fsdp2.fill_unused([model])
+            model(own_input()).sum().backward()
+        found = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        torch.testing.assert_close(found, [each * (1 + is_held_first) for each in expected])
+        model.zero_grad()
+        assert not any(getattr(group, fsdp2._REDUCES_UNUSED) for group in fsdp2.param_groups([model]))
+
+
 @probes("FSDPParamGroup._partial_reduce_output", "FSDPParamGroup.mesh_info")
 @on_two_ranks
 def fsdp2_drops_what_only_its_shards_have_added_up() -> None:

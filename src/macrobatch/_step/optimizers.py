@@ -16,6 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from macrobatch._torch.optimizers import has_hooks_after_step, hooks_before_step, hooks_on_all_optimizers
 from macrobatch.errors import UsageError
 
+LEAVE_OUT = (
+    "acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, and out of "
+    "hooks. discard() drops what was accumulated."
+)
+
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
@@ -36,12 +41,6 @@ def _is_torchs_own(step: Any) -> bool:
         if not hasattr(step, "__wrapped__"):
             return step in _own_steps()
         step = step.__wrapped__
-
-
-LEAVE_OUT = (
-    "acc.step(), which steps the optimizer itself, once a window: leave the other call out of the loop, and out of "
-    "hooks. discard() drops what was accumulated."
-)
 
 
 @functools.cache

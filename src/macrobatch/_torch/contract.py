@@ -214,7 +214,17 @@ CONTRACT: tuple[PrivateName, ...] = (
         "post_forward_mesh_info",
         without="what a program has set is neither saved nor put back",
     ),
-    *_names(_PARAM, "sharded_param", "_unsharded_param", without=_FSDP2),
+    PrivateName(
+        path=f"{_GROUP}.reduce_scatter_unused_params",
+        since=(2, 13),
+        without="zeros are put in place of missing gradients, before the next one",
+    ),
+    PrivateName(
+        path=f"{_GROUP}.post_backward",
+        successor="FSDPModule.set_reduce_scatter_unused_params (2.13)",
+        without="the successor alone",
+    ),
+    *_names(_PARAM, "sharded_param", "_unsharded_param", "reduce_dtype", without=_FSDP2),
     PrivateName(
         path=f"{_PARAM}.unsharded_accumulated_grad",
         successor="the gradient of _unsharded_param, which it is a name for since 2.15",
