@@ -14,6 +14,7 @@ from macrobatch._torch.modules import CHILD_OF
 SOURCE = Path(macrobatch.__file__).parent
 FILES = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
 TORCHS_OWN = {private.name for private in CONTRACT} | set(CHILD_OF.values())  # these: a model is unwrapped in one place
+TORCHS_OWN -= {"post_backward"}  # a public name of Lightning's too
 IN_CONTRACT = {part for private in CONTRACT for part in private.path.split(".")} | set(CHILD_OF.values())
 # Underscores that are part of a public interface: those of named tuples, and of the operating system.
 PUBLIC = {"_replace", "_fields", "_asdict", "_make", "os._exit"}

@@ -719,7 +719,7 @@ class Either(nn.Module):
         return self.layers[dist.get_rank()](x)
 
 
-@probes("FSDPParamGroup.reduce_scatter_unused_params", "FSDPParamGroup.post_backward", "FSDPParam.reduce_dtype")
+@probes("FSDPParamGroup.reduce_scatter_unused_params", "FSDPParamGroup.post_backward")
 @on_two_ranks
 def fsdp2_reduces_what_a_rank_has_not_used() -> None:
     expected = [torch.full((2, 2), (1.0 + rank) / 2, dtype=torch.float64) for rank in (0, 1)]

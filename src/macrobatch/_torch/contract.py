@@ -224,7 +224,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         successor="FSDPModule.set_reduce_scatter_unused_params (2.13)",
         without="the successor alone",
     ),
-    *_names(_PARAM, "sharded_param", "_unsharded_param", "reduce_dtype", without=_FSDP2),
+    *_names(_PARAM, "sharded_param", "_unsharded_param", without=_FSDP2),
     PrivateName(
         path=f"{_PARAM}.unsharded_accumulated_grad",
         successor="the gradient of _unsharded_param, which it is a name for since 2.15",

@@ -144,11 +144,11 @@ def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
 def fill_unused(models: Iterable[Any]) -> None:
     """Put zeros beside gradients that are held in the dtype that they are reduced in: a group must have one dtype."""
     for group in param_groups(models):
-        apart = [p for p in group.fsdp_params if _holds_apart(p)]
-        if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in apart):
+        apart = [parameter for parameter in group.fsdp_params if _holds_apart(parameter)]
+        held = next((p.unsharded_accumulated_grad for p in apart if p.unsharded_accumulated_grad is not None), None)
+        if group.reduce_grads and held is not None:
             for parameter in filter(_is_unused, apart):
-                leaf = parameter._unsharded_param
-                parameter.unsharded_accumulated_grad = torch.zeros_like(leaf, dtype=parameter.reduce_dtype)
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=held.dtype)
 
 
 def _is_unused(parameter: Any) -> bool:
