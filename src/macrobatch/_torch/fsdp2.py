@@ -52,12 +52,17 @@ def _parameters(models: Iterable[Any]) -> Iterator[Any]:
 
 def gathered_parameters(models: Iterable[Any]) -> list[Tensor]:
     """The whole parameters, which the graph of a loss ends in: those that were gathered at least once."""
-    return [leaf for p in _parameters(models) if (leaf := getattr(p, "_unsharded_param", None)) is not None]
+    return [leaf for p in _parameters(models) if (leaf := _leaf_of(p)) is not None]
+
+
+def _leaf_of(parameter: Any) -> Tensor | None:
+    """A parameter while it is gathered; None before the first time."""
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def trained_groups(models: Iterable[Any]) -> list[list[Tensor]]:
     """The gathered parameters of each group that gradients may arrive at."""
-    found = ([getattr(p, "_unsharded_param", None) for p in group.fsdp_params] for group in param_groups(models))
+    found = (map(_leaf_of, group.fsdp_params) for group in param_groups(models))
     return [[leaf for leaf in leaves if leaf is not None and leaf.requires_grad] for leaves in found]
 
 
@@ -68,7 +73,7 @@ def shards_of(models: Iterable[Any]) -> list[Tensor]:
 
 def gathered_by_shard(models: Iterable[Any]) -> dict[int, Tensor]:
     """The same by the ids of the shards that users see."""
-    found = ((p.sharded_param, getattr(p, "_unsharded_param", None)) for p in _parameters(models))
+    found = ((p.sharded_param, _leaf_of(p)) for p in _parameters(models))
     return {id(shard): leaf for shard, leaf in found if leaf is not None}
 
 
@@ -153,7 +158,7 @@ def fill_unused(models: Iterable[Any]) -> None:
 
 def _is_unused(parameter: Any) -> bool:
     """Whether a parameter that is trained has no gradient that waits to be reduced."""
-    leaf = getattr(parameter, "_unsharded_param", None)
+    leaf = _leaf_of(parameter)
     is_held = parameter.unsharded_accumulated_grad is not None
     return leaf is not None and leaf.requires_grad and leaf.grad is None and not is_held
 
@@ -207,7 +212,7 @@ def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
         for parameter in group.fsdp_params:
             if _holds_apart(parameter):
                 held.append(parameter.unsharded_accumulated_grad)
-            leaf = getattr(parameter, "_unsharded_param", None)
+            leaf = _leaf_of(parameter)
             held.append(None if leaf is None else leaf.grad)
     return held
 

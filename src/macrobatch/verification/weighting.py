@@ -87,10 +87,8 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
     held, count, items = window.observed.names, len(parts), case.big.items(parts)
     if window.micro_batches > 1:
         alike = case.weighted_gradient(parts, [1.0] * count).only(held)
-        if case.big.has_items and not ranks.largest(max(items) - min(items)):
-            said = (
-                f"all micro-batches have {items[0]:g} items, as loss_fn counts, but the loss is not a mean over those."
-            )
+        if (same := _same_count(case, items)) is not None:
+            said = f"all micro-batches have {same:g} items by loss_fn, but the loss is not a mean over those."
             yield Hypothesis("items that do not fit the loss", alike, said, RETURN_ITEMS)
         else:
             yield Hypothesis(
@@ -185,6 +183,18 @@ def _clipping_hypotheses(
             cause.cure,
             False,
         )
+
+
+def _same_count(case: Case, items: list[float]) -> float | None:
+    """The items of each micro-batch, where loss_fn counts them and all have as many, on all ranks; else None.
+
+    All ranks take part in each question, also one that has no micro-batch.
+    """
+    ranks = case.big.ranks
+    counts = ranks.largest(float(case.big.has_items))
+    most = ranks.largest(max(items, default=-math.inf))
+    least = -ranks.largest(max((-number for number in items), default=-math.inf))
+    return most if counts and most == least else None
 
 
 def _inequality_evidence(case: Case, window: Comparison, parts: list[list[int]], items: list[float]) -> str:
