@@ -240,6 +240,16 @@ WRONG = {
         lambda: verified(ddp(made()), each_its_mean, as_many_samples, mean_loss),
         "items that do not fit the loss",
     ),
+    "ddp-same-items": (
+        lambda: verified(ddp(made()), None, as_many_samples, lambda model, batch: (mean_loss(model, batch), 1)),
+        "items that do not fit the loss",
+    ),
+    "ddp-items-by-rank": (  # the same in all micro-batches of a rank, but not on all ranks
+        lambda: verified(
+            ddp(made()), None, as_many_samples, lambda model, batch: (mean_loss(model, batch), 1 + dist.get_rank())
+        ),
+        "items that do not fit the loss",
+    ),
     "ddp-not-shifted": (
         lambda: verified(ddp(made()), not_shifted, next_tokens, next_token_fn),
         "labels not shifted",
