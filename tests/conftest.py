@@ -57,6 +57,7 @@ QUICK = (
     "unit/test_verify",
     "unit/test_plan",
     "unit/test_public",
+    "unit/test_site",
     "contract/test_fence",
     "gpu/test_cuda_graph",
     "unit/test_split",
