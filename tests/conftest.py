@@ -93,7 +93,11 @@ SLOW = {
 
 
 def pytest_configure():
-    """Programs that tests start must not inherit from nohup, or from a CI, that SIGHUP is ignored."""
+    """One thread, for fixtures of modules too, which run before those of a test: two threads sum in another order.
+
+    Programs that tests start must not inherit from nohup, or from a CI, that SIGHUP is ignored.
+    """
+    torch.set_num_threads(1)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

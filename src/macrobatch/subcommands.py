@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "folder", metavar="RUN", type=Path, help="a run folder, or any folder with a model and its tokenizer"
     )
     text.add_argument("--prompt", default="", help="what the text begins with")
+    text.add_argument("--chat", action="store_true", help="answer the prompt, by the model's chat template")
     text.add_argument("--tokens", type=_count, default=200, help="how many to add at most")
     text.add_argument("--temperature", type=_not_negative, default=0.8, help="0: always the likeliest token")
     text.add_argument("--top-k", type=_count, default=50, help="draw among so many of the likeliest")
@@ -175,7 +176,7 @@ def _is_first() -> bool:
 def _generate(parsed: argparse.Namespace) -> int:
     from macrobatch.train import generate
 
-    options = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    options = {name: getattr(parsed, name) for name in ("chat", "tokens", "temperature", "top_k", "seed")}
     text = generate.text_from(parsed.folder, parsed.prompt, **options)
     print(printable(text) if sys.stdout.isatty() else text)
     return RIGHT

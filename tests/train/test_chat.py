@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.commands import arguments, json_lines, metrics
 from macrobatch._cut.padding import IGNORED
@@ -406,6 +407,42 @@ def test_new_weights_learn_to_chat_and_transformers_can_chat_with_them(tmp_path,
     tuned = arguments(data, tmp_path / "tuned", "--model", tmp_path / "run", "--steps", 2)
     assert main(tuned) == 0  # with the template that was saved
     assert metrics(tmp_path / "tuned")[0]["items"] == rows[0]["items"]
+
+
+def test_generate_answers_as_transformers_does(tmp_path, capsys):
+    asked = {"the rose is": "red and the rose", "the violet is": "blue and the violet"}
+    records = [{"messages": turn(question, answer)} for question, answer in asked.items()] * 40
+    data = json_lines(tmp_path / "chat.jsonl", records)
+    assert main(arguments(data, tmp_path / "run", "--steps", 30, "--lr", 0.02)) == 0
+    capsys.readouterr()
+    folder = tmp_path / "run" / "model"
+    theirs, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    for question in asked:
+        assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt", question, "--temperature", "0"]) == 0
+        said = capsys.readouterr().out
+        ids = theirs.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        with torch.no_grad():
+            added = model.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, max_new_tokens=50)
+        assert said == theirs.decode(added[0, ids.shape[1] :], skip_special_tokens=True) + "\n"
+        assert said.strip() in asked.values()
+
+
+def test_an_answer_ends_where_the_template_says_so_in_plain_text(tmp_path, capsys):
+    texts = json_lines(tmp_path / "texts.jsonl", [{"text": "the rose is red, the violet blue"}] * 40)
+    assert main(arguments(texts, tmp_path / "base", "--steps", 1)) == 0
+    chat = json_lines(tmp_path / "chat.jsonl", [{"messages": turn("the rose", "is red")}] * 40)
+    (tmp_path / "plain.jinja").write_text(PLAIN.replace("content + '\\n'", "content + ' STOP\\n'"))
+    flags = ("--model", tmp_path / "base", "--chat-template", tmp_path / "plain.jinja", "--steps", 60, "--lr", 0.02)
+    assert main(arguments(chat, tmp_path / "tuned", *flags)) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "tuned"), "--chat", "--prompt", "the rose", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "is red\n"
+    assert main(["generate", str(tmp_path / "tuned"), "--chat"]) == 2
+    assert "--chat answers a --prompt, and there is none" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "base"), "--chat", "--prompt", "the rose"]) == 2
+    assert "--chat needs a chat template, and its tokenizer has none" in capsys.readouterr().err
 
 
 def test_a_template_of_ones_own_is_used_and_exported(tmp_path):

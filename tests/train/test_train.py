@@ -473,7 +473,7 @@ def test_other_micro_batches_are_the_same_run(copy):
 @pytest.mark.parametrize(
     ("flags", "differs"),
     [
-        (["--seed", "1"], "seed was 0, now 1"),
+        (["--seed", "1"], "run: seed was 0, now 1. "),
         (["--batch-size", "25"], "batch-size was 24, now 25"),
         (["--lr", "1"], "run: lr was 0.005, now 1. "),
         (["--schedule", "linear"], "run: schedule was cosine, now linear. "),

@@ -91,6 +91,14 @@ class ChatTemplate:
         text, spans = by(messages, learns, tools, document.where)
         return Marked(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
 
+    def question(self, text: str) -> tuple[str, str]:
+        """A user's message with the prompt for an answer; and what the template writes after an answer."""
+        asked: list[Message] = [{"role": "user", "content": text}]
+        answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _STAND_IN}]
+        opening = self._text(asked, None, "the prompt", asks=True)
+        *_, after = self._text(answered, None, "the prompt").partition(_STAND_IN)
+        return opening, after.strip()
+
     # ------------------------------------------------------------------------------------------------------- spans
 
     def _by_marks(

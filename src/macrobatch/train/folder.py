@@ -228,6 +228,8 @@ class Past:
         differing = [name for name in here if saved.get(name) != here[name]]
         if "steps" in differing and not own_warmup and _without_warmup(saved) == _without_warmup(here):
             differing = [name for name in differing if name != "learning_rate"]
+        if "seed" in differing and "vocabulary" not in differing and "data" in differing:
+            differing.remove("data")  # the seed says which documents are held out
         if others := [name for name in differing if name != "steps"]:
             told = "; ".join(said for name in others for said in _differences(name, saved.get(name), here[name]))
             raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
