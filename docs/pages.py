@@ -1,7 +1,7 @@
 """What the site needs beside the pages in this folder: pages that live at the root of the repository, and linked files.
 
 Links stay as they are read in the repository. Here each becomes a link to where the site has its target. Examples in
-docstrings, which are doctests, become blocks of code.
+docstrings, which are doctests, become blocks of code, and defaults are shown by their values.
 """
 
 import os
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Attribute, Extension, Function, Object
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -54,9 +54,23 @@ def site_path(path: str) -> str:
     return AT_THE_ROOT.get(path, path.removeprefix("docs/"))
 
 
-class Doctests(Extension):
-    """Fences around the examples of every docstring."""
+class Readable(Extension):
+    """Fences around the examples of every docstring, and the values of constants instead of their names."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+
+    def on_function(self, *, func: Function, **_: Any) -> None:
+        for parameter in func.parameters:
+            parameter.default = value_of(parameter.default, func)
+
+    def on_attribute(self, *, attr: Attribute, **_: Any) -> None:
+        if not attr.name.isupper():
+            attr.value = value_of(attr.value, attr)
+
+
+def value_of(default: Any, used_by: Object) -> Any:
+    """What a default is, where it is the name of a constant of the same module."""
+    constant = used_by.module.members.get(str(default))
+    return constant.value if isinstance(constant, Attribute) and constant.value is not None else default
