@@ -1,6 +1,9 @@
 """The files around the package, for contributors and releases: what they name exists, and they agree."""
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 
 import pytest
@@ -117,6 +120,22 @@ def test_forms_for_issues():
         fields = form.get("body", [])
         assert len({field["id"] for field in fields}) == len(fields)
         assert path.stem == "config" or {"name", "description", "body"} <= set(form)
+
+
+def test_links_of_a_released_readme_are_absolute(tmp_path):
+    """By the step of the workflow itself."""
+    (step,) = [
+        one for job in workflow("wheel")["jobs"].values() for one in steps_of(job) if "sed" in one.get("run", "")
+    ]
+    shutil.copy(ROOT / "README.md", tmp_path)
+    before = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    told = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1.2.3"}
+    subprocess.run(["bash", "-ec", step["run"]], cwd=tmp_path, env=os.environ | told, check=True, timeout=20)
+    after = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    kinds = {True: "raw", False: "blob"}
+    assert after == [f"https://github.com/owner/name/{kinds[link.endswith('.png')]}/v1.2.3/{link}" for link in before]
+    assert "docs/figures/fixed.png" in before
+    assert "docs/from-a-loop.md#what-is-exact" in before
 
 
 def test_one_version_everywhere():
