@@ -157,8 +157,7 @@ def speed(results: Results) -> str:
         "microseconds added to a micro-step (CPU)",
         *(f"{case['unit']}/s, {case['name']}" for case in cases),
     ]
-    target = f"Target: microseconds over Fabric's, {verdict(overhead['target'])}."
-    said = f"{gpu['processor']}; sizes are samples of a micro-batch x tokens x micro-batches. {target}"
+    said = f"{gpu['processor']}; sizes are samples of a micro-batch x tokens x micro-batches."
     return f"{markdown(headings, rows)}\n\n{said}"
 
 

@@ -145,9 +145,9 @@ print("loss of pieces:", report.ok, [cause.name for cause in report.causes], f"e
 #
 # ## Memory stays flat
 #
-# Now we count the memory of all tensors that a step makes, at its peak: once with all pairs at once in plain torch,
-# as one would write it, and once with 32 pairs at a time. For 2,048 pairs we take some of them twice: for memory that
-# makes no difference.
+# Now we measure the peak memory of all tensors that a step makes: once with all pairs at once in plain torch,
+# as one would normally write it, and once with 32 pairs at a time. For 2,048 pairs we take some of them twice: for
+# memory that makes no difference.
 
 
 # %%

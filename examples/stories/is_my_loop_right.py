@@ -10,10 +10,10 @@ python examples/stories/is_my_loop_right.py
 # You have a training loop. It runs, and the loss goes down. Is it right? A loop that accumulates gradients over
 # micro-batches can be wrong without any error: it still learns, just not as well as it should.
 #
-# This story starts with such a loop, asks `verify` what is wrong, and cures one mistake after the other. In the end
-# we look at what the mistakes had cost. Everything runs on a CPU in half a minute, and nothing is downloaded.
+# This story starts with such a loop, asks `verify` what is wrong, and cures one mistake after the other. At the end
+# we measure what the mistakes cost. Everything runs on a CPU in half a minute, and nothing is downloaded.
 #
-# ## The data: how emoji are called
+# ## The data: the names of emoji
 #
 # Python's standard library knows the official name of every character. The names of 848 pictographs are our texts:
 # some are short (`OX`), some are long. A small model learns to spell them, letter by letter, as a language model

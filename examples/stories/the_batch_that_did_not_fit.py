@@ -7,8 +7,8 @@ python examples/stories/the_batch_that_did_not_fit.py    (on Linux, or with a CU
 # %% [markdown]
 # # The batch that did not fit
 #
-# You want to train with a batch of 64 texts, and memory is enough for a few of them. In this story we give the
-# program a real limit of memory, see the batch fail, and then train on it all the same. In the end we measure what
+# You want to train with a batch of 64 texts, but only a few of them fit into memory. In this story we give the
+# program a real memory limit, see the batch fail, and then train on it anyway. In the end we measure what
 # each way of cutting costs: in memory, and in work wasted on padding.
 #
 # ## A batch of very different lengths

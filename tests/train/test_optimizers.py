@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from harness import by_hand
 from harness.commands import arguments, farthest, json_lines, losses, refused, sentences
 from macrobatch.cli import main
+from macrobatch.train.optimizers import fixed_bytes
+from macrobatch.train.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -179,6 +182,14 @@ def test_the_table_names_the_optimizer(begins, capsys):
     assert "for weights, gradients and Muon" in " ".join(capsys.readouterr().out.split())
     assert main(begins("my_optimizers:Sign", out="own")) == 0
     assert "a rank for weights and gradients" in " ".join(capsys.readouterr().out.split())
+
+
+def test_memory_of_a_rank_holds_whole_gradients_and_a_share_of_the_rest():
+    model = nn.Linear(10, 9)  # 99 parameters
+    frozen = nn.Linear(10, 9).requires_grad_(False)
+    for shards, wanted in ((1, 16 * 99), (4, 3 * 99 + 4 * 99)):
+        assert fixed_bytes(model, Settings(), shards) == (wanted, "weights, gradients and AdamW")
+        assert fixed_bytes(frozen, Settings(), shards)[0] == 4 * 99 / shards
 
 
 # --------------------------------------------------------------------------------------------------- eight bits

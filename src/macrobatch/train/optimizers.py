@@ -239,10 +239,11 @@ def set_rates(optimizers: Sequence[Optimizer], rate: float) -> None:
             group["lr"] = rate * group.get(RATIO, 1.0)
 
 
-def fixed_bytes(model: nn.Module, settings: Settings) -> tuple[int, str]:
-    """What weights, gradients and the optimizer's state take on one rank that holds all of them, and what that counts.
+def fixed_bytes(model: nn.Module, settings: Settings, shards: int) -> tuple[int, str]:
+    """What weights, gradients and the optimizer's state take on one rank, and what that counts.
 
-    Adafactor's state is a row and a column of each matrix; that of a user's optimizer is not known.
+    Gradients are whole on every rank inside a window; weights and state are in so many shards. Adafactor's state is a
+    row and a column of each matrix; that of a user's optimizer is not known.
     """
     momentum = 1.0 if "momentum" in options_of(settings) else 0.0
     sizes = {"adamw": 2.0, "muon": 1.0, "adafactor": 0.0, "adamw-8bit": 0.5, "sgd": momentum}  # numbers a parameter
@@ -250,7 +251,7 @@ def fixed_bytes(model: nn.Module, settings: Settings) -> tuple[int, str]:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     named = "weights and gradients" if state is None else f"weights, gradients and {TITLES[settings.optimizer]}"
-    return round(weights + (1 + (state or 0)) * trained), named
+    return round((weights + (state or 0) * trained) / shards + trained), named
 
 
 class WholeMuon(torch.optim.Muon):

@@ -293,7 +293,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
     tokenizer = settings.tokenizer or learner.origin.tokenizer
-    fixed, counted = optimizers.fixed_bytes(learner.model, settings)
+    fixed, counted = optimizers.fixed_bytes(learner.model, settings, shards)
     return {
         "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
         **_trained(learner),
@@ -302,7 +302,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens{repeated}",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": cutting.described(plan.micro, mine),
-        "memory": f"{_bytes(fixed / shards)} a rank for {counted}",
+        "memory": f"{_bytes(fixed)} a rank for {counted}",
         "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
