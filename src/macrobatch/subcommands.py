@@ -23,6 +23,7 @@ from macrobatch.errors import FitError, MacrobatchError, UsageError, printable
 
 if TYPE_CHECKING:
     from macrobatch.train.settings import Settings
+    from macrobatch.verify import Report
 
 # torch and all that needs it are imported where they are used: that takes seconds, and the command speaks before.
 
@@ -206,22 +207,31 @@ def _bench(parsed: argparse.Namespace) -> int:
 def _verify(parsed: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from macrobatch import verify
-
-    function = function_named(parsed.target)
-    try:
-        model, loss_fn, batch, step = _returned(function(), parsed.target)
-        _require_one_group(parsed.target)
-        report = verify(model, loss_fn, batch, step=step, windows=parsed.windows)
-    except MacrobatchError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        print(f"macrobatch: {parsed.target} could not be verified: it raised the error above.", file=sys.stderr)
+    # What the program prints is not part of the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
+        report = _report_of(parsed.target, parsed.windows)
+    if report is None:
         return UNUSABLE
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         print(json.dumps(report.to_dict(), indent=2) if parsed.json else report)
     return RIGHT if report.ok else WRONG
+
+
+def _report_of(target: str, windows: int | None) -> Report | None:
+    """None, with a traceback, if the program fails."""
+    from macrobatch import verify
+
+    function = function_named(target)
+    try:
+        model, loss_fn, batch, step = _returned(function(), target)
+        _require_one_group(target)
+        return verify(model, loss_fn, batch, step=step, windows=windows)
+    except MacrobatchError:
+        raise
+    except (Exception, SystemExit):  # a program that ends itself has not been verified
+        traceback.print_exc()
+        print(f"macrobatch: {target} could not be verified: it raised the error above.", file=sys.stderr)
+        return None
 
 
 def _require_one_group(target: str) -> None:

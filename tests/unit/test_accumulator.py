@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from macrobatch import Accumulator
+from macrobatch.errors import UsageError
 
 
 class Setup:
@@ -41,6 +42,21 @@ LOADERS = {
     "DataLoader": lambda: DataLoader(range(5), batch_size=None),
     "DataLoader without length": lambda: DataLoader(Stream(), batch_size=None),
 }
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_pass_that_is_over_cannot_be_made_again(kind):
+    """A second loop over it would train on nothing."""
+    setup = Setup(steps=5)
+    batches = setup.acc.batches(LOADERS[kind]())
+    for batch in batches:
+        setup.one(batch)
+        if batch == 2:
+            break
+    assert [setup.one(batch) is None for batch in batches] == [True, False]  # goes on where it was left
+    with pytest.raises(UsageError, match=r"is over: call acc.batches\(loader\) again for each epoch"):
+        list(batches)
+    assert next(batches, "none") == "none"
 
 
 @pytest.mark.parametrize("kind", LOADERS)

@@ -55,6 +55,7 @@ def several():
 
 
 def wrong():
+    print("the wrong one")
     return model, loss_fn, batch, loop
 
 
@@ -64,6 +65,11 @@ def too_little():
 
 def raises():
     raise ZeroDivisionError("of its own")
+
+
+def leaves():
+    print("said by the program")
+    raise SystemExit(0)
 
 
 def refused():
@@ -100,6 +106,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 COMMANDS = {
     "wrong": ["verify", "my_training:wrong", "--json"],
+    "leaves": ["verify", "my_training:leaves", "--json"],
     "bad": ["verify", "no_such_module:check"],
 }
 
@@ -123,10 +130,17 @@ def done(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
 
 def test_a_wrong_step_as_json(done):
     status, out, err = done["wrong"]
-    assert (status, err) == (1, "")
+    assert (status, err) == (1, "the wrong one\n")
     report = json.loads(out)
     assert report["ok"] is False
     assert report["causes"][0]["name"] == "mean of means"
+
+
+def test_a_program_that_ends_itself_is_not_verified(done):
+    status, out, err = done["leaves"]
+    assert (status, out) == (2, "")
+    assert err.startswith("said by the program\nTraceback ")
+    assert err.endswith("SystemExit: 0\nmacrobatch: my_training:leaves could not be verified: it raised the error above.\n")
 
 
 def test_a_bad_name_is_one_line(done):

@@ -395,7 +395,60 @@ def test_samples_that_no_window_has_are_mentioned():
         Attention().double(), loss_fn, batch_of(43, items=UNEQUAL), step=Loop(weight=by_items, cut=all_but_the_last)
     )
     assert report.ok
-    assert report.notes == ("3 samples of the batch reached no backward",)
+    left_out = "3 of 43 samples of the batch reached no backward"
+    assert report.notes == (f"{left_out}: a mistake, if each should be used once",)
+    told = verify(
+        Attention().double(),
+        loss_fn,
+        batch_of(43, items=UNEQUAL),
+        step=Loop(weight=by_items, cut=all_but_the_last),
+        windows=len(report.windows),
+    )
+    assert [(cause.name, cause.evidence) for cause in told.causes] == [("samples left out", f"{left_out}.")]
+
+
+@pytest.mark.parametrize("windows", [[range(7), range(5, 12)], [range(6), range(6)], [range(12), range(12)]])
+def test_samples_of_several_windows_are_mentioned(windows):
+    """Two epochs are right, too; but not if the batch is meant for so many steps."""
+
+    def step(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for samples in windows:
+            for sample in samples:
+                (F.mse_loss(model(batch[0][[sample]]), batch[1][[sample]]) / len(samples)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    case = nn.Linear(4, 2).double(), lambda model, batch: F.mse_loss(model(batch[0]), batch[1])
+    batch = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    twice = f"{len(set(windows[0]) & set(windows[1]))} samples of the batch reached more than one optimizer step"
+    report = verify(*case, batch, step=step)
+    assert report.ok
+    assert report.notes[-1] == f"{twice}: a mistake, if each should be used once"
+    report = verify(*case, batch, step=step, windows=2)
+    assert not report.ok
+    assert report.causes[-1].name == "samples used twice"
+    assert report.causes[-1].evidence == f"{twice}."
+
+
+def test_two_optimizers_may_use_the_same_samples():
+    """As those of a GAN do."""
+
+    def step(model, batch):
+        for part in model:
+            optimizer = torch.optim.SGD(part.parameters(), 0.1)
+            optimizer.zero_grad()
+            model.requires_grad_(False)
+            part.requires_grad_(True)
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+            model.requires_grad_(True)
+
+    batch = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    report = verify(model, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), batch, step=step)
+    assert report.ok, report
+    assert not any("more than one" in note for note in report.notes)
 
 
 def test_parameters_that_no_optimizer_holds_are_mentioned():

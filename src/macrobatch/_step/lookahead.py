@@ -6,7 +6,7 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,19 @@ class Epoch(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch], length: int | None) -> None:
         self._batches = batches
         self._length = length
+        self._is_over = False
+
+    def __iter__(self) -> Self:
+        if self._is_over:  # a loop over it would end at once, as if the epoch had no batches
+            raise UsageError("this batches() is over: call acc.batches(loader) again for each epoch.")
+        return self
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._is_over = True
+            raise
 
     def __len__(self) -> int:
         if self._length is None:
@@ -40,6 +50,7 @@ class Epoch(Iterator[Batch]):
 
     def close(self) -> None:
         """Leave it, as `break` does."""
+        self._is_over = True
         self._batches.close()  # type: ignore[attr-defined]
 
 

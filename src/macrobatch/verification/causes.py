@@ -20,7 +20,7 @@ from macrobatch.verification.joint_causes import cut_causes, factor_causes, unex
 from macrobatch.verification.label_causes import label_causes, loss_padding_cause
 from macrobatch.verification.report import Cause
 from macrobatch.verification.sample_matching import num_indistinguishable
-from macrobatch.verification.weighting import causes_of_window, leftover_cause
+from macrobatch.verification.weighting import USE_ALL, USE_ONCE, causes_of_window, leftover_cause
 
 MAX_DIAGNOSED = 4  # windows
 NOISE = 1e-5  # the difference that two float32 sums of the same numbers may have on a GPU
@@ -35,9 +35,10 @@ def explain(case: Case) -> tuple[list[Cause], list[str]]:
     allow_clipping(case, notes)
     _add_notes(case, notes)
     wrong = [window for window in case.windows if window.is_wrong]
+    of_samples = _sample_causes(case, notes)
     if case.whole_loss is not None:
-        return list(_joint_causes(case, wrong)), notes
-    structural = list(_window_causes(case))
+        return [*_joint_causes(case, wrong), *of_samples], notes
+    structural = [*_window_causes(case), *of_samples]
     causes = list(_step_causes(case, wrong))
     causes = causes or (label_causes(case, wrong) if wrong else [])
     causes = causes or [cause for window in _windows_to_diagnose(wrong) for cause in causes_of_window(case, window)]
@@ -110,20 +111,42 @@ def _add_notes(case: Case, notes: list[str]) -> None:
         notes.append("the weights changed, but no torch.optim.Optimizer stepped: .grad was read when step returned")
     if case.windows and all(window.micro_batches == 1 for window in case.windows):
         notes.append("every optimizer step came after a single micro-batch: nothing was accumulated")
-    _add_sample_notes(case, notes)
 
 
-def _add_sample_notes(case: Case, notes: list[str]) -> None:
-    """Add notes on samples that no window used, or that cannot be distinguished."""
-    used = {sample for window in case.windows for part in window.parts or () for sample in part}
-    blind = any(window.parts is None for window in case.windows)
-    if len(case.windows) <= 1 or blind or case.big.samples is None:
-        return
-    left_out = 0.0 if case.is_open else case.big.ranks.sum(case.big.samples.count - len(used))
+def _sample_causes(case: Case, notes: list[str]) -> list[Cause]:
+    """The causes for several windows that do not use each sample once; notes, unless the number of windows was given.
+
+    Without it, a step may go over the batch several times, or drop a short last window.
+    """
+    ranks, blind = case.big.ranks, any(window.parts is None for window in case.windows)
+    if len(case.windows) <= 1 or ranks.largest(float(blind)) or case.big.samples is None:
+        return []
+    used = [{sample for part in window.parts or () for sample in part} for window in case.windows]
+    left_out = 0.0 if case.is_open else ranks.sum(case.big.samples.count - len(set().union(*used)))
+    twice = set()
+    for index, window in enumerate(case.windows if ranks.world_size == 1 else ()):  # ranks repeat with weight 0
+        for other, samples in zip(case.windows[:index], used, strict=False):
+            if window.observed.names & other.observed.names:
+                twice |= samples & used[index]
+    _note_indistinguishable(case, notes)
+    causes = []
     if left_out:
-        notes.append(f"{left_out:.0f} samples of the batch reached no backward")
+        evidence = f"{left_out:.0f} of {ranks.sum(case.big.samples.count):.0f} samples of the batch reached no backward"
+        causes.append(Cause(name="samples left out", evidence=f"{evidence}.", cure=USE_ALL))
+    if twice:
+        evidence = f"{len(twice)} samples of the batch reached more than one optimizer step"
+        causes.append(Cause(name="samples used twice", evidence=f"{evidence}.", cure=USE_ONCE))
+    if case.expected_windows is not None:
+        return causes
+    notes.extend(f"{cause.evidence.removesuffix('.')}: a mistake, if each should be used once" for cause in causes)
+    return []
+
+
+def _note_indistinguishable(case: Case, notes: list[str]) -> None:
+    """Add a note on samples that cannot be distinguished, if a window is wrong."""
     if not any(window.is_wrong for window in case.windows):
         return
+    assert case.big.samples is not None
     if case.big.ranks.largest(num_indistinguishable(case.big_batch_calls, case.big.part(None), case.big.samples.count)):
         notes.append(
             "some samples are the same to the model, but differ elsewhere in the batch, e.g. in their labels. It is "

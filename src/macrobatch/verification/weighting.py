@@ -227,14 +227,14 @@ def _sample_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) -
             "samples left out",
             case.expected_gradient(sorted(set(used))).only(window.observed.names),
             f"{left_out} of {total} samples reached no backward.",
-            "Look for drop_last=True, a loop that ends too early, or a last micro-batch that is skipped.",
+            USE_ALL,
         )
     if case.big.ranks.largest(twice) and case.big.ranks.world_size == 1:
         yield Hypothesis(
             "samples used twice",
             case.weighted_gradient(parts, case.big.items(parts)).only(window.observed.names),
             f"{twice} samples reached more than one backward.",
-            "Look for a sampler or a loader that fills up the last micro-batch.",
+            USE_ONCE,
         )
 
 
@@ -276,6 +276,8 @@ DIVIDE = "Divide once: (loss / number_of_micro_batches).backward(), or better by
 DIVIDE_LESS = "Divide once: the backward() of a library, or a mean loss, already divides."
 COUNT_LABELS = "Count labels, not positions: (labels != -100).sum(), after any shift."
 COUNT_SHIFTED = "Count labels after the shift: (labels[..., 1:] != -100).sum()."
+USE_ALL = "Look for drop_last=True, a loop that ends too early, or a last micro-batch that is skipped."
+USE_ONCE = "Look for a sampler or a loader that fills up the last micro-batch, or windows that overlap."
 UNSCALE = "Call scaler.unscale_(optimizer) before reading gradients, and scaler.step(optimizer) to step."
 MULTIPLY = (
     "DDP and FSDP divide by the number of ranks. Multiply by it where you divide by the items of all ranks, and "
