@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -320,6 +321,21 @@ def summed(outputs, labels, num_items_in_batch=None):
     return total / num_items_in_batch
 
 
+def summed_shifted(outputs, labels, num_items_in_batch=None):
+    return summed(SimpleNamespace(logits=outputs.logits[:, :-1]), labels[:, 1:], num_items_in_batch)
+
+
+class DividesShifted(Trainer):
+    """As people write it: without the trainer's number it fails."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = summed_shifted(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
 def means_of(trainer_class, kind, data, size):
     """Plain steps on so many samples at once, with the trainer's own loss."""
     model = make(kind)
@@ -348,6 +364,20 @@ def test_a_loss_function_that_divides_by_the_items(way):
     made = trainer("bert", exact(Trainer, **WAYS[way]), data, compute_loss_func=summed)
     train(made)
     assert apart(made, one_big_batch("bert", data, 8)[0]) <= 1e-14
+
+
+@pytest.mark.parametrize("way", ["batches", "three"])
+@pytest.mark.parametrize("trainer_class", [Trainer, DividesShifted])
+def test_a_sum_of_shifted_labels_is_divided_by_as_many(trainer_class, way):
+    """The trainer counts them before the shift."""
+    data = samples("gpt2", 13)
+    more = {"compute_loss_func": summed_shifted} if trainer_class is Trainer else {}
+    made = trainer("gpt2", exact(trainer_class, **WAYS[way]), data, **more)
+    train(made)
+    assert apart(made, one_big_batch("gpt2", data, 8)[0]) <= ROUNDING["gpt2"]
+    report = verify(trainer("gpt2", trainer_class, data, **more))
+    assert [cause.name for cause in report.causes] == ["labels counted before the shift"]
+    assert verify(trainer("gpt2", exact(trainer_class), data, **more)).ok
 
 
 class TwoDenominators(Trainer):

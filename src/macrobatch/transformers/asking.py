@@ -162,11 +162,12 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     counts: list[tuple[Callable[[Inputs], Any], str]] = [(layout.count, "samples")]
     if _has_classes(real):
         counts = [(causal_labels, "labels, shifted"), (all_labels, "labels"), *counts]
-    if divides and trainer.compute_loss_func is not None:  # it divides by whatever it is given
-        counts = [(lambda batch: _number_of(trainer, batch), "labels")]
+    own_count = trainer.compute_loss_func is None and (not divides or _counts_by_itself(ask, probe))
+    if divides and not own_count:
+        counts = [_count_of_sum(trainer, ask, batches)]
     every = [Meaning(count, of, divides=divides, balance=balance, layout=layout) for count, of in counts]
     # Without num_items_in_batch, a model that would divide by it divides by what it has counted itself.
-    means = [replace(one, divides=False) for one in every] if trainer.compute_loss_func is None else every
+    means = [replace(one, divides=False) for one in every] if own_count else every
     is_random = _is_random(ask, probe, number)
     why = "hiding labels and leaving out samples change it in no way that a mean does"
     if batches is not None and _tells_labels_apart(ask, means[0], batches):
@@ -197,7 +198,7 @@ def still_fits(
     """
     ask, case = Inquiry(trainer, model), _whole_and_parts(meaning.layout, batches, padding)
     is_wrong = any_rank(case is not None and not fits(ask, meaning, *case))
-    return not is_wrong or any_rank(_is_random(ask, batches[0], None))
+    return not is_wrong or any_rank(_is_random(ask, batches[0], _number_of(trainer, batches[0])))
 
 
 def _whole_and_parts(layout: Layout, batches: Sequence[Inputs], padding: Any) -> list[Inputs] | None:
@@ -258,6 +259,24 @@ def _splits(layout: Layout, inputs: Inputs) -> list[list[Inputs]]:
     some = [list(range(max(samples // 3, 1))), list(range(0, samples, 2))]
     pairs = [(one, [sample for sample in range(samples) if sample not in one]) for one in some]
     return [[layout.select(inputs, one), layout.select(inputs, other)] for one, other in pairs]
+
+
+def _counts_by_itself(ask: Inquiry, inputs: Inputs) -> bool:
+    """Whether the loss can do without ``num_items_in_batch``."""
+    try:
+        ask(inputs, None)
+    except Exception:  # mostly a TypeError, of a division by None
+        return False
+    return True
+
+
+def _count_of_sum(trainer: Any, ask: Inquiry, batches: Sequence[Inputs] | None) -> tuple[Callable[[Inputs], Any], str]:
+    """The items of a sum that divides by whatever it is given: its labels after the shift, if it does shift them."""
+    if batches is not None:
+        whole, first, others = (ask(batch, torch.ones((), dtype=torch.long)) for batch in batches)
+        if others and first == 0 and whole == others:  # the first label of a row adds nothing
+            return causal_labels, "labels, shifted"
+    return lambda batch: _number_of(trainer, batch), "labels"
 
 
 def _tells_labels_apart(ask: Inquiry, meaning: Meaning, batches: Sequence[Inputs]) -> bool:
