@@ -1,6 +1,6 @@
-"""`Accumulator`: you drive the micro-batches, it makes one exact optimizer step of each window.
+"""`Accumulator`: gradient accumulation in your own loop over micro-batches, with exact optimizer steps.
 
-It is epochs and their order on the engine of `_step`.
+The engine in `_step` accumulates the gradients. `Accumulator` adds the iteration over a data loader.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ Batch = TypeVar("Batch")
 
 
 class Accumulator:
-    """Accumulates gradients over micro-batches and takes exactly the step of the one big batch.
+    """Accumulates gradients in your own loop, and takes the optimizer step of the whole batch.
+
+    Use it if your loop goes over micro-batches. The micro-batches of one optimizer step are a *window*. When a window
+    is complete, `step` steps the optimizer with the gradient that all samples of the window would have in one big
+    batch.
 
     >>> import torch
     >>> from torch import nn
@@ -45,27 +49,43 @@ class Accumulator:
     2 2 11
     3 1 1
 
-    Until `step`, ``.grad`` holds an undivided sum: clipping, unscaling or clearing it by hand is an error.
+    In the middle of a window, ``.grad`` holds a sum that is not divided yet. Do not clip, unscale or clear it, and do
+    not step the optimizer yourself: each of these raises an error.
 
     Args:
-        model: a module, or a list of modules, compiled or not.
-        optimizer: one or a list. They may hold parameters of the given models only.
-        steps: micro-batches in a window: an int, or ``f(optimizer_step) -> int`` for a ramp.
-        scheduler: one or a list, stepped once for each optimizer step that is taken.
-        max_norm: clips the norm of all parameters of all given models together.
-        scaler: a ``torch.amp.GradScaler``. Its scale stays constant inside a window; an overflow skips the step.
-        reduction: "mean" or "sum": what the losses handed to `backward` are.
-        sync: "window" or "micro": when gradients travel between ranks. In one process they never do.
-        gather: "window" or "micro": how long FSDP2 keeps parameters gathered.
-        remainder: what becomes of a short last window: "step" (exactly scaled), "drop", "carry" into the next epoch.
-        accumulate_dtype: sums the gradients of lower-precision parameters in this dtype, e.g. ``torch.float32``.
-        nonfinite: what an infinite or NaN gradient does. "raise": noticed on the device without stalling it, so there
-            the error may come when the next window closes; it names the window, and a fused optimizer does not take
-            the poisoned step. "skip": nothing changes, and the result says so. "keep": no check.
-        process_group: the ranks to average over.
-        counts: for losses of several terms: ``counts(batch)`` returns the items of each, by name. `batches` then reads
-            the batches of a window before it hands out the first, and `backward` takes a dict.
-        joint: a loss of the whole batch is for `MacroStep`; here it is an error.
+        model: the module to train, or a list of modules. They may be compiled, or wrapped in DDP or FSDP.
+        optimizer: an optimizer, or a list of optimizers. They may hold only parameters of the given models.
+        steps: the number of micro-batches in a window. To change it during training, pass a function
+            ``f(optimizer_step) -> int``; its argument is the number of optimizer steps taken so far.
+        scheduler: a learning-rate scheduler, or a list of schedulers. `step` steps them once for each optimizer step
+            that it takes, so do not step them yourself. Default: none.
+        max_norm: clip the gradients to this norm, taken over all parameters of all given models together. ``math.inf``
+            only measures the norm. Default: do not clip, and do not measure.
+        scaler: a ``torch.amp.GradScaler`` for float16. Its scale stays constant inside a window. If the gradients
+            overflow, the step is skipped. Default: none.
+        reduction: whether the losses that you pass to `backward` are a "mean" over items or a "sum" over items.
+        sync: when ranks exchange gradients: once per window ("window"), or in every micro-batch ("micro", which needs
+            less memory under FSDP). It has no effect in a single process.
+        gather: for FSDP2 only: gather the parameters for every micro-batch ("micro"), or keep them gathered until the
+            window closes ("window", which communicates less but needs more memory).
+        remainder: what to do with a last window that has fewer than ``steps`` micro-batches: take its step, with the
+            right divisor ("step"), drop its gradients ("drop"), or complete it in the next epoch ("carry").
+        accumulate_dtype: the dtype in which the gradients of lower-precision parameters are summed, e.g.
+            ``torch.float32`` for bfloat16 parameters. Default: gradients keep their own dtype.
+        nonfinite: what to do if a gradient is infinite or NaN. "raise": raise a `NonFiniteError`. On a GPU, the error
+            may come only when the next window closes, because the host does not wait for the device; it names the
+            window, and a fused optimizer does not take the bad step. "skip": take no step, and report it in
+            ``StepResult.skipped``. "keep": do not check. With a ``scaler``, it is always "skip".
+        process_group: the ranks that have different data, whose gradients are averaged: a process group, or a
+            dimension of a ``DeviceMesh``. Default: the ranks of the model's DDP or FSDP wrapper.
+        counts: for a loss of several terms that have different numbers of items: ``counts(batch)`` returns the number
+            of items of each term in a batch, as a dict by name. With it, `batches` reads all batches of a window
+            before it yields the first one, and `backward` takes a dict. Default: the loss has one term.
+        joint: not supported here, and an error: for a loss that compares samples with each other, use `MacroStep`.
+
+    Raises:
+        UsageError: an argument is invalid, or two arguments contradict each other.
+        BackendError: the model, the optimizer or the installed torch does not support what you asked for.
     """
 
     def __init__(
@@ -126,52 +146,60 @@ class Accumulator:
     # ------------------------------------------------------------------------------------------ the main path
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of `loader`, each to be followed by its `backward` and by `step`.
+        """Iterate over the micro-batches of a loader. Call `backward` and then `step` for each of them.
 
-        A loader with a length is not read ahead; any other iterable is, by one batch, to know where it ends. With
-        ``counts``, the batches of a window are all read before the first is handed out.
+        If the loader has a length, nothing is read ahead. Any other iterable is read one batch ahead, to find out where
+        it ends. With ``counts``, all batches of a window are read before the first one is yielded.
 
         Args:
-            loader: any iterable of batches. Ranks may have loaders of different lengths.
+            loader: any iterable of micro-batches. On several ranks, the loaders may have different lengths.
 
         Returns:
-            An iterator over the batches, with a length where the loader has one.
+            An iterator over the micro-batches. It has a length if the loader has one.
 
         Raises:
-            UsageError: if a window is open that has had no `step`.
-            BatchError: while iterating, if the loader is empty or yields another number of batches than its length.
+            UsageError: a window is still open: its micro-batches have had no `step`.
+            BatchError: while iterating: the loader is empty, or its length is not the number of batches it yields.
+            BackendError: while iterating on several ranks: the loaders' lengths are unknown with
+                ``remainder="carry"``, or they are not known to be equal and the model has ``SyncBatchNorm`` layers.
         """
         return self._epochs.begin(loader)
 
     def backward(self, loss: Tensor | Terms, items: Items = None) -> None:
-        """Add the gradient of a micro-batch.
+        """Run the backward of a micro-batch and add its gradient to the window, instead of ``loss.backward()``.
 
         Args:
-            loss: of the micro-batch: a mean over its items, or their sum (``reduction``). With ``counts``, a dict of
-                terms, ``{name: (loss, items)}``; terms that the micro-batch does not have may be left out.
-            items: what the loss is a mean over: an int, or a tensor with one number, which the host does not wait for.
-                None weighs every micro-batch the same; sums are then divided by the number of micro-batches.
+            loss: the loss of the micro-batch: a mean over its items, or with ``reduction="sum"`` their sum. With
+                ``counts``, a dict of terms ``{name: (loss, items)}``; you may leave out terms that the micro-batch does
+                not have.
+            items: the number of items (tokens, samples, pixels) that the loss is a mean or a sum over: a number, or a
+                tensor with one element, which stays on the device. None: every micro-batch has the same weight, so a
+                sum is divided by the number of micro-batches.
 
         Raises:
-            UsageError: if no micro-batch is under way, or if somebody has changed the accumulated gradients.
-            BatchError: if the loss is no scalar with a graph that reaches a parameter, or the items are no count.
-            BackendError: if a gradient would stay unsynchronised between ranks.
+            UsageError: there is no current micro-batch, it has already had its `backward`, or other code has changed
+                the accumulated gradients.
+            BatchError: the loss is not a scalar with a graph that reaches a parameter, or ``items`` is not a count.
+            BackendError: a gradient would not be synchronised between ranks.
         """
         self._engine.backward(loss, items)
 
     def step(self, now: bool = False) -> StepResult | None:
-        """Take the optimizer step if the window is complete, else return None.
+        """Take the optimizer step if the window is complete. Call it after every `backward`.
+
+        It divides the gradients, clips them, steps the optimizers and schedulers, and clears the gradients.
 
         Args:
-            now: close the open window as it stands, e.g. after the last epoch under ``remainder="carry"``.
+            now: close the open window even if it is incomplete, e.g. after the last epoch with ``remainder="carry"``.
 
         Returns:
-            What became of the window; None until it is complete.
+            The result of the window; None if the window is not complete yet.
 
         Raises:
-            UsageError: if it is called before `backward`, or if somebody has changed the accumulated gradients.
-            NonFiniteError: if a gradient of the window, or of the one before, is infinite or NaN.
-            BatchError: if the items of a term do not add up to what ``counts`` said.
+            UsageError: there was no `backward` before it, or other code has changed the accumulated gradients.
+            NonFiniteError: a gradient of this window, or of the one before, is infinite or NaN.
+            BatchError: the items are negative or not finite, or the items of a term do not add up to what ``counts``
+                returned.
         """
         checked_switch("now", now)
         if now and self._has_terms and self._engine.has_accumulated and not self._engine.is_last:
@@ -183,13 +211,16 @@ class Accumulator:
         return self._engine.close(now)
 
     def discard(self) -> None:
-        """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
+        """Drop the open window and its gradients.
+
+        If the current micro-batch has had no `backward` yet, it becomes the first one of a new window.
+        """
         self._engine.discard()
         self._epochs.recount()
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool | None = None) -> Iterator[None]:
-        """The forward and `backward` of one micro-batch, for loops without a loader.
+        """A context manager for the forward and `backward` of one micro-batch, for loops without a loader.
 
         >>> model = nn.Linear(2, 1)
         >>> acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
@@ -201,7 +232,13 @@ class Accumulator:
         tensor(8)
 
         Args:
-            last: whether this one closes the window; None: ``steps`` decides.
+            last: whether this micro-batch completes the window. None: it does if it is number ``steps`` of the window.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            UsageError: the block ended without a `backward`, or the Accumulator has ``counts``.
         """
         if self._has_terms:
             raise UsageError(
@@ -217,26 +254,42 @@ class Accumulator:
 
     @property
     def is_last(self) -> bool:
-        """Whether the current micro-batch closes the window."""
+        """Whether the current micro-batch is the last one of its window."""
         return self._engine.is_last
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the current batch is one that this rank has had before, as it ran out and others did not."""
+        """Whether the current micro-batch is a repeat with weight 0.
+
+        On several ranks, a rank whose loader has ended repeats a batch as long as other ranks still have batches.
+        """
         return self._engine.is_repeat
 
     @property
     def optimizer_step(self) -> int:
-        """How many optimizer steps were taken."""
+        """The number of optimizer steps taken so far. Skipped steps do not count."""
         return self._engine.closing.taken
 
     def state_dict(self) -> dict[str, int | float]:
-        """What to save beside model, optimizer, scheduler and scaler: plain numbers. Only between windows.
+        """The state to put into a checkpoint, beside that of the model, optimizer, scheduler and scaler.
 
-        Under a scaler that includes the typical number of items of a micro-batch, by which sums are pre-scaled.
+        Returns:
+            A dict of plain numbers: the optimizer steps and windows so far and, with a scaler or float16 gradients, the
+            typical number of items in a micro-batch, which keeps float16 sums from overflowing.
+
+        Raises:
+            UsageError: a window is open. Call it right after `step` has returned a result.
+            NonFiniteError: a gradient of the last window is infinite or NaN.
         """
         return self._engine.state()
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Go on from what `state_dict` gave. Only between windows."""
+        """Restore a state, to continue from a checkpoint.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            UsageError: a window is open, or ``state`` is not such a state.
+        """
         self._engine.load_state(state)

@@ -1,6 +1,6 @@
-"""The command `macrobatch`: how it ends, whatever happens in a subcommand.
+"""The command `macrobatch`: it runs a subcommand, and turns errors and signals into messages and an exit status.
 
-Little is imported before `main` can answer a Ctrl-C.
+Only a few modules are imported at the top, so that `main` can soon react to Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand."""
+    """Run a subcommand, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _run(given)
@@ -75,10 +75,10 @@ def _leave_ranks() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process. A rank ends without taking its interpreter apart.
+    """End the process. On a rank, end it without the interpreter's own shutdown.
 
-    Under gloo, threads of a process group that DDP has used outlive `destroy_process_group()`, and one that lets go of
-    a tensor while the interpreter is torn down aborts the process: a rank that has done all its work would seem to have
+    With gloo, threads of a process group that DDP has used outlive `destroy_process_group()`. If such a thread releases
+    a tensor while the interpreter shuts down, the process aborts: a rank that has done all its work would seem to have
     failed.
     """
     if "torch.distributed" in sys.modules and "RANK" in os.environ:

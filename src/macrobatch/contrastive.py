@@ -38,10 +38,11 @@ def contrastive_loss(
     negatives: Tensor | None = None,
     tile: int = TILE,
 ) -> Tensor:
-    """The loss of CLIP and of in-batch negatives, for batches whose matrix of all pairs does not fit into memory.
+    """Compute the contrastive loss of CLIP (also called InfoNCE) without the matrix of all pairs in memory.
 
     Row i of `a` and row i of `b` are a pair; all other rows are wrong answers. Rows are normalised, so a logit is
-    `scale` times the cosine of two rows. The loss is the mean cross-entropy of finding each row's partner, and equals
+    `scale` times the cosine of two rows. The loss is the mean cross-entropy of finding each row's partner. Its value
+    and gradient equal those of this code:
 
     >>> import torch.nn.functional as F
     >>> a, b = torch.randn(6, 4), torch.randn(6, 4)
@@ -50,30 +51,32 @@ def contrastive_loss(
     >>> naive = (F.cross_entropy(logits, answers) + F.cross_entropy(logits.T, answers)) / 2
     >>> torch.testing.assert_close(contrastive_loss(a, b, scale=20.0), naive)
 
-    in value and gradient, but holds at most four tiles of the matrix at a time, of up to ``tile * tile`` logits each.
-    Otherwise it needs memory for the gradients only. The backward computes the logits again, and cannot be
-    differentiated a second time. The host never waits for the device.
+    It holds at most four tiles of the matrix in memory at a time, of up to ``tile * tile`` logits each. Beyond that, it
+    needs memory only for the gradients. The backward computes the logits again, and cannot be differentiated a second
+    time. The host never waits for the device.
 
-    Everything is computed in float32 (in float64 if the rows are), also for bfloat16 and float16 rows and under
-    autocast. On a GPU, `torch.set_float32_matmul_precision("high")` allows faster products (TF32) here as elsewhere.
+    Everything is computed in float32 (in float64 if the rows are float64), also for bfloat16 and float16 rows and under
+    autocast. On a GPU, `torch.set_float32_matmul_precision("high")` allows faster products (TF32), as elsewhere.
 
     Args:
-        a: (pairs, dimension), the rows that look for their partners: images, questions.
-        b: (pairs, dimension), the partners in the same order: captions, answers.
-        scale: what cosines are multiplied by, the inverse of a temperature: a number, or a tensor with one element,
-            which gets its gradient.
-        symmetric: the mean of both directions, as in CLIP. False: only rows of `a` look for their partners in `b`.
-        negatives: (any number, dimension), more wrong answers for every row of `a`, such as hard negatives. They get
-            gradients. They have no partners, so they do not take part in the direction from `b` to `a`.
-        tile: the largest number of rows, and of columns, of the matrix whose logits are in memory at a time. The result
+        a: a matrix (pairs, dimension) of the rows that look for their partners, such as images or questions.
+        b: a matrix (pairs, dimension) of the partners in the same order, such as captions or answers.
+        scale: the factor for the cosines, the inverse of a temperature: a number, or a tensor with one element, which
+            gets a gradient if it requires one.
+        symmetric: whether the loss is the mean of both directions, as in CLIP. False: only the rows of `a` look for
+            their partners in `b`.
+        negatives: a matrix (any number, dimension) of further wrong answers for every row of `a`, such as hard
+            negatives. They get gradients. They have no partners, so the direction from `b` to `a` does not use them.
+            Default: none.
+        tile: the number of rows, and of columns, in a tile of the matrix. Smaller tiles need less memory. The result
             does not depend on it, except for rounding.
 
     Returns:
-        The mean over the pairs, a scalar in float32 or float64. A row of zeros has the cosine 0 with all others.
+        The mean over the pairs, a scalar in float32 or float64. A row of zeros has the cosine 0 with every other row.
 
     Raises:
-        BatchError: `a`, `b` or `negatives` are no floating-point matrices that fit together, or there is no pair.
-        UsageError: `scale`, `symmetric` or `tile` is invalid, or somebody asks for a second derivative.
+        BatchError: `a`, `b` and `negatives` are not floating-point matrices that fit together, or there is no pair.
+        UsageError: `scale`, `symmetric` or `tile` is invalid, or something asks for a second derivative.
     """
     if not isinstance(symmetric, bool):
         raise UsageError(f"symmetric must be True or False: got {symmetric!r}.")
@@ -91,7 +94,7 @@ def contrastive_loss(
 
 
 def _check_rows(a: Tensor, b: Tensor, negatives: Tensor | None) -> None:
-    """Refuse whatever is not a matrix of pairs."""
+    """Raise an error if the tensors are not matrices of pairs."""
     given = {"a": a, "b": b} | ({} if negatives is None else {"negatives": negatives})
     for name, rows in given.items():
         if not isinstance(rows, Tensor):
@@ -351,7 +354,7 @@ def _blocks(a: Tensor, b: Tensor, negatives: Tensor, scale: Tensor, tile: int) -
 def _gradients(
     pairs: Block, others: Block, rows: LogSumExp, columns: LogSumExp | None, weight: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Those of a, b, the negatives and the scale, as far as they are needed; each cross-entropy has this weight."""
+    """The gradients of a, b, the negatives and the scale, if needed. `weight` is that of each cross-entropy."""
     for_a, for_b, for_negatives, for_scale = needed[:4]
     sum_a = pairs.a.empty_sums() if for_a or for_scale else None
     sum_b = pairs.b.empty_sums() if for_b else None

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""The errors that Macrobatch raises, as a tree of classes.
 
 ::
 
@@ -25,31 +25,31 @@ import warnings
 
 
 class MacrobatchError(Exception):
-    """The root: ``except MacrobatchError`` catches whatever this library raises on purpose."""
+    """The base class of all errors of this library: ``except MacrobatchError`` catches all of them."""
 
 
 class UsageError(MacrobatchError):
-    """A call with wrong arguments, or at the wrong moment."""
+    """A function was called with wrong arguments, or at the wrong moment, such as `step` before `backward`."""
 
 
 class BatchError(MacrobatchError):
-    """A loader, a loss or a count of items that cannot be right."""
+    """The data is wrong: a loader, a batch, a loss, or a number of items that cannot be right."""
 
 
 class BackendError(MacrobatchError):
-    """A model, an optimizer or a version of torch that cannot do what was asked."""
+    """The model, the optimizer or the version of torch does not support what you asked for."""
 
 
 class NonFiniteError(MacrobatchError):
-    """An infinite or NaN gradient under ``nonfinite="raise"``."""
+    """A gradient is infinite or NaN, and the option ``nonfinite`` is "raise"."""
 
 
 class FitError(MacrobatchError):
-    """A batch that does not fit into memory, however it is cut."""
+    """A batch does not fit into memory, and smaller micro-batches do not help or are not possible."""
 
 
 class CheckpointError(MacrobatchError):
-    """A checkpoint that cannot be written, or is damaged, or belongs to another model."""
+    """A checkpoint cannot be written, is damaged, or belongs to another model."""
 
 
 def counted(number: int, what: str) -> str:
@@ -62,7 +62,7 @@ def counted(number: int, what: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text, with whatever could command a terminal written out. Lines and tabs stay.
+    r"""The text with control characters written as escapes, which cannot control a terminal. Lines and tabs stay.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
@@ -87,10 +87,10 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the program that has called the library, however deep in it this is.
+    """Give a warning that points to the line of the user's program that called the library.
 
-    Between the two may be code that is installed, such as a progress bar around `batches`. Where all is installed, it
-    is the line that called the library.
+    Installed packages between the two, such as a progress bar around `batches`, are skipped. If all callers are
+    installed packages, the warning points to the line that called the library.
     """
     level, frame, calls_library = 0, inspect.currentframe(), 0
     while frame is not None:

@@ -1,4 +1,4 @@
-"""`causal_lm_loss`: the loss of a causal language model, and the number of tokens that it is a mean over.
+"""`causal_lm_loss`: the loss of a causal language model, and the number of tokens that it predicts.
 
 Logits (tokens x vocabulary), several times and in float32, take most of the memory of such a loss. If a model returns
 the plain output of its head, `_HeadWatch` lets the head compute one position only, and `_ChunkedLoss` computes the rest
@@ -46,7 +46,7 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "
 def causal_lm_loss(
     model: nn.Module, batch: Mapping[str, Any], *, chunk: int | None = CHUNK, reduction: Reduction = "mean"
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of predicting each token from those before it, and the number of tokens predicted.
+    """Compute the cross-entropy of predicting each token from the ones before it, and the number of predicted tokens.
 
     Use it as the `loss_fn` of `MacroStep`, for any model that takes ``input_ids`` and returns logits: a transformers
     model, or a module of your own. To set options, pass ``functools.partial(causal_lm_loss, chunk=256)``.
@@ -58,23 +58,26 @@ def causal_lm_loss(
     >>> items                       # 6, 7, 8 and 3: a first token has nothing before it, and padding does not count
     tensor(4)
 
-    The host never waits for the device. A batch without a token to predict has loss 0 and 0 items.
+    The host never waits for the device. A batch without a token to predict has the loss 0 and 0 items.
 
     The logits of the whole batch are never in memory at once, in the forward or in the backward, if the model's
     ``get_output_embeddings()`` is a plain ``nn.Linear`` whose output the model returns unchanged. This holds for most
-    transformers models, in DDP too. Models that cap or scale their logits, compiled models, FSDP and heads with hooks
+    transformers models, also in DDP. Models that cap or scale their logits, compiled models, FSDP and heads with hooks
     give the same loss, but need the memory for all logits.
 
     Args:
-        model: the model, wrapped or not. It is called with the batch except ``labels``.
-        batch: a mapping with ``input_ids`` (samples, length). Optional: ``attention_mask``, 0 in padding; ``labels`` of
-            the same shape, not shifted, -100 where nothing is to be predicted. Default labels: ``input_ids``, wherever
-            the mask shows both the token and the one before it. All other entries are passed to the model.
-        chunk: the number of tokens whose logits are computed at a time; None: all, and only once.
-        reduction: "mean" over the tokens, or their "sum".
+        model: the model, wrapped or not. It gets all entries of the batch except ``labels``.
+        batch: a mapping with ``input_ids`` of shape (samples, length). Two entries are optional: ``attention_mask``,
+            which is 0 for padding, and ``labels`` of the same shape, which are not shifted and are -100 for tokens that
+            the loss leaves out. Without ``labels``, the loss predicts each token, unless the mask is 0 for it or for
+            the token before it.
+        chunk: the number of tokens whose logits are computed at a time. None computes all logits at once, and does not
+            compute them again in the backward.
+        reduction: whether to return the "mean" of the tokens' losses, or their "sum".
 
     Returns:
-        The loss in float32 (in float64 if the logits are), and the number of predicted tokens, both on the device.
+        The loss in float32 (in float64 if the logits are float64), and the number of predicted tokens. Both are tensors
+        on the device.
 
     Raises:
         UsageError: `chunk` or `reduction` is invalid.

@@ -1,7 +1,7 @@
-"""`MacroStep`: you hand over the whole batch.
+"""`MacroStep`: one call takes the optimizer step of a whole batch, which it cuts into micro-batches.
 
-The main path is `__call__`: cut the batch as all ranks agree, do its parts on the engine, close the window; where
-memory ran out, do all of it again with smaller parts.
+The main path is `__call__`: cut the batch in a way that all ranks agree on, run the micro-batches on the engine, and
+close the window. If memory runs out, repeat the window with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items] | Terms | Encoded]
 
 
 class MacroStep:
-    """Takes one exact optimizer step on a batch of any size, cut so that it fits.
+    """Takes the optimizer step of a whole batch, which it cuts into micro-batches that fit into memory.
+
+    Use it if you have whole batches that are too large for one forward and backward. Create it once, then call it with
+    each batch. The step has the gradient of one big batch, however the batch is cut.
 
     >>> import torch
     >>> from torch import nn
@@ -62,7 +65,7 @@ class MacroStep:
     >>> result.step, result.micro_batches, result.items.item()
     (1, 3, 10)
 
-    Several terms, each averaged over its own items:
+    A loss of several terms, where each term is a mean over its own items:
 
     >>> def terms(model, batch):
     ...     errors, known = (model(batch["x"]) - batch["y"]).square()[:, 0], batch["known"]
@@ -76,28 +79,38 @@ class MacroStep:
     (['error', 'size'], 7)
 
     Args:
-        model: a module, or a list of modules; handed on to `loss_fn` as it is.
-        optimizer: one or a list. None: no step is taken; the gradient of the batch is left in ``.grad``, for a program
-            that clips and steps by itself. Under a scaler it is still scaled.
-        loss_fn: ``loss_fn(model, micro_batch)`` returns the loss, a mean over its items (or their sum, by
-            ``reduction``), and the items: an int, or a tensor that the host does not wait for. The loss alone: its
-            items are the samples, with a warning where micro-batches have uneven numbers of labels that are not -100.
-            Or several terms, ``{name: (loss, items)}``: the loss is the sum of their means, each over its own items.
-            With ``joint``, an `Encoded`.
-        micro: how to cut: an int or `by_count`, `by_tokens`, or "auto": the largest number of samples that fits
-            (``by_tokens("auto")``: of tokens). It is found by trying, halved where memory runs out, and the window is
-            done again as if nothing had happened.
-        collate: for batches that are lists of samples: makes a micro-batch of some.
-        counts: for terms: ``counts(batch)`` returns the items of each, by name, in the whole batch as handed over:
-            ints, or tensors, which the host never reads. Every call, on every rank, returns the same names in the same
-            order.
-        joint: a loss of the whole batch, such as a contrastive one: ``joint(model, encoded)`` gets the encodings of all
-            samples on all ranks, in the order of the batch, and returns a scalar. Each micro-batch goes through
-            `loss_fn` twice, with the same random numbers: once to encode it, once for its gradient.
-        fit_file: with "auto" where to keep sizes that did not fit, so that the next run begins with smaller ones.
-        cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed, for a GPU that
-            waits for Python. Where that cannot be, as on a CPU, they run as they are, and a warning says so.
-        options: every option of `Accumulator` but ``steps`` and ``remainder``.
+        model: the module to train, or a list of modules. `loss_fn` gets the same object.
+        optimizer: an optimizer, or a list of optimizers. None: take no step, and leave the mean gradient of the batch
+            in ``.grad``, for programs that clip and step themselves. With a ``scaler``, that gradient is still scaled.
+        loss_fn: a function ``loss_fn(model, micro_batch)`` that returns ``(loss, items)``. The loss is a mean over so
+            many items, or with ``reduction="sum"`` their sum. ``items`` is a number, or a tensor with one element,
+            which stays on the device. If it returns the loss alone, the items are the samples; you get a warning if
+            micro-batches then have uneven numbers of labels other than -100. For a loss of several terms, it returns a
+            dict ``{name: (loss, items)}``: the loss is then the sum of the terms' means. With ``joint``, it returns an
+            `Encoded`.
+        micro: how to cut the batch: a number of samples or `by_count`; a number of tokens with `by_tokens`; or "auto",
+            the largest number of samples that fits into memory (``by_tokens("auto")``: the largest number of tokens).
+            "auto" tries sizes: if memory runs out, it restores everything, halves the size, and repeats the window.
+        collate: a function that makes a micro-batch from a list of samples, like ``collate_fn`` of a `DataLoader`.
+            With it, each batch is a list of samples. Default: batches consist of tensors.
+        counts: for a loss of several terms: ``counts(batch)`` returns the number of items of each term in the whole
+            batch, as a dict by name. The numbers may be tensors, which stay on the device. Every call, on every rank,
+            must return the same names in the same order. Default: the loss has one term.
+        joint: for a loss that compares samples with each other, such as a contrastive loss: ``joint(model, encoded)``
+            gets the encodings of all samples on all ranks, in the order of the batch, and returns the loss, a scalar.
+            `loss_fn` runs twice for each micro-batch, with the same random numbers: first to encode the samples, then
+            to compute their gradients. Default: the loss is a mean or sum over samples or other items.
+        cuda_graph: record the forward and backward of a micro-batch as a CUDA graph, once for each shape, and replay
+            it. This helps if micro-batches are so small that the GPU waits for Python. If recording is not possible,
+            for example on a CPU, everything runs as without it, and you get a warning.
+        fit_file: a file in which "auto" keeps the sizes that did not fit, so that the next run starts with smaller
+            ones. Default: sizes are forgotten when the program ends.
+        options: ``scheduler``, ``max_norm``, ``scaler``, ``reduction``, ``sync``, ``gather``, ``accumulate_dtype``,
+            ``nonfinite`` and ``process_group``, as described for `Accumulator`.
+
+    Raises:
+        UsageError: an argument is invalid, or two arguments contradict each other.
+        BackendError: the model, the optimizer or the installed torch does not support what you asked for.
     """
 
     def __init__(
@@ -163,22 +176,22 @@ class MacroStep:
         self._passes = None if joint is None else self._make_passes(joint)
 
     def __call__(self, batch: Any) -> StepResult:
-        """Take the optimizer step of a batch.
+        """Take the optimizer step of a batch: forward, backward, clipping, step, and clearing of the gradients.
 
         Args:
-            batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension; with
-                ``collate``, a list of samples. None, or a batch of no samples: other ranks have some, or the step is
-                skipped.
+            batch: on several ranks, this rank's share of the batch. Dicts, lists, tuples or dataclasses of tensors,
+                nested in any way, whose first dimension is the samples; with ``collate``, a list of samples. A rank
+                without samples passes None or an empty batch. If no rank has samples, the step is skipped.
 
         Returns:
-            What became of it, over all ranks.
+            The result of the step, over all ranks.
 
         Raises:
-            BatchError: if the batch cannot be cut, or the loss is no scalar, or the items of a term do not add up to
-                what ``counts`` says, or the two passes of ``joint`` differ (on a GPU that may come with the next
-                batch). No step is taken then; random numbers and buffers may have moved.
-            FitError: if not even one sample fits into memory.
-            NonFiniteError: if a gradient of this batch, or of the one before, is infinite or NaN.
+            BatchError: the batch cannot be cut, the loss is not a scalar, the items of a term do not add up to what
+                ``counts`` returned, or the two passes of ``joint`` differ (on a GPU, the last two errors may come with
+                the next batch). No step is taken, but random number generators and buffers may have changed.
+            FitError: not even one sample fits into memory.
+            NonFiniteError: a gradient of this batch, or of the one before, is infinite or NaN.
         """
         if self._terms is not None:
             self._terms.begin_window()
@@ -196,41 +209,60 @@ class MacroStep:
 
     @property
     def optimizer_step(self) -> int:
-        """How many optimizer steps were taken."""
+        """The number of optimizer steps taken so far. Without an optimizer, the number of batches."""
         return self._engine.closing.taken
 
     def is_void(self) -> bool:
-        """Without an optimizer: whether the last batch had no items, so that no step is to be taken with it.
+        """Whether the last batch had no items. If so, take no step with its gradient.
 
-        Waits for the device.
+        This is for ``optimizer=None``; with an optimizer, it is always False. The host waits for the device.
+
+        Returns:
+            True if the last batch had no items.
 
         Raises:
-            BatchError: its items were negative or not finite.
+            BatchError: the items of the last batch were negative or not finite.
         """
         closing = self._engine.closing
         return isinstance(closing, LeaveMean) and closing.is_void()
 
     def state_dict(self) -> dict[str, int | float]:
-        """What to save beside model, optimizer, scheduler and scaler: plain numbers."""
+        """The state to put into a checkpoint, beside that of the model, optimizer, scheduler and scaler.
+
+        Returns:
+            A dict of plain numbers.
+
+        Raises:
+            NonFiniteError: a gradient of the last batch is infinite or NaN.
+        """
         return self._engine.state()
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore a state, to continue from a checkpoint.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            UsageError: ``state`` is not such a state.
+        """
         self._engine.load_state(state)
 
     def forget_sizes(self) -> None:
-        """Forget which sizes of micro-batches fit, in the `fit_file` too: the largest is tried first again.
+        """Forget which micro-batch sizes fit, also in the ``fit_file``: "auto" then starts with the largest size again.
 
-        For a program that changes what a sample needs, such as one that turns activation checkpointing on. All ranks
-        call it.
+        Call it, on all ranks, if samples now need more or less memory than before, for example after you have turned
+        activation checkpointing on.
         """
         self._sizes.forget()
 
     def observe(self, observer: Observer) -> None:
-        """Have every span of the windows watched: ``observer(span, loss)`` returns a context manager to enter.
+        """Register a function that measures the phases of a step, such as a profiler.
 
-        Spans are "data", "forward", "backward", "replay", "communication" and "update"; `loss` is what a backward
-        starts from, else None.
+        Args:
+            observer: a function ``observer(span, loss)`` that returns a context manager. Each phase runs inside that
+                context manager. ``span`` is the name of the phase: "data", "forward", "backward", "replay" (of a CUDA
+                graph), "communication" or "update". ``loss`` is the loss for "backward", and None for the others.
         """
         spans = self._engine.spans
         if not spans.are_watched:  # its hooks tell all observers, so they are there once
@@ -241,16 +273,16 @@ class MacroStep:
 
     @property
     def _fitting(self) -> Fitting | None:
-        """How to cut, where the size of micro-batches is found by trying."""
+        """The way to cut the batch if the size of micro-batches is found by trying; otherwise None."""
         return self._micro if isinstance(self._micro, FittingCount | FittingTokens) else None
 
     @property
     def _has_few_shapes(self) -> bool:
-        """Whether recorded micro-batches are cut into few shapes."""
+        """Whether recorded micro-batches are cut so that there are few different shapes."""
         return isinstance(self._micro, ByTokens | FittingTokens)
 
     def _cut(self, batch: Any) -> Cut:
-        """How to do this window, as agreed with the other ranks."""
+        """Cut the batch into micro-batches, as agreed with the other ranks."""
         try:
             samples = samples_of(batch, self._collate, self._containers)
             (parts, size), row = self._plan(samples)
@@ -285,7 +317,7 @@ class MacroStep:
         return Cut(samples, parts, turns, held, is_empty=not any(counts), size=size)
 
     def _plan(self, samples: Samples, most: int = UNLIMITED) -> tuple[Sized, Row]:
-        """The micro-batches of this rank, none of more than that size where sizes are tried; and its row."""
+        """The micro-batches of this rank and the row it sends to the others. `most` limits a size found by trying."""
         few_shapes, has_spare = self._graphs is not None, samples.count > 0 or self._spare.is_there
         if not samples.count:
             return Sized([], 0), Row(has_spare=has_spare)
@@ -308,10 +340,10 @@ class MacroStep:
     # ------------------------------------------------------------------------------------------ the window
 
     def _take_turns(self, cut: Cut) -> None:
-        """The forward and backward of every micro-batch.
+        """Run the forward and backward of every micro-batch.
 
-        Where a window may be done again, or its last micro-batch comes again, `loss_fn` gets copies of what lies in the
-        batch's own memory: whatever it changes in place is then changed once.
+        If the window may be retried, or its last micro-batch repeated, `loss_fn` gets copies of the tensors that share
+        memory with the batch. So `loss_fn` can change them in place without changing the batch.
         """
         engine, graphs = self._engine, self._graphs
         assert not isinstance(graphs, JointRecordings), "those are of two passes"
@@ -343,7 +375,7 @@ class MacroStep:
             graphs.close(engine.open_gradients(), engine.window)
 
     def _take_turns_twice(self, cut: Cut) -> None:
-        """The same for a loss of the whole batch, in two passes. `collate` is called once for each micro-batch."""
+        """Run the two passes of a loss of the whole batch. `collate` is called once for each micro-batch."""
         assert self._passes is not None
         taken: dict[int, tuple[Any, int]] = {}
 
@@ -376,7 +408,7 @@ class MacroStep:
         )
 
     def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
-        """An eager micro-step. All of a window must agree on whether items were `counted`."""
+        """Run a micro-batch without a CUDA graph. `counted` collects whether `loss_fn` returned items."""
         with self._engine.spans.of("forward"):
             loss, items = self._loss(self._model, micro_batch)
         if self._terms is not None:
@@ -389,12 +421,12 @@ class MacroStep:
         self._engine.backward(loss, samples if items is None else items)
 
     def _coming(self, cut: Cut) -> list[tuple[Hashable, Callable[[], tuple[Any, int]]]]:
-        """What is known of each micro-batch, and how to get it before its turn."""
+        """For each micro-batch: the key that identifies its shape, and a function that returns it before its turn."""
         device = self._engine.device
         return [(part.key, partial(self._feed.one, partial(self._take, cut, part), device)) for part in cut.parts]
 
     def _take(self, cut: Cut, part: Part | None) -> tuple[Any, int]:
-        """A micro-batch with its number of samples; without a part, a copy of the spare one."""
+        """A micro-batch and its number of samples. If `part` is None, it is a copy of the spare sample."""
         with self._engine.spans.of("data"):
             if part is None:
                 return self._spare.copy(), 1
@@ -414,7 +446,7 @@ class MacroStep:
         return loss, items
 
     def _close(self, cut: Cut) -> StepResult:
-        """Take the step, and remember what fitted."""
+        """Take the optimizer step, and remember the size that fitted into memory."""
         result = self._engine.close(now=cut.is_held)
         assert result is not None, "the window is complete"
         self._attempts.note_success(cut, self._kept)
@@ -426,7 +458,7 @@ class MacroStep:
     # ------------------------------------------------------------------------------------------ recordings
 
     def _make_graphs(self, *, has_joint: bool) -> RecordingCache | JointRecordings | None:
-        """Where micro-steps can be recorded; else a warning says why they run eagerly."""
+        """The cache of CUDA graphs. If micro-batches cannot be recorded: None, and a warning that says why."""
         engine, bare = self._engine, without_ddp(self._model)
 
         def loss_of(micro_batch: Any, samples: Callable[[], int]) -> tuple[Any, Items]:
@@ -455,7 +487,7 @@ class MacroStep:
         return RecordingCache(engine.models, loss_of, denominators=denominators, **options)
 
     def _why_eager(self) -> str | None:
-        """What keeps micro-steps from being recorded, if anything does."""
+        """The reason why micro-batches cannot be recorded as CUDA graphs; None if they can."""
         engine = self._engine
         if self._sharing:
             return "ranks that share a model communicate inside micro-steps"

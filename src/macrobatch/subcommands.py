@@ -1,4 +1,4 @@
-"""What each subcommand does: a function of its parsed arguments that returns the exit status."""
+"""The subcommands of `macrobatch`: each is a function that takes the parsed arguments and returns the exit status."""
 
 from __future__ import annotations
 
@@ -31,65 +31,79 @@ RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
 
 
 def parser() -> argparse.ArgumentParser:
-    """For all commands; `train`, whose flags are its settings, parses its own."""
+    """The parser for all subcommands except `train`, which parses its own flags."""
     parser = argparse.ArgumentParser(prog="macrobatch", description="Exact gradient accumulation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"macrobatch {macrobatch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a causal language model", add_help=False)  # `_train` parses its arguments
 
-    text = commands.add_parser("generate", help="text from a model that was trained")
+    text = commands.add_parser("generate", help="write text with a trained model")
     text.add_argument(
         "folder", metavar="RUN", type=Path, help="a run folder, or any folder with a model and its tokenizer"
     )
-    text.add_argument("--prompt", default="", help="what the text begins with")
-    text.add_argument("--chat", action="store_true", help="answer the prompt, by the model's chat template")
-    text.add_argument("--tokens", type=_count, default=200, help="how many to add at most")
-    text.add_argument("--temperature", type=_not_negative, default=0.8, help="0: always the likeliest token")
-    text.add_argument("--top-k", type=_count, default=50, help="draw among so many of the likeliest")
-    text.add_argument("--seed", type=int, default=0)
+    text.add_argument("--prompt", default="", help="the beginning of the text; with --chat, the question")
+    text.add_argument("--chat", action="store_true", help="answer the prompt, with the model's chat template")
+    text.add_argument("--tokens", type=_count, default=200, help="the largest number of tokens to add; default: 200")
+    text.add_argument(
+        "--temperature",
+        type=_not_negative,
+        default=0.8,
+        help="how random the choice of tokens is: 0 always takes the likeliest token; default: 0.8",
+    )
+    text.add_argument("--top-k", type=_count, default=50, help="choose among the K likeliest tokens; default: 50")
+    text.add_argument("--seed", type=int, default=0, help="the seed of the random choices; default: 0")
     text.set_defaults(run=_generate)
 
-    page = commands.add_parser("report", help="write report.html of a run again, or of several beside each other")
-    page.add_argument("folders", metavar="RUN", type=Path, nargs="+")
-    page.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run, or beside several")
+    page = commands.add_parser("report", help="write the report of a run again, or one that compares several")
+    page.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="the folder of a run; several are compared")
+    page.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the file to write; default: report.html in the folder of the run, or beside the first of several runs",
+    )
     page.set_defaults(run=_report)
 
     check = commands.add_parser(
         "verify",
         help="compare a training step with one big batch",
-        description="Compares the gradient that a training step accumulates with that of one big batch, and names the "
-        "cause where they differ. Exit status: 0 exact, 1 wrong, 2 could not be verified. Under torchrun, FUNCTION "
-        "runs on every rank and returns that rank's own share of the batch.",
+        description="Compares the gradient that a training step accumulates with the gradient of one big batch. If "
+        "they differ, it names the cause. The exit status is 0 if the step is exact, 1 if it is wrong, and 2 if it "
+        "could not be verified. Under torchrun, FUNCTION runs on every rank and returns that rank's share of the "
+        "batch.",
     )
     check.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        help="a function without arguments, in a module that is found from here: it returns model, loss_fn, batch and, "
-        "if it is not to be a MacroStep, step",
+        help="a function without arguments, in a module that Python can import from the current folder. It returns "
+        "model, loss_fn, batch and optionally step, the arguments of macrobatch.verify (default for step: a MacroStep)",
     )
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.add_argument(
-        "--windows", type=_count, metavar="N", help="how many optimizer steps the step must take; without: any number"
+        "--windows", type=_count, metavar="N", help="the number of optimizer steps that step must take; default: any"
     )
     check.set_defaults(run=_verify)
 
     measure = commands.add_parser(
         "bench",
-        help="measure against the peers",
-        description="Runs the benchmarks one after the other, and shows what was found against what targets. Exit "
-        "status: 0 all ran and every gradient agreed with its reference, 1 not so, 2 could not be run.",
+        help="run the benchmarks, which compare Macrobatch with other libraries",
+        description="Runs the benchmarks one after the other, and shows their results and targets. The exit status is "
+        "0 if every gradient agreed with its reference, 1 if one did not or a benchmark failed, and 2 if no benchmark "
+        "could run here.",
     )
-    measure.add_argument("names", nargs="*", metavar="NAME", help="which; all, without a name")
-    measure.add_argument("--list", action="store_true", help="only say which there are")
-    measure.add_argument("--out", type=Path, default=Path("results"), help="a folder for the results")
+    measure.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run; default: all")
+    measure.add_argument("--list", action="store_true", help="only list the benchmarks")
+    measure.add_argument("--out", type=Path, default=Path("results"), help="the folder for results; default: results")
     measure.add_argument(
         "--figures",
         type=Path,
         nargs="?",
         const=Path("docs/figures"),
-        help="draw them, into docs/figures or this folder",
+        help="also draw figures of the results, into this folder (docs/figures if you name none)",
     )
-    measure.add_argument("--options", default="", metavar="WORDS", help="handed on to each, e.g. --options='--tiny'")
+    measure.add_argument(
+        "--options", default="", metavar="WORDS", help="options for each benchmark, e.g. --options='--tiny'"
+    )
     measure.set_defaults(run=_bench)
     return parser
 
@@ -110,7 +124,7 @@ def _not_negative(text: str) -> float:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """`macrobatch train`."""
+    """Run `macrobatch train` with these command-line arguments."""
     from macrobatch.train import flags
     from macrobatch.train.signals import interruptible
 
@@ -150,7 +164,7 @@ def _trained(chosen: Settings) -> int:
 
 @contextlib.contextmanager
 def _short_messages() -> Iterator[None]:
-    """Inside, warnings and the log are lines on stderr as users of a command want them; the first rank says them."""
+    """Inside this context, warnings and log messages are short lines on stderr, and only the first rank prints them."""
     logger, handler = logging.getLogger("macrobatch"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("macrobatch: %(message)s"))
     handler.addFilter(lambda _: _is_first())
@@ -164,7 +178,7 @@ def _short_messages() -> Iterator[None]:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as a user of a command wants it: without the line of source that gave it."""
+    """Print a warning without the line of source code that gave it."""
     if _is_first():
         with contextlib.suppress(OSError):
             print(f"macrobatch: {printable(str(message))}", file=sys.stderr)
@@ -235,7 +249,7 @@ def _report_of(target: str, windows: int | None) -> Report | None:
 
 
 def _require_one_group(target: str) -> None:
-    """Ranks that have not met would each be verified alone, and print a report each."""
+    """Raise an error if there are several ranks without a process group: each would be verified alone."""
     import torch.distributed as dist
 
     ranks = os.environ.get("WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""The types that users meet."""
+"""The public types: arguments and results of `Accumulator` and `MacroStep`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NonFinite = Literal["raise", "skip", "keep"]
 
 
 class Options(TypedDict, total=False):
-    """What `Accumulator` and `MacroStep` both take."""
+    """The options that `Accumulator` and `MacroStep` have in common."""
 
     scheduler: LRScheduler | Sequence[LRScheduler] | None
     max_norm: float | None
@@ -36,13 +36,15 @@ class Options(TypedDict, total=False):
 
 
 class Sum:
-    """A statistic of a micro-batch, for `Encoded`: ``joint`` sees the total over all micro-batches and ranks.
+    """Marks a field of `Encoded` as a statistic of the micro-batch, which is added up over micro-batches and ranks.
+
+    `loss_fn` puts it into an `Encoded`. The function ``joint`` of `MacroStep` then gets the total.
 
     >>> Sum(torch.tensor([3.0, 5.0])).value            # how many tokens each expert got, say
     tensor([3., 5.])
 
     Args:
-        value: a tensor of any shape, or a number, that adds up over micro-batches.
+        value: the statistic of one micro-batch: a number, or a tensor of any shape.
     """
 
     def __init__(self, value: Tensor | float) -> None:
@@ -53,17 +55,21 @@ class Sum:
 
 
 class Encoded:
-    """What a loss of the whole batch needs of each sample: `loss_fn` returns it where `MacroStep` has ``joint=``.
+    """The encodings of a micro-batch, from which ``joint`` of `MacroStep` computes the loss of the whole batch.
+
+    `loss_fn` returns it if you use ``MacroStep(..., joint=joint)``. The function ``joint`` gets an `Encoded` with the
+    same fields, which has the rows of all samples on all ranks.
 
     >>> encoded = Encoded(image=torch.randn(4, 8), text={"first": torch.randn(4, 8), "length": torch.arange(4)})
     >>> encoded.image.shape, encoded.text["length"]
     (torch.Size([4, 8]), tensor([0, 1, 2, 3]))
 
     Args:
-        loss: an ordinary loss of the micro-batch, to be added: a mean over its items, or their sum (``reduction``).
-        items: what that loss is a mean over; None: the samples.
-        fields: tensors with one row a sample, in dicts, lists, tuples or dataclasses, or alone; and `Sum`. ``joint``
-            finds them under the same names, with the rows of the whole batch.
+        loss: an ordinary loss of the micro-batch, which is added to that of ``joint``: a mean over its items, or with
+            ``reduction="sum"`` their sum. Default: there is only the loss of ``joint``.
+        items: the number of items of that ordinary loss. Default: the number of samples.
+        fields: what ``joint`` needs of the samples, by any names. A field is a tensor with one row per sample, or a
+            `Sum`, or a dict, list, tuple or dataclass of these.
     """
 
     def __init__(self, loss: Tensor | None = None, items: Items = None, **fields: Any) -> None:
@@ -81,24 +87,29 @@ class Encoded:
 
 
 def fields_of(encoded: Encoded) -> dict[str, Any]:
-    """All fields, by their names."""
+    """The fields of an `Encoded` as a dict by name."""
     return {name: vars(encoded)[name] for name in encoded._names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What became of one window. Tensors stay on the device until you ask for their values.
+    """The result of one window, that is, of one optimizer step. `Accumulator.step` and `MacroStep` return it.
+
+    Its tensors are on the device, so that nothing waits for them. ``result.loss.item()`` makes the host wait: call it
+    only for the steps that you log. On several ranks, ``loss``, ``items``, ``grad_norm`` and ``losses`` are those of
+    all ranks together.
 
     Attributes:
-        step: how many optimizer steps were taken so far, this one included; a tensor where the host does not know.
-        micro_batches: how many of them the window held, on this rank.
-        loss: the mean loss over the items of the window; NaN where there were none. Of several terms, the sum.
-        items: how many items that was (the number of micro-batches where no items were given); of the first term where
-            there are several.
-        grad_norm: of the window's mean gradient, before clipping; None without ``max_norm``.
+        step: the number of optimizer steps taken so far, including this one. It is a tensor if only the device knows.
+        micro_batches: the number of micro-batches in the window on this rank.
+        loss: the mean loss over all items of the window; NaN if there were none. For several terms, the sum of their
+            means.
+        items: the number of items in the window; if no items were given, the number of micro-batches. For several
+            terms, the items of the first one.
+        grad_norm: the norm of the window's mean gradient before clipping; None without ``max_norm``.
         lr: the learning rate of each parameter group in this step.
-        skipped: whether no step was taken; a tensor where the host does not know.
-        losses: the mean of each term by name, NaN where it had no items in the window; None without terms.
+        skipped: whether no step was taken. It is a tensor if only the device knows.
+        losses: the mean of each term, by name; NaN for a term without items. None if the loss has a single term.
     """
 
     step: int | Tensor

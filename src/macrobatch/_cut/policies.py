@@ -1,4 +1,4 @@
-"""The ways to cut a batch: `by_count` and `by_tokens`."""
+"""The ways to cut a batch into micro-batches: `by_count` and `by_tokens`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ RECORDED_TOKENS = 4_096
 
 @runtime_checkable
 class Policy(Protocol):
-    """How to cut a batch."""
+    """A way to cut a batch into micro-batches."""
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The micro-batches of these samples, each sample in exactly one of them.
 
-        `few_shapes`: they are recorded, shape by shape, so few different ones are wanted.
+        With `few_shapes`, the micro-batches should have few different shapes, because each shape is recorded once.
         """
 
 
 def require_each_once(parts: Sequence[Part], count: int) -> None:
-    """An error if a policy of somebody else's leaves samples out, or takes some twice."""
+    """Raise an error if a user's own policy leaves samples out, or takes some of them twice."""
     taken = sorted(index for part in parts for index in part.samples)
     if taken != list(range(count)):
         raise BatchError(
@@ -93,7 +93,7 @@ class ByTokens:
         return self._parts_within(samples, self.budget, FEWEST, few_shapes)
 
     def cheapest_parts(self, samples: Samples, limit: int, few_shapes: bool = False) -> list[Part]:
-        """The plan with the least padding and the fewest micro-batches, none above a limit that nobody has chosen."""
+        """The cheapest plan, counting padding and micro-batches, with at most `limit` tokens in a micro-batch."""
         if few_shapes:
             limit = min(limit, RECORDED_TOKENS)
         return self._parts_within(samples, limit, MICRO_BATCH_COST, few_shapes)
@@ -130,12 +130,12 @@ class ByTokens:
 
 @dataclass(frozen=True)
 class PackedRows(ByTokens):
-    """Several samples in each row of a micro-batch, which `collate` lays out in the order in which they come."""
+    """Puts several samples into each row of a micro-batch. `collate` lays them out in the given order."""
 
     width: int = 1
 
     def cheapest_parts(self, samples: Samples, limit: int, few_shapes: bool = False) -> list[Part]:
-        """As many rows in each as the limit allows: there is hardly any padding to save."""
+        """A plan with as many rows in each micro-batch as `limit` allows: there is hardly any padding to save."""
         return self._parts_within(samples, limit, FEWEST, few_shapes)
 
     def _parts_within(self, samples: Samples, budget: int, cost: int, few_shapes: bool) -> list[Part]:  # noqa: ARG002
@@ -145,7 +145,7 @@ class PackedRows(ByTokens):
         return [Part([sample for row in rows for sample in row], rows=len(rows)) for rows in plan]
 
     def tokens_of(self, part: Part, samples: Samples) -> int:  # noqa: ARG002 (rows are alike)
-        """The rows that these samples fill, as if each was full."""
+        """The tokens of the rows that these samples fill, as if every row was full."""
         assert part.rows is not None, "a part of another policy"
         return self.width * part.rows
 
@@ -163,7 +163,7 @@ def _parts_of_few_shapes(samples: Samples, rows: Sequence[LengthPerGroup], budge
 
 
 def by_count(n: int) -> ByCount:
-    """Cut a batch into micro-batches of `n` samples, in their order. ``micro=n`` means the same.
+    """Cut a batch into micro-batches of `n` samples, in their order. ``MacroStep(..., micro=n)`` means the same.
 
     >>> import torch
     >>> from macrobatch import MacroStep, by_count
@@ -191,7 +191,9 @@ def by_tokens(
     *,
     oversize: Literal["warn", "raise"] = "warn",
 ) -> ByTokens:
-    """Cut a batch into micro-batches of samples of similar length, none with more than `budget` tokens.
+    """Cut a batch into micro-batches of samples of similar length, with at most `budget` tokens each.
+
+    Use it for samples of very different lengths, such as texts: there is less padding, so a step is faster.
 
     >>> import torch
     >>> from macrobatch import MacroStep, by_tokens, causal_lm_loss
@@ -203,26 +205,29 @@ def by_tokens(
     >>> train(batch).micro_batches                  # two samples, 9 tokens wide, and two that are trimmed to 3
     2
 
-    Only columns that are known to be padding are trimmed: those at the end that an attention mask hides in all samples
-    of the micro-batch, in tensors that belong to that mask by name (`attention_mask`, `input_ids`, `labels`, ... of one
-    dict; `chosen_attention_mask`, `chosen_input_ids`, ...). Labels other than -100 are never cut. If padding is not
-    known, nothing is trimmed, and a sample is as long as its tensor is wide.
+    The micro-batches are trimmed: columns at the end that are padding in all their samples are left out. Only an
+    attention mask shows what is padding. The tensors that belong to a mask are found by their names (`attention_mask`,
+    `input_ids`, `labels` and so on in the same dict; or `chosen_attention_mask`, `chosen_input_ids` and so on). Labels
+    other than -100 are never cut off. If padding is not known, nothing is trimmed, and the length of a sample is the
+    width of its tensor.
 
     Args:
-        budget: the largest number of tokens in a micro-batch, padding included: number of samples x longest sample. If
-            samples have several sequences (chosen and rejected, encoder and decoder), it is summed over them. A longer
-            sample becomes a micro-batch of its own. "auto": the largest budget that fits into memory, found by trying,
-            as ``micro="auto"`` finds a number of samples.
-        length: a function that returns the length of a sample of a list, or the lengths of all samples of a batch of
-            tensors. All tensors of that width are trimmed to these lengths. A mask that is not 0 beyond them, or a
-            label that is not -100, is an error. Default: lengths come from masks and labels.
-        oversize: what a sample above the budget causes: "warn" (once, and again for a larger one) or "raise".
+        budget: the largest number of tokens in a micro-batch, including padding: number of samples x longest sample. If
+            samples have several sequences (chosen and rejected, encoder and decoder), their tokens are added up. A
+            sample that is longer than the budget becomes a micro-batch of its own. "auto" tries which budget is the
+            largest that fits into memory, as ``micro="auto"`` does for a number of samples.
+        length: a function that returns the lengths of the samples, if masks do not show them. For a batch of tensors,
+            it gets the batch and returns the lengths of all samples; for a list of samples, it gets one sample and
+            returns its length. All tensors of that width are trimmed to these lengths; if a mask is not 0 or a label is
+            not -100 beyond them, it is an error. Default: the lengths come from masks and labels.
+        oversize: what to do with a sample that is longer than the budget: "warn" (once, and again only for an even
+            longer sample) or "raise" a BatchError.
 
     Returns:
         A value for ``micro=`` of `MacroStep`.
 
     Raises:
-        UsageError: an argument is invalid. `MacroStep` raises BatchError for a batch that cannot be cut this way.
+        UsageError: an argument is invalid. (`MacroStep` raises a BatchError for a batch that cannot be cut this way.)
     """
     return ByTokens(budget, length, oversize)
 
@@ -237,12 +242,12 @@ class Cut:
     """How this rank cuts its share of one window.
 
     Attributes:
-        samples: its batch.
-        parts: its micro-batches.
-        turns: the number of micro-steps, including those that only join the collectives of other ranks.
-        is_held: whether gradients stay on their ranks until all ranks have voted.
+        samples: the samples of this rank.
+        parts: the micro-batches of this rank.
+        turns: the number of micro-batches that this rank runs, including those that only join collectives of others.
+        is_held: whether gradients stay on their ranks until all ranks have voted that the window fitted into memory.
         is_empty: whether no rank has a sample.
-        size: that of the largest micro-batch: its samples, or its tokens where those are what is made to fit.
+        size: the size of the largest micro-batch, in samples, or in tokens if `by_tokens("auto")` looks for a budget.
     """
 
     samples: Samples
@@ -253,5 +258,5 @@ class Cut:
     size: int
 
     def part_per_turn(self) -> list[Part | None]:
-        """One part per turn; extra turns repeat the last part. None: this rank has no part at all."""
+        """One part per turn; extra turns repeat the last part. All are None if this rank has no samples."""
         return [self.parts[min(turn, len(self.parts) - 1)] if self.parts else None for turn in range(self.turns)]

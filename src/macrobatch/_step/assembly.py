@@ -1,4 +1,4 @@
-"""An engine of what users hand over: the arguments are checked, the backend is chosen."""
+"""Make an engine from the arguments of `Accumulator` or `MacroStep`: check them, and choose the backend."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def engine_for(
     has_joint: bool = False,
     **options: Unpack[Options],
 ) -> Engine:
-    """The engine for these models, which takes a step at each close; the arguments are checked.
+    """Check the arguments, and make an engine that takes an optimizer step when a window closes.
 
-    Without an optimizer it leaves the mean in ``.grad``, for a program that clips and steps by itself.
+    Without an optimizer, the engine leaves the mean gradient in ``.grad``, for programs that clip and step themselves.
     """
     warn_about_unknown_torch()
     validation.require_options(options, Options.__annotations__)

@@ -1,7 +1,7 @@
-"""Windows that may run out of memory: tried, voted on, and done again from their start as if nothing had happened.
+"""Run windows that may run out of memory. If one does, restore the state before it, and retry it.
 
-A window that may fail on one rank and not on another is *held*: no micro-batch communicates, then all ranks vote, and
-only then gradients travel.
+If a window may fail on one rank and not on another, it is *held*: ranks exchange nothing in its micro-batches. At its
+end all ranks vote, and exchange gradients only if no rank has failed.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ logger = logging.getLogger("macrobatch")
 
 
 class Recordings(Protocol):
-    """Recorded micro-steps, as far as they hold memory."""
+    """CUDA graphs of recorded micro-batches, which hold memory."""
 
     @property
     def has_recordings(self) -> bool:
-        """Whether there is any."""
+        """Whether any graph is recorded."""
 
     def forget(self) -> None:
-        """Drop all of them."""
+        """Delete all recorded graphs."""
 
     def refuse(self, why: str) -> None:
-        """Record nothing any more."""
+        """Record no more graphs, for this reason."""
 
 
 class AbandonedError(Exception):
-    """Other ranks have failed in this window: this one leaves it too."""
+    """Another rank has failed in this window, so this rank leaves the window too."""
 
     def __init__(self, statuses: list[Status]) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class AbandonedError(Exception):
 
 
 class Attempts:
-    """Tries windows until one fits.
+    """Runs windows, and reports whether they fitted into memory.
 
     Args:
-        engine: which does them.
-        agreement: between the ranks.
-        fitting: how to cut, where micro-batches may become smaller.
-        sizes: what is known to fit then.
+        engine: the engine that runs the windows.
+        agreement: the exchange of small numbers between ranks.
+        fitting: how to cut a batch if the size of micro-batches is found by trying; otherwise None.
+        sizes: the sizes that are known to fit.
     """
 
     def __init__(self, engine: Engine, agreement: Agreement, fitting: Fitting | None, sizes: FittingSizes) -> None:
@@ -75,7 +75,7 @@ class Attempts:
         self._pressure: Pressure | None = None
 
     def may_repeat(self, cut: Cut, recordings: Recordings | None) -> bool:
-        """Whether this window can be done again."""
+        """Whether this window can be retried if memory runs out."""
         can_fail = self._fitting is not None or recordings is not None
         return can_fail and (cut.is_held or self._agreement.is_alone)
 
@@ -86,9 +86,9 @@ class Attempts:
         recordings: Recordings | None,
         kept: KeptGraphs | None = None,
     ) -> bool:
-        """Do all turns, up to the last backward. False: memory ran out, and it is as if the window had not begun.
+        """Run all micro-batches of a window. Returns False if memory ran out; the state before the window is restored.
 
-        What is held beside a micro-batch, `recordings` or `kept` graphs, may have been too much: then that goes first.
+        The `kept` graphs are given up before micro-batches become smaller, and recording only if they cannot.
         """
         engine, may_repeat = self._engine, self.may_repeat(cut, recordings)
         if cut.is_held:
@@ -142,7 +142,7 @@ class Attempts:
         return False
 
     def agree(self) -> None:
-        """Half-way through a held window, before ranks exchange anything: go on only if no rank has failed."""
+        """Ask all ranks, between the two passes of a held window, whether one has failed; if so, leave the window."""
         statuses = self._vote(Status.DONE)
         if any(statuses):
             raise AbandonedError(statuses)
@@ -174,7 +174,7 @@ class Attempts:
             logger.warning(message, cut.size, self._fitting.unit, asked, self._sizes.proposal(shape))
 
     def _give_up(self, cut: Cut, mark: Mark, error: BaseException) -> None:
-        """Leave nothing of the window behind, and no rank waiting for this one."""
+        """Drop the window after an error, and tell the other ranks, so that none of them waits for this one."""
         if cut.is_held and isinstance(error, Exception):
             self._vote(Status.FAILED)
         elif not self._agreement.is_alone and (note := collectives.abort_reason()) is not None:
@@ -182,7 +182,7 @@ class Attempts:
         self._engine.roll_back(mark)
 
     def _end_job(self, cut: Cut, asked: str) -> NoReturn:
-        """Other ranks wait for this one where it cannot come any more: the job ends, and the next one knows better."""
+        """End the job, because other ranks wait in a collective. With a `fit_file`, the next job starts smaller."""
         self._learn(cut, asked)
         remembers = self._fitting is not None and self._sizes.file is not None
         unit = "samples" if self._fitting is None else self._fitting.unit

@@ -1,4 +1,4 @@
-"""A warning where a BatchNorm takes its statistics from micro-batches: one big batch would have others."""
+"""Warn if a BatchNorm layer takes its statistics from micro-batches: those of one big batch would differ."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class BatchNormWarning:
         self._calls: dict[BatchNorm, int] = {}  # of those in training mode
 
     def begin(self) -> None:
-        """Look for them."""
+        """Find the BatchNorm layers in training mode."""
         if not self._has_looked:
             found = (module for module in modules_of(self._models) if isinstance(module, BatchNorm))
             self._calls = {module: _calls_of(module) for module in found if module.training}
             self._has_looked = True
 
     def end(self) -> None:
-        """Warn if one was called since; one that does not count its calls may have been."""
+        """Warn if such a layer was called since `begin`, or may have been because it does not count its calls."""
         calls, self._calls = self._calls, {}
         if any(module.num_batches_tracked is None or _calls_of(module) != before for module, before in calls.items()):
             warn(

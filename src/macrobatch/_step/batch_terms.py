@@ -1,4 +1,4 @@
-"""The terms of whole batches: counted once a window, however often that is tried."""
+"""Count the items of the terms of a batch: once per window, even if the window is retried."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class BatchTerms:
     """Tells an engine the denominators of each window, which is one batch.
 
     Args:
-        counts: of a batch.
-        engine: which does the windows.
+        counts: the user's function, which returns the number of items of each term in a batch.
+        engine: the engine that runs the windows.
     """
 
     def __init__(self, counts: Counts, engine: Engine) -> None:
@@ -25,17 +25,17 @@ class BatchTerms:
         self.begin_window()
 
     def begin_window(self) -> None:
-        """A batch comes."""
+        """Begin the window of a new batch."""
         self._counted: Counted | None = None
         self._denominators: Denominators | None = None
 
     def count(self, batch: Any) -> None:
-        """Ask for the counts of a batch that has samples, once."""
+        """Call `counts` for a batch that has samples; only once per window."""
         if self._counted is None:
             self._counted = self._counter.count(batch)
 
     def expect(self, cut: Cut) -> None:
-        """Tell the engine what the window is divided by. All ranks call this together."""
+        """Tell the engine the denominators of the window. All ranks call this together."""
         if self._denominators is None:
             if not cut.is_empty:
                 self._counter.agree_on_names()
@@ -43,13 +43,13 @@ class BatchTerms:
         self._engine.expect(self._denominators)
 
     def denominators(self) -> Denominators:
-        """Those of the current window."""
+        """The denominators of the current window."""
         assert self._denominators is not None, "they are known before its first micro-batch"
         return self._denominators
 
 
 def with_items(terms: Any, samples: Callable[[], int]) -> Any:
-    """The same terms; those without items are means over the samples, whose number is asked for then."""
+    """The terms, where those without items get the number of samples."""
     if not isinstance(terms, Mapping):
         return terms
     return {

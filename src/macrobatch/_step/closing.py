@@ -1,11 +1,11 @@
-"""Closing a window: one factor, clip, guard, optimizer, scaler, scheduler -> `StepResult`.
+"""Close a window: divide, clip and check the gradients; step the optimizer, the scaler and the schedulers.
 
-The division by the window's items, the clipping and the un-scaling are one divisor, computed on the device. A fused
-optimizer takes it as its ``grad_scale``, and a flag as its ``found_inf``, so that nothing passes over the gradients
-once more and the host waits for nothing; for every other optimizer there is one writing pass.
+The division by the window's items, the clipping and the unscaling are combined into one divisor, which is computed on
+the device. A fused optimizer takes the divisor as its ``grad_scale``, and a flag as its ``found_inf``. So the gradients
+need no extra pass, and the host does not wait. For all other optimizers, one pass divides the gradients in place.
 
-The host reads one number a window (`Verdict`), only where it has to know (`TakeStep._needs_host`), and not before
-a fused step is queued. On a CPU nothing is ever waited for, so errors come at once there.
+The host reads one number per window (`Verdict`), only if it has to know it (`TakeStep._needs_host`), and only after a
+fused step is queued. On a CPU there is nothing to wait for, so errors come at once.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from macrobatch.types import NonFinite, StepResult
 
 
 class Closing(Protocol):
-    """What becomes of the gradients of a complete window; and what nobody may do to them before.
+    """What to do with the gradients of a complete window, and the checks that nobody changes them before.
 
     Attributes:
-        taken: how many steps were taken; by a program itself, how many windows were left to it.
-        leaves_gradients: whether they stay in ``.grad`` after the close.
+        taken: the number of optimizer steps taken. If the program steps itself, the number of windows closed.
+        leaves_gradients: whether the gradients stay in ``.grad`` after the window is closed.
     """
 
     taken: int
     leaves_gradients: bool
 
     def guard_steps(self, window_is_open: Callable[[], bool], holds_cleared: Callable[[Optimizer], bool]) -> None:
-        """From now on, refuse steps that others take with parameters of a window. Bound methods, kept weakly."""
+        """From now on, raise an error if other code steps an optimizer inside a window. Keeps the methods weakly."""
 
     def begin_window(self) -> None:
-        """A window begins: what was done before belongs to no window."""
+        """Begin a window. What was done before does not belong to it."""
 
     def check_loss(self, loss: Tensor) -> None:
-        """An error if this loss cannot be handed to a backward."""
+        """Raise an error if this loss cannot be used for a backward."""
 
     def check_untouched(self) -> None:
-        """An error if somebody has begun to close the window in another way."""
+        """Raise an error if other code has unscaled the gradients or stepped with them."""
 
     def close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
-        """Close the window. `shared`: whether optimizers hold a parameter twice."""
+        """Close the window, and return its result. `shared`: whether optimizers hold a parameter twice."""
 
     def settle(self) -> None:
         """Raise the error that the last window turned out to have."""
 
 
 class TakeStep(Closing):
-    """The policy of `Accumulator`: divides, clips, guards, and takes the optimizer step, with all that belongs to it.
+    """Closes a window with an optimizer step: divides, clips and checks the gradients, and steps the optimizers.
 
     Args:
         counts_on_host: whether the host must know after each window how many steps were taken.
@@ -104,7 +104,7 @@ class TakeStep(Closing):
 
     @property
     def taken(self) -> int:
-        """How many optimizer steps were taken. Waits for the device where only that knows."""
+        """The number of optimizer steps taken. The host waits for the device if only the device knows it."""
         if self._unread is not None:
             self._taken, self._unread = self._taken - int(self._unread.item()), None
         return self._taken
@@ -114,13 +114,13 @@ class TakeStep(Closing):
         self._taken, self._unread = number, None
 
     def begin_window(self) -> None:
-        """A window begins: what was unscaled before belongs to no window."""
+        """Begin a window. What the scaler unscaled before does not belong to it."""
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 forget_unscaling(self._scaler, optimizer)
 
     def check_untouched(self) -> None:
-        """Inside a window nobody else may unscale: it leaves no mark on the gradients, only in the scaler."""
+        """Raise an error if other code has unscaled inside the window. Only the scaler shows it, not the gradients."""
         if self._scaler is None:
             return
         for optimizer in self._optimizers:
@@ -132,7 +132,7 @@ class TakeStep(Closing):
                 )
 
     def check_loss(self, loss: Tensor) -> None:
-        """A loss that ``scaler.scale()`` has multiplied already would be scaled twice."""
+        """Raise an error if ``scaler.scale()`` has already multiplied the loss: it would be scaled twice."""
         if self._scaler is None or (scale := scale_of(self._scaler)) is None or (factor := factor_of(loss)) is None:
             return
         with unobserved():  # an address is no number that the device has computed
@@ -175,7 +175,7 @@ class TakeStep(Closing):
         return result
 
     def _close(self, window: Window, gradients: Gradients, *, shared: bool) -> StepResult:
-        """Divide, clip, guard, step: the device gets all of it queued, and the host reads only what it must know."""
+        """Divide, clip, check and step. All of it is queued on the device; the host reads only what it must know."""
         if window.is_empty:
             return self._result(window, None, skipped=True)
         gradients.gather()
@@ -208,7 +208,7 @@ class TakeStep(Closing):
     ) -> tuple[float | Tensor, Tensor | None, Tensor | None]:
         """The divisor that clips too, the norm before clipping, and whether a gradient is not finite.
 
-        The gradients are divided already on return, but where the optimizer `folds` that into its own kernel.
+        On return the gradients are already divided, unless the optimizer divides in its own kernel (`folds`).
         """
         divisor, guards = window.divisor(), self._nonfinite != "keep"
         if self._max_norm is not None:
@@ -230,11 +230,11 @@ class TakeStep(Closing):
 
     @property
     def _fused(self) -> bool:
-        """Whether the device itself can leave out the step, in all optimizers."""
+        """Whether all optimizers are fused, so that the device can skip the step without the host."""
         return all(skips_on_device(optimizer) for optimizer in self._optimizers)
 
     def _needs_host(self, window: Window, verdict: Verdict, *, fused: bool) -> bool:
-        """Whether the host has to know the verdict before it goes on."""
+        """Whether the host must read the verdict before it continues."""
         if not window.has_items or window.knows_miscount:
             return True
         if verdict.may_be_miscounted and (not fused or verdict.on_host):  # no such step may be taken
@@ -244,7 +244,7 @@ class TakeStep(Closing):
         return self._nonfinite == "skip" or verdict.on_host
 
     def _defer_verdict(self, verdict: Verdict) -> bool | Tensor:
-        """Queue the flag without waiting for it; returns what the result says of `skipped`."""
+        """Send the verdict to the host without waiting. Returns the value of `skipped` for the result."""
         if self._scaler is None or verdict.may_be_miscounted:
             self._pending = verdict.send()
         if self._scaler is None:
@@ -284,7 +284,7 @@ def result_of(
     skipped: bool | Tensor,
     grad_norm: Tensor | None = None,
 ) -> StepResult:
-    """What became of a window, with its totals."""
+    """The result of a window, with its totals."""
     return StepResult(
         step=step,
         micro_batches=window.micro_batches,
@@ -298,11 +298,11 @@ def result_of(
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
-    """Those of each parameter group as they are now: schedulers fill tensors anew in place. NaN where it has none."""
+    """The learning rates of all parameter groups. Tensors are copied: schedulers change them. NaN if there is none."""
     rates = (group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups)
     return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
 
 
 def _tensor(number: float | Tensor, device: torch.device) -> Tensor:
-    """A ``grad_scale``: float32, on the device."""
+    """The number as a float32 tensor on the device, for ``grad_scale`` of a fused optimizer."""
     return number.float() if isinstance(number, Tensor) else torch.full((), number, device=device, dtype=torch.float32)

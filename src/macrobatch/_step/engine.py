@@ -1,9 +1,9 @@
-"""The engine: one window after another, each closed with one exact step.
+"""The engine: it accumulates the gradients of one window after another, and closes each with one exact step.
 
-A micro-batch is `begin`, its forward, `backward` (or `replay`), which ends it; `give_up` ends one without a backward. A
-window is closed by `close` or dropped by `discard`. Whoever does a window again takes a `mark` before it and calls
-`roll_back`; a rank that has nothing for a window calls `join_empty`. `Accumulator` drives it by epochs, `MacroStep`
-by cutting a batch.
+For each micro-batch, call `begin`, run the forward, and call `backward` (or `replay` for a recorded one), which ends
+the micro-batch; `give_up` ends it without a backward. `close` closes a window, `discard` drops it. To be able to retry
+a window, take a `mark` before it, and pass the mark to `roll_back`. A rank without samples for a window calls
+`join_empty`. `Accumulator` feeds the engine from a data loader, `MacroStep` from the batches that it cuts.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class Engine:
     """Accumulates windows of micro-batches, and closes them.
 
     Args:
-        models: whose parameters are accumulated.
-        optimizers: they hold parameters of these models only.
-        backend: how gradients travel between ranks.
-        closing: what becomes of the gradients of a complete window.
-        steps: micro-batches in a window, or a function of the steps taken so far.
-        reduction: what the losses are.
-        scaler: whose scale multiplies them.
-        accumulate_dtype: in which gradients are added up.
-        drops_short: whether a window that is shorter than it should be, on all ranks, is dropped.
-        has_terms: whether losses are dicts of terms, whose denominators are set before a window (`expect`).
-        has_joint: whether windows have a loss of the whole batch, whose gradients are set before (`expect_second`).
+        models: the models whose gradients are accumulated.
+        optimizers: the optimizers. They hold only parameters of these models.
+        backend: how ranks exchange gradients.
+        closing: what to do with the gradients of a complete window.
+        steps: the number of micro-batches in a window, or a function of the number of steps taken so far.
+        reduction: whether losses are a "mean" or a "sum" over items.
+        scaler: the GradScaler whose scale multiplies the losses.
+        accumulate_dtype: the dtype in which gradients are summed.
+        drops_short: whether to drop a window that has too few micro-batches on all ranks.
+        has_terms: whether losses are dicts of terms. Their denominators are set before a window (`expect`).
+        has_joint: whether there is a loss of the whole batch. Its gradients are set before a window (`expect_second`).
 
     Attributes:
-        is_last: whether the current micro-batch closes the window.
-        is_repeat: whether it is one that this rank has had before, and counts for nothing.
-        weighs_alike: whether the last one was a mean that got no items, so that it weighs as much as any other.
-        others_go_on: whether another rank has batches left, as of the last window closed.
-        may_repeat: whether ranks may repeat micro-batches, so that they must tell each other what they used.
-        spans: where the time goes, for whoever subscribes.
+        is_last: whether the current micro-batch is the last one of the window.
+        is_repeat: whether the current micro-batch is a repeat with weight 0, for a rank that has no more batches.
+        weighs_alike: whether the last micro-batch was a mean without items, so that it has the weight of any other.
+        others_go_on: whether another rank had batches left when the last window closed.
+        may_repeat: whether ranks may repeat micro-batches. If so, they tell each other which parameters they used.
+        spans: the observers of the phases of a window, for measurements.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Engine:
             self.give_up()
 
     def begin(self, turn: Turn, *, after_forward: bool = False) -> None:
-        """Before the forward of a micro-batch; or after it, where the caller has kept its gradients from travelling."""
+        """Begin a micro-batch, before its forward. After it, if the caller has kept ranks from exchanging gradients."""
         self._end()
         window = self.window
         self._turn = turn
@@ -145,7 +145,7 @@ class Engine:
         self._lifecycle.begin_micro_batch()
 
     def backward(self, loss: Tensor | Terms | Share, items: Items = None) -> None:
-        """Add the gradient of a micro-batch, and end it."""
+        """Run the backward of a micro-batch, add its gradient to the window, and end the micro-batch."""
         self._lifecycle.require_backward(self._window)
         root: Tensor | None
         counted: Any
@@ -180,7 +180,7 @@ class Engine:
         self._lifecycle.end_backward()
 
     def _checked(self, loss: object, items: Items) -> tuple[Tensor, Items]:
-        """A loss and its items, as numbers where the host has them, and on the device where they are on their way."""
+        """The checked loss and items: numbers if the host has them, tensors on the device otherwise."""
         root = validation.checked_loss(loss)
         if is_on_its_way(root):
             root = in_order(root, self.device)
@@ -190,7 +190,7 @@ class Engine:
         return root, counted
 
     def _weigh(self, terms: object, items: Items) -> tuple[Tensor | None, Weighed | Pulled]:
-        """One scalar of all terms; None where a micro-batch has none, and no other rank waits for its backward."""
+        """The weighted sum of all terms; None if there is no term, and no other rank waits for this backward."""
         window = self.window
         weighed: Weighed | Pulled
         if isinstance(window, JointWindow):
@@ -215,7 +215,7 @@ class Engine:
         return root, weighed
 
     def replay(self, recording: Replayable, micro_batch: object) -> None:
-        """What `backward` does, for a micro-batch whose forward and backward were recorded."""
+        """Replay the recorded forward and backward of a micro-batch, in place of `backward`."""
         self._lifecycle.require_backward(self._window)
         window, gradients = self.window, self.open_gradients()
         if self.may_repeat:
@@ -229,7 +229,7 @@ class Engine:
 
     @contextlib.contextmanager
     def apart(self, *, repeats: bool = False) -> Iterator[None]:
-        """Forwards that no backward of a micro-batch follows. `repeats`: what they change is put back."""
+        """A context for forwards without a backward of a micro-batch. `repeats`: restore what they change."""
         before = Snapshot(self.models) if repeats else None
         self.open_gradients()
         self.backend.begin(last=False)
@@ -241,10 +241,10 @@ class Engine:
                 before.restore()
 
     def backward_joint(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-        """The backward of a loss of the whole batch, which every rank has computed alike: inside `apart`.
+        """Run the backward of the loss of the whole batch, which is the same on every rank. Call it inside `apart`.
 
-        It adds to the gradients of parameters that the loss itself uses, together with the other ranks once, and to
-        ``.grad`` of these leaves, times what a scaler multiplies with.
+        It adds the gradients of the parameters that this loss uses directly, once for all ranks together. It also sets
+        ``.grad`` of `leaves`, the encodings. Both are multiplied by the scale of the scaler.
         """
         window, gradients = self.window, self.open_gradients()
         assert isinstance(window, JointWindow)
@@ -268,7 +268,7 @@ class Engine:
                 leaf.grad *= ranks
 
     def give_up(self) -> None:
-        """The micro-batch under way, if any, is as if it had not been."""
+        """Drop the current micro-batch, if there is one."""
         self._end()
         if self._lifecycle.awaits_backward:
             self._lifecycle.end_step()
@@ -278,7 +278,7 @@ class Engine:
                 self._drop_gradients()
 
     def _end(self) -> None:
-        """Put back what was set for a micro-batch, and for a repeated one what it changed."""
+        """Reset what was set for a micro-batch. After a repeat, also restore the buffers that it changed."""
         self.backend.end()
         if self._ties is not None:
             self._ties.end()
@@ -296,7 +296,7 @@ class Engine:
         counts: bool,
         awaited: Sequence[str],
     ) -> None:
-        """Where it fails half-way in the window's first micro-batch, the window is as before it."""
+        """Run a backward. If it fails in the first micro-batch of a window, restore the window as it was before."""
         is_first = self.window.turns == 1
         try:
             with self.spans.of("backward", loss):
@@ -317,7 +317,7 @@ class Engine:
     def _noting_use(
         self, gradients: Gradients, awaited: Sequence[str]
     ) -> contextlib.AbstractContextManager[Collection[str]]:
-        """Around a backward: which parameters it uses, by name, but for those that are known to be used."""
+        """A context that notes the names of the parameters that a backward uses, except for those already noted."""
         if not (awaited or self._notes_use):
             return contextlib.nullcontext(())
         known = set() if awaited else self._used
@@ -357,33 +357,33 @@ class Engine:
         return self._window
 
     def expect(self, denominators: Denominators) -> None:
-        """What the terms of the open window, or of a new one, are divided by. Before its first micro-batch."""
+        """Set the denominators of the terms, before the first micro-batch of a window."""
         window = self.window
         assert isinstance(window, TermWindow), "denominators are for windows of terms"
         window.expect(denominators)
 
     def expect_second(self, first: FirstPass) -> None:
-        """What the first pass over the batch has counted, before its loss and the second pass."""
+        """Set the counts of the first pass over the batch, before the second pass."""
         window = self.window
         assert isinstance(window, JointWindow), "two passes are for windows with a loss of the whole batch"
         window.expect(first, self.device)
 
     def note_frozen(self, frozen: Frozen) -> None:
-        """What was not to change in the first pass over the batch, and in its loss."""
+        """Register the frozen parameters, to check that the first pass and the joint loss have not changed them."""
         window = self.window
         assert isinstance(window, JointWindow)
         window.note_frozen(frozen)
 
     @property
     def awaits_denominators(self) -> bool:
-        """Whether the open window, or a new one, has terms that nobody has counted yet."""
+        """Whether the window has terms whose denominators are not set yet."""
         return (
             self._means is TermWindow and isinstance(window := self.window, TermWindow) and window.denominators is None
         )
 
     @property
     def has_accumulated(self) -> bool:
-        """Whether the window holds anything."""
+        """Whether the window has had a micro-batch."""
         return self._window is not None and self._window.turns > 0
 
     @property
@@ -393,21 +393,21 @@ class Engine:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a backward failed half-way in the window, so that only `discard` helps."""
+        """Whether a backward failed half-way in the window. Then only `discard` is possible."""
         return self._lifecycle.is_broken
 
     @property
     def open_slots(self) -> int:
-        """How much of the window's length is past."""
+        """How many of the window's micro-batches have begun."""
         return 0 if self._window is None else self._window.slots
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return next(iter(self._parameters.named().values())).device
 
     def close(self, now: bool = False) -> StepResult | None:
-        """Close the window if it is complete, or `now`; else return None."""
+        """Close the window and return its result, if it is complete or with `now`. Otherwise return None."""
         self._lifecycle.require_step(self._window, now)
         if not self.has_accumulated or not (now or self.is_last):
             self._lifecycle.end_step()
@@ -437,7 +437,7 @@ class Engine:
             self._lifecycle.end_step()
 
     def discard(self) -> None:
-        """Drop the open window and its gradients. A batch that has had no `backward` yet begins a new one."""
+        """Drop the open window and its gradients. A micro-batch without a `backward` begins a new window."""
         self._end()
         self._drop_window()
         self.backend.drop_gradients()
@@ -452,7 +452,7 @@ class Engine:
         self.is_last = bool(turn.last) if turn.is_told else turn.ends or is_full
 
     def end_epoch(self, *, drops: bool) -> None:
-        """No batch of the epoch is left. A window that is open then is dropped, or carried into the next."""
+        """End an epoch. Drop a window that is still open, or carry it into the next epoch."""
         self._lifecycle.end_step()
         self.is_last = False
         if self.has_accumulated and drops:
@@ -464,23 +464,23 @@ class Engine:
     # ------------------------------------------------------------------------------------------ windows done again
 
     def mark(self) -> Mark:
-        """Where `roll_back` goes back to. Between windows."""
+        """Remember the state before a window, for `roll_back`. Call it between windows."""
         return Mark(self._windows, self._typical.items)
 
     def roll_back(self, mark: Mark) -> None:
-        """The open window is as if it had not begun."""
+        """Drop the open window, and go back to the state at `mark`."""
         self.discard()
         self._windows, self._typical.items = mark
 
     def join_empty(self) -> None:
-        """Join the collectives of a window without samples: this rank adds nothing to it, and is there at its close."""
+        """Take part in a window without samples: this rank adds nothing, but joins the collectives when it closes."""
         self.catch_up()
         self._turn, self.is_last, self.is_repeat = Turn(), False, False
         self.window.add_nothing(torch.zeros((), device=self.device, dtype=torch.float32))
         self.open_gradients()
 
     def skip(self) -> StepResult:
-        """A window in which no rank has anything."""
+        """Close a window in which no rank has samples. No step is taken."""
         self.window.add_nothing(torch.zeros((), device=self.device, dtype=torch.float32))
         try:
             return self.closing.close(self.window, self.open_gradients(), shared=False)
@@ -488,36 +488,36 @@ class Engine:
             self._drop_window()
 
     def catch_up(self) -> None:
-        """What this rank would have done together with the others, had it not failed in the window."""
+        """Join the collectives that this rank has missed because it failed in the window."""
         self._typical.agree(0, self.device, self._window)
 
     def expect_repeats(self, may_come: bool) -> None:
-        """Whether ranks may repeat micro-batches from here on. All of them must be told the same."""
+        """Set whether ranks may repeat micro-batches from now on. All ranks must set the same."""
         self.may_repeat = may_come and self.backend.group is not None
 
     @property
     def _tells_use(self) -> bool:
-        """Whether ranks tell each other at the close what they have used."""
+        """Whether ranks tell each other, when a window closes, which parameters they have used."""
         return self.may_repeat or self.backend.abilities.exchanges_use
 
     @property
     def _notes_use(self) -> bool:
-        """Whether each backward is watched for it: under FSDP1 the leaves of graphs are none of the parameters."""
+        """Whether each backward notes which parameters it uses. Under FSDP1, the leaves of graphs are no parameters."""
         abilities = self.backend.abilities
         return abilities.exchanges_use or (self.may_repeat and abilities.confines)
 
     # ------------------------------------------------------------------------------------------ what may be called
 
     def require_new_epoch(self) -> None:
-        """An error if a window is open that no epoch has carried over."""
+        """Raise an error if a window is open that was not carried over from the last epoch."""
         self._lifecycle.require_new_epoch(self._window)
 
     def require_finished(self) -> None:
-        """An error if the last micro-batch has had no backward, or a complete window no step."""
+        """Raise an error if the last micro-batch has had no backward, or if a complete window has had no step."""
         self._lifecycle.require_finished(self._window, self.is_last)
 
     def state(self) -> dict[str, int | float]:
-        """Plain numbers to save. Only between windows."""
+        """The state to save, as plain numbers. Call it between windows."""
         self._lifecycle.require_between_windows(self._window, "state_dict()")
         self.closing.settle()
         state: dict[str, int | float] = {"optimizer_step": self.closing.taken, "windows": self._windows}
@@ -532,7 +532,7 @@ class Engine:
         )
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
-        """Go on from what `state` gave. Only between windows."""
+        """Restore what `state` returned. Call it between windows."""
         self._lifecycle.require_between_windows(self._window, "load_state_dict()")
         taken, windows, typical = validation.checked_state(state)
         self.closing.taken, self._windows, self._typical.items = taken, windows, typical
@@ -542,14 +542,15 @@ class Engine:
     # ------------------------------------------------------------------------------------------ inside
 
     def _send(self, window: Window) -> None:
-        """Start the totals of a closing window on their way to the other ranks."""
+        """Start to exchange the totals of a closing window with the other ranks."""
         if (group := self.backend.group) is not None:
             window.send(lambda numbers: start_all_reduce(numbers, group), self._turn.flags)
 
     def _require_same_counting(self, window: Window) -> None:
-        """An error on all ranks if some give items and others do not.
+        """Raise an error on all ranks if some pass items and others do not.
 
-        The host reads what lies in its memory; of a device only the first window, when the second one closes.
+        The host checks every window whose numbers are in its memory. If they are on a device, it checks only the first
+        window, when the second one closes.
         """
         earlier, self._counting = self._counting, None
         verdict = verdict_on_ranks(window)
@@ -561,7 +562,7 @@ class Engine:
             raise error
 
     def _is_due(self, window: Window) -> bool:
-        """Whether a window is closed; with flags, that a short one is dropped may only be known now."""
+        """Whether to close a window. Whether a short one is dropped may be known only now, from other ranks' flags."""
         if not self._turn.flags or not self.is_last:
             return True
         more, complete = self._turn.flags
@@ -572,14 +573,14 @@ class Engine:
         return self.has_accumulated
 
     def _holds_cleared(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters whose gradients windows have had."""
+        """Whether an optimizer holds parameters whose gradients a window has used or cleared."""
         if not (self._windows or self.has_accumulated):
             return False
         own = set(map(id, self._parameters.named().values()))
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def open_gradients(self) -> Gradients:
-        """The gradients of the window, made before its first forward: what is there by then belongs to no window."""
+        """The gradients of the window. They are made before its first forward; older gradients do not belong to it."""
         if self._gradients is None:
             self._gradients = self._source.begin_window()
             self.closing.begin_window()

@@ -1,4 +1,4 @@
-"""Passes over a loader: each batch with its turn, on one rank or on several whose loaders differ in length."""
+"""Iterate over data loaders, on one rank, or on several ranks whose loaders may have different lengths."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Epochs:
     """Drives an engine through loaders, one pass at a time.
 
     Args:
-        engine: which accumulates.
-        remainder: what becomes of a short last window.
-        counter: of terms: windows are then read ahead, to know what they are divided by.
+        engine: the engine that accumulates the gradients.
+        remainder: what to do with a short last window.
+        counter: counts the items of terms. With it, windows are read ahead, because their denominators come first.
     """
 
     def __init__(self, engine: Engine, remainder: Remainder, counter: TermCounter | None = None) -> None:
@@ -38,7 +38,7 @@ class Epochs:
         self._stream: ReadAhead[Any] | None = None  # the last loader without a length, with what was read of it
 
     def begin(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """A pass over `loader`: each batch is to be followed by its backward and its step."""
+        """Begin a pass over `loader`. The caller runs the backward and the step of each batch."""
         require_iterable(loader)
         self._engine.require_new_epoch()
         self._engine.give_up()
@@ -73,7 +73,7 @@ class Epochs:
             self._warn_of_nothing()
 
     def _note_size(self, batch: object, turn: Turn) -> None:
-        """After the backward of a batch, if it has had one."""
+        """Note the size of a batch after its backward, to warn if batches without items have different sizes."""
         if self._engine.weighs_alike and not turn.repeat:
             self._sizes.note(batch)
 
@@ -86,7 +86,7 @@ class Epochs:
             )
 
     def recount(self) -> None:
-        """A window was dropped: a batch that has had no backward yet begins the next, with those read after it."""
+        """Count the items of the new window after one was dropped, if the current batch begins the new one."""
         if self._counter is not None and self._engine.open_slots:
             self._count_window(self._engine.is_repeat)
 
@@ -103,14 +103,14 @@ class Epochs:
             raise UsageError("this batches() is over: another one was begun since. Iterate over the newest only.")
 
     def _num_batches(self, loader: Iterable[Batch]) -> int | None:
-        """How many of this rank's own batches an epoch hands out; None where that is not known."""
+        """The number of this rank's batches that an epoch yields; None if it is not known."""
         length, steps = length_of(loader), self._engine.steps
         if length is None or self._remainder != "drop":
             return length
         return None if callable(steps) else length - (length + self._engine.open_slots) % steps
 
     def _read_ahead(self, loader: Iterable[Batch]) -> ReadAhead[Batch]:
-        """A loader that is read ahead. One that goes on where it was left begins with the batch read ahead then."""
+        """A loader that is read ahead. If it continues an earlier pass, the batch read ahead then comes first."""
         note = None if self._counter is None else self._counter.count
         length = length_of(loader)
         if length is not None:

@@ -1,8 +1,8 @@
 """Hugging Face Accelerate with exact gradient accumulation: only a program's import lines change.
 
 ``from accelerate import Accelerator`` becomes ``from macrobatch.accelerate import Accelerator``, and so on for every
-name and sub-module: all of them are Accelerate's own, but for `Accelerator` and `GradientAccumulationPlugin`.
-docs/from-accelerate.md says what is theirs and what is ours.
+name and sub-module. Only `Accelerator` and `GradientAccumulationPlugin` differ: they are subclasses of Accelerate's.
+All other names are Accelerate's own objects. docs/from-accelerate.md lists the differences.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""`Accelerator`: Accelerate's own, but for accumulation."""
+"""`Accelerator`: a subclass of Accelerate's own that accumulates gradients exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distributed
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Accelerate's `Accelerator` with exact windows.
+    """Accelerate's `Accelerator`, with exact gradient accumulation.
+
+    Use it in a program that is written for Accelerate: only the import changes. A *window* is the micro-batches of one
+    optimizer step. Accelerate divides every window by ``gradient_accumulation_steps``. This class divides by the number
+    of micro-batches that the window really has, or with ``items`` by the number of its tokens or other items.
 
     >>> import torch
     >>> from macrobatch.accelerate import Accelerator
@@ -44,10 +48,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     1.0
 
     Args:
-        arguments: all of Accelerate's.
-        exact_remainder: divide a short window by the micro-batches that it holds. False divides by
-            ``gradient_accumulation_steps``, as Accelerate does: bitwise its results, where they are wrong too. None:
-            what `GradientAccumulationPlugin` says, else the environment variable MACROBATCH_EXACT_REMAINDER, else True.
+        arguments: the arguments of Accelerate's `Accelerator`, with the same meaning.
+        exact_remainder: whether to divide a short window by the number of micro-batches that it has. False divides by
+            ``gradient_accumulation_steps``, as Accelerate does, to repeat its results bit for bit, also where they are
+            wrong. Default: the value in `GradientAccumulationPlugin`; if it has none, the environment variable
+            MACROBATCH_EXACT_REMAINDER (0 or 1); if it is not set, True.
+        options: the keyword arguments of Accelerate's `Accelerator`, with the same meaning.
     """
 
     def __init__(self, *arguments: Any, exact_remainder: bool | None = None, **options: Any) -> None:
@@ -64,24 +70,31 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """A context manager for the forward, backward and optimizer step of one micro-batch.
 
         Args:
-            models: those that are trained in it. Their gradients travel in the micro-batch that closes the window.
+            models: the models that this micro-batch trains. Processes exchange their gradients only in the last
+                micro-batch of the window.
+
+        Returns:
+            The context manager. Enter it once; call `accumulate` again for the next micro-batch.
         """
         if self._accumulates_itself:
             return super().accumulate(*models)  # type: ignore[no-any-return]
         return MicroBatch(self._windows, models, self._advance, self._hold)
 
     def backward(self, loss: Tensor, items: Items = None, **kwargs: Any) -> None:
-        """Add the gradient of a micro-batch.
+        """Run the backward of a micro-batch, and add its gradient to the window.
 
         Args:
-            loss: it is divided by ``gradient_accumulation_steps`` (for a shorter window by what that holds).
-            items: what the loss is a mean over, e.g. its tokens: the step is then that of the mean over all items of
-                the window on all processes. A number, or a tensor with one.
-            kwargs: of `torch.Tensor.backward`, e.g. ``retain_graph=True``.
+            loss: the loss of the micro-batch, a mean. It is divided by the number of micro-batches in the window, or
+                with ``items`` by the number of items, so do not divide it yourself.
+            items: the number of items, such as tokens, that the loss is a mean over: a number, or a tensor with one
+                element. The step then uses the mean over all items of the window on all processes. Pass it for every
+                micro-batch of a window or for none. Default: every micro-batch has the same weight.
+            kwargs: arguments of `torch.Tensor.backward`, e.g. ``retain_graph=True``. They cannot be combined with
+                ``items``.
 
         Raises:
-            BatchError: the loss is no scalar with a graph, or items are given for some micro-batches of a window only.
-            UsageError: items are given outside of `accumulate()`, or twice inside one.
+            BatchError: the loss is not a scalar with a graph, or only some micro-batches of a window have ``items``.
+            UsageError: ``items`` is given outside of `accumulate`, or twice inside one `accumulate`.
         """
         if items is not None and kwargs:
             raise UsageError(f"backward(loss, items=...) takes no other options: got {', '.join(kwargs)}.")
@@ -93,7 +106,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
 
     def _advance(self) -> bool:
-        """Move the counter on; returns whether the micro-batch that begins closes its window."""
+        """Count a micro-batch that begins. Returns whether it is the last one of its window."""
         state = self.gradient_state
         if state.sync_with_dataloader and state.end_of_dataloader:
             self.step, closes = 0, True
@@ -104,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return closes
 
     def _hold(self, micro_batch: MicroBatch) -> AbstractContextManager[object] | None:
-        """Keep gradients from travelling before the window closes, unless every micro-batch is to send them."""
+        """A context in which processes exchange no gradients; None if this micro-batch is to exchange them."""
         if micro_batch.closes or not self.use_distributed or self.gradient_state.plugin_kwargs.get("sync_each_batch"):
             return None
         held = ExitStack()
@@ -119,14 +132,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.scaler
 
     def _is_exact(self) -> bool:
-        """Whether windows of any length are brought to their mean."""
+        """Whether every window is divided by the number of micro-batches that it has (`exact_remainder`)."""
         if self._exact_remainder is not None:
             return self._exact_remainder
         said: bool | None = self.gradient_state.plugin_kwargs.get("exact_remainder")
         return self._default if said is None else said
 
     def _weighed(self, loss: Tensor, items: Items) -> Tensor:
-        """Where gradients are out of reach until the step: exact only if they need no scale that comes later."""
+        """Weight a loss for DeepSpeed, which hides its gradients: possible only if a window is one micro-batch."""
         if self.distributed_type is not DistributedType.DEEPSPEED or self.gradient_accumulation_steps > 1:
             raise UsageError(
                 f"backward(loss, items=...) under {self.distributed_type.value}, with windows of "
@@ -138,16 +151,38 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return loss.mul((count * processes / total.clamp(min=1)).to(loss))  # DeepSpeed averages over the processes
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the norm of all given gradients together; returns it as it was before.
+        """Clip the gradients of the given parameters, by their common norm.
 
-        Inside a window, where no optimizer steps, it only measures: clipped parts do not add up to a clipped whole.
+        In the last micro-batch of a window it clips. In the others it only measures, because the gradient of the window
+        is not complete yet; the log says so once.
+
+        Args:
+            parameters: a tensor, or an iterable of tensors, whose gradients are clipped.
+            max_norm: the largest norm that the gradients may have.
+            norm_type: the type of the norm.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            UsageError: it is called in the middle of a window whose gradients are not means yet: with ``items``, or
+                under fp16.
         """
         clipped = _listed(parameters)
         may_clip = self._may_clip("clip_grad_norm_()", clipped)
         return super().clip_grad_norm_(clipped, max_norm if may_clip else math.inf, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip every number of the given gradients; inside a window, where the optimizer does not step, nothing."""
+        """Clip every element of the given gradients. It has an effect only in the last micro-batch of a window.
+
+        Args:
+            parameters: a tensor, or an iterable of tensors, whose gradients are clipped.
+            clip_value: the largest absolute value that an element may have.
+
+        Raises:
+            UsageError: it is called in the middle of a window whose gradients are not means yet: with ``items``, or
+                under fp16.
+        """
         clipped = _listed(parameters)
         if self._may_clip("clip_grad_value_()", clipped):
             super().clip_grad_value_(clipped, clip_value)
@@ -164,7 +199,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return bool(self.sync_gradients)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients by the loss scale of fp16, once a window."""
+        """Divide the gradients by the loss scale of fp16. Call it only in the last micro-batch of a window.
+
+        Args:
+            optimizer: the prepared optimizer, or a list of them, whose gradients are divided. Default: all of them.
+
+        Raises:
+            UsageError: it is called in the middle of a window, with ``items`` or under fp16.
+        """
         if not self._accumulates_itself and self._is_exact():
             self._windows.require_means("unscale_gradients()")
         super().unscale_gradients(optimizer)
@@ -172,15 +214,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ preparing and saving
 
     def prepare(self, *args: Any, **options: Any) -> Any:
-        """Accelerate's; the windows get to know what was prepared."""
+        """Accelerate's `prepare`. It also registers the prepared objects for exact accumulation."""
         return self._adopt(super().prepare(*args, **options))
 
     def prepare_model(self, *args: Any, **options: Any) -> Any:
-        """Accelerate's; the windows get to know it."""
+        """Accelerate's `prepare_model`. It also registers the model for exact accumulation."""
         return self._adopt(super().prepare_model(*args, **options))
 
     def prepare_optimizer(self, *args: Any, **options: Any) -> Any:
-        """Accelerate's; its `step` and `zero_grad` ask the windows."""
+        """Accelerate's `prepare_optimizer`. The optimizer's `step` and `zero_grad` then work once per window."""
         return self._adopt(super().prepare_optimizer(*args, **options))
 
     def _adopt(self, prepared: Any) -> Any:
@@ -189,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """Accelerate's; warns if a window is open, for gradients are not saved."""
+        """Accelerate's `save_state`. It warns in the middle of a window, because gradients are not saved."""
         if num_open := self._windows.num_open:
             warnings.warn(
                 f"save_state() inside a window: the gradients of its {num_open} micro-batches are not saved.",
@@ -198,13 +240,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().save_state(*args, **options)
 
     def load_state(self, *args: Any, **options: Any) -> Any:
-        """Accelerate's; what is accumulated belongs to the state before, and is dropped."""
+        """Accelerate's `load_state`. It also drops the gradients that were accumulated before."""
         loaded = super().load_state(*args, **options)
         self._windows.restart()
         return loaded
 
     def free_memory(self, *objects: Any) -> Any:
-        """Accelerate's; the windows forget everything, too."""
+        """Accelerate's `free_memory`. It also drops the open window and the registered objects."""
         self._windows.forget()
         return super().free_memory(*objects)
 
@@ -214,5 +256,5 @@ def __getattr__(name: str) -> Any:
 
 
 def _listed(parameters: Any) -> list[Tensor]:
-    """As torch's clipping takes them: one, or several."""
+    """One parameter or several, as a list."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)

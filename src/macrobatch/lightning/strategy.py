@@ -1,8 +1,8 @@
-"""`ExactStrategy`: a strategy of Lightning whose windows are closed by the engine of `_step`.
+"""`ExactStrategy`: a strategy of Lightning with exact gradient accumulation.
 
 The Trainer counts batches, steps, schedules and logs as it does with ``accumulate_grad_batches``, which is set while it
-fits. What is ours is the backward: each loss goes to the engine, and a window's last one leaves ``.grad`` at the mean
-over all its items, before Lightning clips and steps.
+fits. Only the backward differs: the engine in `_step` adds up the gradients, and divides them in the last batch of a
+window by the number of its items, before Lightning clips and steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ SAVED_AS = "macrobatch"  # in checkpoints
 
 
 class ExactStrategy(Strategy):  # type: ignore[misc]
-    """A strategy of Lightning that accumulates exactly: each step is that of one big batch.
+    """A strategy for Lightning's `Trainer` that accumulates gradients exactly.
+
+    Each optimizer step has the gradient that its batches, a *window*, would have as one big batch on all ranks.
 
     >>> from lightning.pytorch import Trainer
     >>> from lightning.pytorch.strategies import DDPStrategy
@@ -50,28 +52,34 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     >>> isinstance(strategy, DDPStrategy)
     True
 
-    ``Trainer(strategy=strategy)`` then works in windows of 8 batches. ``training_step`` returns its loss, a mean over
-    the batch, or ``{"loss": loss, "items": tokens}``, where the loss is a mean over so many items: every item of the
-    window, on all ranks, then weighs the same.
+    ``Trainer(strategy=strategy)`` then takes one optimizer step for every 8 batches. Your ``training_step`` returns the
+    loss, a mean over the batch. Or it returns ``{"loss": loss, "items": items}``, where the loss is a mean over so many
+    items, such as tokens: then every item of the window has the same weight, on all ranks.
 
     Args:
-        strategy: whose processes, devices, precision and checkpoints these are: a name that `Trainer` takes, "fsdp2"
-            (a ModelParallelStrategy with all devices data-parallel), or a `Strategy`, of which a copy is made.
-        steps: batches in a window: an int, or a schedule ``{epoch: steps}`` as that of Lightning's
-            GradientAccumulationScheduler. The last window of an epoch may be shorter, and is divided by what it held.
-        micro: the batches of a window are kept until its last one, and their samples are cut anew: by an int or
-            `by_count`, `by_tokens`, or "auto": the largest number that fits. Without items, samples weigh the same.
-        cuda_graph: forward and backward of a micro-step are recorded once for each shape, and replayed.
-        accumulate_dtype: what gradients are summed in, e.g. ``torch.float32`` for bfloat16 weights.
+        strategy: the strategy of Lightning to extend: a name that `Trainer` accepts, "fsdp2" (a ModelParallelStrategy
+            whose devices are all data-parallel), or a `Strategy` object, which is copied. It decides on processes,
+            devices, precision and checkpoints.
+        steps: the number of batches in a window, or a schedule ``{epoch: steps}`` as in Lightning's
+            GradientAccumulationScheduler. The last window of an epoch may be shorter; it gets the right divisor.
+        micro: how to cut the samples of a window into micro-batches: a number of samples, `by_count`, `by_tokens`, or
+            "auto" for the largest number of samples that fits into memory. All batches of a window are then kept until
+            its last one, and samples have the same weight if ``training_step`` returns no items. Default: each batch is
+            a micro-batch.
+        cuda_graph: record the forward and backward of a micro-batch as a CUDA graph, once for each shape, and replay
+            it. This helps if micro-batches are so small that the GPU waits for Python.
+        accumulate_dtype: the dtype in which gradients are summed, e.g. ``torch.float32`` for bfloat16 weights. Default:
+            gradients keep their own dtype.
 
     Attributes:
-        result: what became of the last window, e.g. ``result.loss``, its mean loss on all ranks; None before.
-        steps: batches in a window, as given.
-        settings: the other arguments.
+        result: the `StepResult` of the last window, e.g. ``result.loss``, its mean loss on all ranks; None before the
+            first window.
+        steps: the argument ``steps``.
+        settings: the arguments ``micro``, ``cuda_graph`` and ``accumulate_dtype``.
 
     Raises:
-        UsageError: `steps` is no count, `micro` no way to cut, or the strategy is unknown.
-        BackendError: the strategy keeps gradients out of reach: DeepSpeed, XLA, the first FSDP.
+        UsageError: ``steps`` or ``micro`` is invalid, or the strategy is unknown.
+        BackendError: the strategy does not give access to its gradients: DeepSpeed, XLA, and the first FSDP.
     """
 
     around: type  # the class of the strategy

@@ -1,7 +1,7 @@
-"""`macrobatch train`: a trainer for causal language models on top of `MacroStep`. `trainer` has its main path.
+"""`macrobatch train`: a trainer for causal language models that uses `MacroStep`. Its training loop is in `trainer`.
 
-``from macrobatch.train import Settings, train`` is the same for programs. What needs torch and transformers is imported
-when it is asked for.
+Programs call it with ``from macrobatch.train import Settings, train``. Modules that need torch and transformers are
+imported when they are first used.
 """
 
 from __future__ import annotations

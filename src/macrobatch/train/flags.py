@@ -1,7 +1,7 @@
-"""How settings are read: flags, a TOML file, and the run that is resumed.
+"""Read the settings of a run from flags, from a TOML file, and from the run that is resumed.
 
-What is said last counts: defaults, then the run that is resumed or a configuration file, then flags. tyro, which makes
-the command line of the dataclass, is imported when there is one to parse.
+Flags override the configuration file or the run that is resumed, which override the defaults. tyro, which makes the
+command line from the dataclass, is imported only when there are flags to parse.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ YES_OR_NO = ("checkpoint_activations",)  # and more: --name alone says yes, --no
 
 
 def _said_in_full(arguments: Sequence[str]) -> list[str]:
-    """The flags with a value for those that may stand without one.
+    """Add a value to flags that may be given without one.
 
     >>> _said_in_full(["--checkpoint-activations", "--steps", "3", "--no-checkpoint-activations"])
     ['--checkpoint-activations', 'yes', '--steps', '3', '--checkpoint-activations', 'no']
@@ -106,7 +106,7 @@ def _said_in_full(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_flags(arguments: Sequence[str]) -> None:
-    """Refuse a flag that does not exist, and name the one that was probably meant."""
+    """Raise an error for a flag that does not exist, and name the one that was probably meant."""
     hints = typing.get_type_hints(Settings)
     known = {*NAMES, *(f"no_{name}" for name in NAMES if hints[name] is bool), "help"}
     for word in arguments:
@@ -119,12 +119,12 @@ def _check_flags(arguments: Sequence[str]) -> None:
 
 
 def _name_of(word: str) -> str:
-    """The setting that a flag says, if it is one."""
+    """The name of the setting that a flag sets."""
     return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _check_lists(arguments: Sequence[str]) -> None:
-    """Refuse a list that is said in two parts, of which one would be lost, and one of nothing."""
+    """Raise an error for a list flag that is given twice, because one list would be lost, or without a value."""
     hints = typing.get_type_hints(Settings)
     lists = {name for name in NAMES if typing.get_origin(hints[name]) is tuple}
     seen: set[str] = set()
@@ -140,13 +140,13 @@ def _check_lists(arguments: Sequence[str]) -> None:
 
 
 def _meant(name: str) -> str | None:
-    """The setting that somebody who writes this one probably means."""
+    """The setting that a user who writes this name probably means."""
     close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS}), 1)), None)
     return SYNONYMS.get(close, close) if close else None
 
 
 def _basis(arguments: Sequence[str]) -> Settings:
-    """What flags are said on top of."""
+    """The settings that the flags override: those of a file, of the run that is resumed, or the defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--resume", action="store_true")
     for name in ("config", "out", *(name for pair in ALTERNATIVES for name in pair)):
@@ -168,7 +168,7 @@ def _basis(arguments: Sequence[str]) -> Settings:
 
 
 def loaded(file: Path) -> Settings:
-    """The settings in a TOML file, over the defaults."""
+    """The settings in a TOML file; defaults for all others."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -179,7 +179,7 @@ def loaded(file: Path) -> Settings:
 
 
 def of_run(file: Path) -> Settings:
-    """The settings that a run was begun with."""
+    """The settings with which a run was started."""
     try:
         return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -210,7 +210,7 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _listed(name: str, value: Any) -> Any:
-    """A list as a tuple; one text where several may stand: data = "texts"; true where a word may stand too."""
+    """Convert a value from a file: lists to tuples, a single text to a tuple of one, true and false to yes and no."""
     if name in YES_OR_NO and isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str) and typing.get_origin(typing.get_type_hints(Settings)[name]) is tuple:

@@ -1,6 +1,6 @@
-"""What users hang into a run: callbacks that hear of steps and validations, and an evaluation of their own.
+"""The user's own functions in a run: callbacks after steps and validations, and an evaluation.
 
-An error in one is the user's: the run writes a checkpoint of the step it has taken, and then raises it.
+If one of them raises an error, the run writes a checkpoint of the last step, and then raises the error.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ OWN = ("step", "loss", "perplexity")  # names that a validation has anyway
 
 
 class StopTraining(Exception):  # noqa: N818  # like StopIteration, it is no error
-    """Raised by a callback: the run ends after the step that it has taken, on all ranks, with a checkpoint."""
+    """A callback raises it to end the run: all ranks stop after the current step, and write a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What a callback is told.
+    """The argument of a callback of `train`: what has just happened in the run.
 
     Attributes:
         kind: "step" after an optimizer step, "validation" after a validation.
-        step: how many steps the run has taken.
-        numbers: the line of ``metrics.jsonl``, or of ``validation.jsonl``.
+        step: the number of steps that the run has taken.
+        numbers: the numbers of this step or validation: the new line of ``metrics.jsonl`` or ``validation.jsonl``.
         run: the run folder.
     """
 
@@ -54,17 +54,17 @@ Evaluate = Callable[[Any, Any], Mapping[str, SupportsFloat]]  # of a model and a
 
 
 class Hooks:
-    """The callbacks and the evaluation of a run.
+    """Calls the callbacks and the evaluation of a run.
 
     Args:
-        settings: of the run.
-        world: the ranks. The callbacks of the first one count.
-        callbacks: called one after the other.
-        evaluate: called on all ranks in every validation; what it returns on the first one counts.
+        settings: the settings of the run.
+        world: the ranks. Only the callbacks of the first rank are called.
+        callbacks: functions that are called one after the other.
+        evaluate: the evaluation. All ranks call it in every validation; the result of the first rank is used.
 
     Attributes:
         is_stopped: whether a callback has asked to stop.
-        failure: what a callback or the evaluation has raised, on some rank.
+        failure: the error that a callback or the evaluation has raised, on any rank.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Hooks:
             )
 
     def agree(self) -> None:
-        """Let all ranks know whether the first one has callbacks, and see that all have an evaluation or none."""
+        """Tell all ranks whether the first one has callbacks, and check that all have an evaluation or none has."""
         has_evaluation = [bool(status) for (status,) in self._world.gathered([self.evaluates])]
         if len(set(has_evaluation)) > 1:
             raise UsageError(f"evaluate= must be given on all ranks, or on none: got it on {sum(has_evaluation)}.")
@@ -103,7 +103,7 @@ class Hooks:
 
     @property
     def _name(self) -> str:
-        """Of the evaluation, as its author knows it."""
+        """The name of the evaluation, for messages."""
         return self._settings.evaluate or str(getattr(self._evaluate, "__name__", "evaluate"))
 
     @property
@@ -112,7 +112,7 @@ class Hooks:
         return self.is_stopped or self.failure is not None
 
     def tell(self, event: Event) -> None:
-        """Call the callbacks; all ranks then know what came of it."""
+        """Call the callbacks, and tell all ranks whether they asked to stop or failed."""
         if not self._is_watched or self.failure is not None:
             return
         for callback in self._callbacks if self._world.is_first else ():
@@ -130,7 +130,7 @@ class Hooks:
             self.failure = OtherRankError("a callback of the first rank failed.")
 
     def evaluated(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
-        """The numbers that the user's function finds; nothing without one, and where it fails (`failure`)."""
+        """The numbers that the user's evaluation returns. Empty if there is none, or if it fails (see `failure`)."""
         if self._evaluate is None or self.failure is not None:
             return {}
         try:
@@ -142,7 +142,7 @@ class Hooks:
         return told
 
     def check(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
-        """Evaluate before the first step: what is wrong with the function is known then, and not after hours."""
+        """Evaluate before the first step, so that an error in the evaluation shows up at once."""
         found = self.evaluated(model, vocabulary)
         if self.failure is not None:
             raise self.failure
@@ -176,7 +176,7 @@ class Hooks:
 
 
 def _tokenizer(vocabulary: Vocabulary) -> Any:
-    """As transformers has it."""
+    """The tokenizer as an object of transformers."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +185,7 @@ def _tokenizer(vocabulary: Vocabulary) -> Any:
 
 
 def _checked(returned: object, name: str) -> dict[str, float]:
-    """What an evaluation has returned, as plain numbers.
+    """The result of an evaluation as plain numbers, or an error.
 
     >>> _checked({"accuracy": torch.tensor(0.5), "right": 3}, "count")
     {'accuracy': 0.5, 'right': 3.0}

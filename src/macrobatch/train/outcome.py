@@ -1,4 +1,4 @@
-"""What `train` returns."""
+"""`Outcome`: the result of `train`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from macrobatch.train.record import METRICS, VALIDATION
 
 
 class Outcome(int):
-    """How a run has ended: the exit status as a number, and where to find what it left.
+    """The result of `train`: the exit status, as a number with attributes for the files of the run.
 
     >>> outcome = Outcome(0, run=Path("runs/tiny-1"), steps=20)
     >>> outcome == 0, outcome.steps, str(outcome.model)
@@ -18,7 +18,7 @@ class Outcome(int):
 
     Attributes:
         run: the run folder.
-        steps: how many steps the run has taken, with those before it was resumed.
+        steps: the number of optimizer steps that the run has taken, including those before it was resumed.
     """
 
     run: Path
@@ -35,15 +35,15 @@ class Outcome(int):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The numbers of every step."""
+        """The numbers of every step: the lines of ``metrics.jsonl`` as dicts."""
         return rows(self.run / METRICS)
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """The numbers of every validation."""
+        """The numbers of every validation: the lines of ``validation.jsonl`` as dicts."""
         return rows(self.run / VALIDATION)
 
     @property
     def model(self) -> Path:
-        """The exported model, for ``from_pretrained`` of transformers."""
+        """The folder of the exported model, which ``from_pretrained`` of transformers can load."""
         return self.run / "model"

@@ -1,4 +1,4 @@
-"""`Settings`: one frozen dataclass is the command line, and the TOML file. How they are read: `flags.py`."""
+"""`Settings`: the settings of a run, as a dataclass. `flags.py` reads them from the command line and from files."""
 
 from __future__ import annotations
 
@@ -29,139 +29,147 @@ ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Train a causal language model: from scratch, or from existing weights.
+    """Train a causal language model, from scratch or from existing weights.
 
-    Without any argument: a small decoder on the functions of the Python standard library. Under torchrun the same flags
-    use all ranks. The losses depend on the data, the seed and the batch, not on how many ranks and micro-batches it is
-    cut into.
+    Without any setting, it trains a small model on the functions of the Python standard library. Under torchrun, the
+    same settings use all ranks. Up to rounding, the losses depend only on the data, the seed and the batch, and not on
+    the number of ranks and micro-batches. The flags of `macrobatch train` and the arguments of
+    `macrobatch.train.Settings` are the same.
     """
 
     model: str = "small"
     """tiny, small, medium or large; a config.json of transformers; a folder with weights; a run; a name on the hub."""
     data: tuple[str, ...] = ()
-    """Files of text, JSONL, CSV or parquet; folders of them, or of `datasets`. If not set: the standard library."""
+    """Files of text, JSONL, CSV or parquet; folders of such files, or folders saved by `datasets`.
+    If not set: the functions of the Python standard library."""
     text_field: str = "text"
-    """The field of a record that holds the text."""
+    """The name of the field that holds the text of a record."""
     fields: tuple[str, ...] = ()
-    """Other names of fields: text, prompt, completion, messages, conversations and so on, each as NAME=COLUMN."""
+    """The names of your fields, if they are not text, prompt, completion, messages and so on.
+    Each as NAME=COLUMN, e.g. prompt=question."""
     chat_template: str | None = None
-    """How conversations are written: a file in Jinja, or chatml. If not set: as the tokenizer says."""
+    """The template that turns conversations into text: a Jinja file, or chatml. If not set: the tokenizer's own."""
     tokenizer: str | None = None
-    """A tokenizer.json, its folder, or a name on the hub. If not set: the model's own, else one trained on the data."""
+    """A tokenizer.json, a folder with one, or a name on the hub.
+    If not set: the model's own tokenizer, or a new one that is trained on the data."""
     vocabulary_size: int = 4096
-    """Words of a tokenizer that is trained on the data."""
+    """The number of tokens in the vocabulary of a tokenizer that is trained on the data."""
     seq_len: int = 256
-    """The longest sample, in tokens. Longer texts are cut into pieces."""
+    """The length of the longest sample, in tokens. Longer texts are cut into pieces."""
     validation: float | None = None
-    """The part of the documents that is kept for validation; 0: none. If not set: 0.01."""
+    """The fraction of the documents that is kept for validation. 0: no validation. If not set: 0.01."""
     validation_data: tuple[str, ...] = ()
-    """Files and folders to validate on, instead of a part of the data."""
+    """Files and folders to validate on, instead of a fraction of the data."""
     early_stop: int | None = None
-    """End the run after so many validations in a row that were no better than the best one."""
+    """Stop after this many validations in a row without a new best result. If not set: do not stop early."""
     validate_every: int = 100
-    """Steps between validations; there is one in the end too. 0: only that."""
+    """The number of steps between validations. There is also one at the end; 0: only that one."""
     evaluate: str | None = None
-    """MODULE:FUNCTION: called with model and tokenizer in every validation, it returns a dict of numbers to record."""
+    """MODULE:FUNCTION, your own evaluation. Each validation calls the function with the model and the tokenizer.
+    It returns a dict of numbers, which are recorded."""
     best: str = "loss"
-    """The number of a validation that tells the best checkpoint: the lowest, or the highest as in accuracy:max."""
+    """The number of a validation that decides which checkpoint is the best: the lowest value is best.
+    With :max, as in accuracy:max, the highest is best."""
 
     batch_size: int | None = None
-    """Samples in the batch of one optimizer step, over all ranks. If not set: 16."""
+    """The number of samples in the batch of one optimizer step, over all ranks. If not set: 16."""
     batch_tokens: int | None = None
-    """Tokens in a batch, instead of samples."""
+    """The number of tokens in a batch, instead of a number of samples."""
     batch_ramp: int = 0
-    """Steps in which the batch grows to its size."""
+    """The number of steps in which the batch grows to its full size. 0: it has its full size from the start."""
     batch_ramp_start: float = DEFAULT_RAMP_START
-    """What part of the batch a ramp begins with."""
+    """The size of the first batch of a ramp, as a fraction of the full batch."""
     micro: str = "tokens"
-    """How a batch is cut: N samples; tokens:N, at most N tokens with padding; tokens, as many tokens as fit into the
-    memory of a GPU, 1024 on a CPU; auto, as many samples as fit."""
+    """How to cut a batch into micro-batches. N: N samples each. tokens:N: at most N tokens each, including padding.
+    tokens: as many tokens as fit into the memory of a GPU; on a CPU, 1024. auto: as many samples as fit."""
     pack: bool = False
-    """Put several samples into a row, each with its own positions and attention: less padding, the same losses."""
+    """Put several samples into each row, with separate positions and attention: less padding, the same losses."""
     steps: int | None = None
-    """Optimizer steps. If not set: 320."""
+    """The number of optimizer steps. If not set: 320."""
     epochs: int | None = None
-    """How often to go through the data, instead of steps."""
+    """The number of passes over the data, instead of a number of steps."""
 
     lr: float | None = None
-    """The highest learning rate. If not set: chosen by model size; 5e-5 from existing weights, 2e-4 with --lora."""
+    """The highest learning rate. If not set: a value for each size from tiny to large, 1e-3 for a config.json,
+    5e-5 for existing weights, and 2e-4 with --lora."""
     lr_scale: Scaling = "none"
-    """Multiply lr by batch / reference_batch, or by the square root of that."""
+    """Adapt lr to the batch: linear multiplies it by batch / reference_batch, sqrt by the square root of that."""
     reference_batch: int | None = None
-    """The batch that lr was found with, in samples, or in tokens where the batch is in tokens."""
+    """The batch for which lr is meant: a number of samples, or of tokens with --batch-tokens."""
     schedule: Schedule = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """How the learning rate falls after the warm-up. constant: it does not fall."""
     warmup: int | None = None
-    """Steps in which the learning rate rises. If not set: a tenth of all steps."""
+    """The number of steps in which the learning rate rises. If not set: a tenth of all steps."""
     final_lr: float = 0.1
-    """What part of the learning rate is left in the end."""
+    """The learning rate at the end, as a fraction of the highest one. No effect with --schedule constant."""
     optimizer: str = "adamw"
-    """adamw, muon, adafactor, adamw-8bit (bitsandbytes), sgd, or MODULE:CLASS for an optimizer of your own."""
+    """adamw, muon, adafactor, adamw-8bit (needs bitsandbytes), sgd, or MODULE:CLASS for your own optimizer."""
     optimizer_options: tuple[str, ...] = ()
-    """Options of the optimizer, as NAME=VALUE."""
+    """Further arguments of the optimizer, as NAME=VALUE."""
     weight_decay: float = 0.1
-    """Weight decay, on matrices only."""
+    """The weight decay of matrices. Vectors, such as biases, have none."""
     beta1: float = 0.9
-    """beta1 of AdamW."""
+    """AdamW's beta1, the decay of its mean of gradients."""
     beta2: float = 0.95
-    """beta2 of AdamW."""
+    """AdamW's beta2, the decay of its mean of squared gradients."""
     eps: float = 1e-8
-    """epsilon of AdamW."""
+    """AdamW's epsilon."""
     max_norm: float = 1.0
-    """Gradients are clipped to this norm; "inf" for not at all."""
+    """The norm to which gradients are clipped. inf: no clipping."""
 
     lora: bool = False
-    """Train adapters of existing weights (LoRA), and freeze the weights."""
+    """Freeze the existing weights, and train small adapters beside them (LoRA)."""
     lora_rank: int | None = None
-    """The rank of adapters. If not set: 16."""
+    """The rank of the adapters. If not set: 16."""
     lora_alpha: float | None = None
-    """Adapters are multiplied by alpha / rank. If not set: twice the rank."""
+    """The output of the adapters is multiplied by alpha / rank. If not set: twice the rank."""
     lora_dropout: float | None = None
-    """Dropout of what adapters take in. If not set: 0."""
+    """The dropout probability for the inputs of the adapters. If not set: 0."""
     lora_targets: tuple[str, ...] = ()
-    """Names of the layers that get an adapter. If not set: all linear layers of the decoder's blocks."""
+    """The names of the layers that get an adapter. If not set: all linear layers of the decoder's blocks."""
 
     precision: Precision = "float32"
-    """bf16, fp16: weights in float32, products in less. pure-bf16: weights in less too, gradients summed in float32."""
+    """bf16, fp16: weights in float32, matrix products in 16 bits (autocast).
+    pure-bf16: weights in bfloat16 too, and gradients summed in float32."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     cuda_graph: bool = False
-    """Record forward and backward as CUDA graphs, and replay them."""
+    """Record the forward and backward of micro-batches as CUDA graphs, and replay them. For small micro-batches."""
     checkpoint_activations: Literal["no", "yes", "auto"] = "no"
-    """yes: compute each layer again in the backward, instead of keeping what it computed. auto: from when on a single
-    sample does not fit otherwise."""
+    """yes: save memory by computing each layer again in the backward, instead of keeping its activations.
+    auto: do this only if not even a single sample fits otherwise."""
     parallel: Parallel = "ddp"
-    """Between ranks: replicas (ddp), shards (fsdp), or replicas of shards (hsdp)."""
+    """How ranks hold the model: each has a copy (ddp), all share one (fsdp), or groups of ranks share one (hsdp)."""
     shard_ranks: int | None = None
-    """hsdp: how many ranks share one copy of the model. If not set: those of a host."""
+    """For hsdp: the number of ranks that share one copy of the model. If not set: the ranks of one host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. auto: on GPUs if there are any."""
     seed: int = 0
-    """Seed of the weights, of the order of samples and of the validation split."""
+    """The seed for the initial weights, the order of the samples, and the choice of the validation data."""
 
     out: str | None = None
-    """The run folder. If not set: runs/MODEL-1, or the next number that is free."""
+    """The run folder. If not set: runs/MODEL-1, or the next free number."""
     resume: bool = False
-    """Resume the run in --out from its last checkpoint. More --steps or --epochs extend a run that is finished."""
+    """Resume the run in --out from its last checkpoint. A larger --steps or --epochs extends a finished run."""
     save_every: int = 100
-    """Steps between checkpoints; there is one in the end too. 0: only that."""
+    """The number of steps between checkpoints. There is also one at the end; 0: only that one."""
     keep: int = 2
-    """How many of the last checkpoints are kept; the one with the best validation stays besides."""
+    """The number of latest checkpoints to keep. The one with the best validation is kept in addition."""
     track: tuple[Track, ...] = ()
-    """Where all numbers go besides the run folder; several may be named, or none. If not set: tensorboard."""
+    """The trackers that record all numbers, beside the run folder. none: no tracker. If not set: tensorboard."""
     track_project: str = "macrobatch"
-    """The project, or experiment, that trackers put the run into."""
+    """The name of the project, or experiment, in the trackers."""
     prompt: str | None = None
-    """What the text that is printed in the end begins with. If not set: the beginning of a sample."""
+    """The beginning of the text that the model writes at the end of the run. If not set: the beginning of a sample."""
     sample_tokens: int = 96
-    """The length of that text, in tokens; 0: none."""
+    """The length of that text, in tokens. 0: no text."""
 
     config: str | None = None
-    """A TOML file with any of these settings."""
+    """A TOML file with any of these settings. Flags override it."""
     print_config: bool = False
-    """Print all settings as such a file, and end."""
+    """Print all settings as such a TOML file, and exit."""
     debug: bool = False
-    """Show where an error was raised."""
+    """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # programs have paths, and lists
@@ -173,7 +181,7 @@ class Settings:
 
     @property
     def cut(self) -> tuple[Literal["count", "tokens", "auto"], int | None]:
-        """How batches are cut: by what, and how large."""
+        """How batches are cut: by samples or tokens, and the size of a micro-batch (None: found by trying)."""
         kind, colon, number = self.micro.partition(":")
         if self.micro.isdecimal() and int(self.micro) > 0:
             return "count", int(self.micro)
@@ -188,7 +196,7 @@ class Settings:
 
     @property
     def best_number(self) -> tuple[str, bool]:
-        """The name of the number that tells the best checkpoint, and whether a higher one is better."""
+        """The name of the number that decides on the best checkpoint, and whether a higher value is better."""
         name, colon, order = self.best.rpartition(":")
         if not colon or order not in ("min", "max"):
             name, order = self.best, "min"
@@ -196,17 +204,17 @@ class Settings:
 
     @property
     def trackers(self) -> tuple[str, ...] | None:
-        """The trackers that were named; empty: the default; None: there are to be none."""
+        """The names of the trackers. Empty: use the default. None: use no tracker."""
         return None if "none" in self.track else self.track
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """What belongs to the run, and not to this call only; as JSON has it."""
+        """The settings that belong to the run, and not only to this call, as values for JSON."""
         fields = dataclasses.asdict(self)
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items() if name not in ONCE}
 
     def check_warmup(self, steps: int) -> None:
-        """Refuse a warm-up that is longer than the run."""
+        """Raise an error if the warm-up is longer than the run."""
         if self.warmup is not None and self.warmup > steps:
             raise UsageError(
                 f"--warmup {self.warmup} is longer than the run of {counted(steps, 'step')}: the learning rate would "
@@ -214,7 +222,7 @@ class Settings:
             )
 
     def toml(self) -> str:
-        """As a file for `config`. What has no value is a comment."""
+        """The settings as a TOML file for `config`. Settings without a value become comments."""
         lines = []
         for name, value in self.lasting.items():
             lines.append(f"# {name} =" if value is None else f"{name} = {_toml(value)}")
@@ -222,7 +230,7 @@ class Settings:
 
 
 def _plain(value: Any) -> Any:
-    """A path as a text, and a list as a tuple."""
+    """Convert a path to a string, and a list to a tuple."""
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -311,7 +319,7 @@ def _check_ranges(settings: Settings) -> None:
 
 
 def _number(value: float) -> str:
-    """With all its digits, where it has few after the point."""
+    """A number as text for an error message."""
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
@@ -346,7 +354,7 @@ def _check_together(settings: Settings) -> None:
 
 
 def flag_of(name: str) -> str:
-    """A setting as the command line has it."""
+    """The command-line flag of a setting."""
     return "--" + name.replace("_", "-")
 
 

@@ -1,7 +1,7 @@
-"""`macrobatch train`: the main path. What was derived -> batches -> `MacroStep` -> record -> validate -> save.
+"""`macrobatch train`: the training loop. Take a batch, step with `MacroStep`, record, validate, save.
 
-The losses of a run depend on its data, seed and batch only. Batches are those of all ranks (`Stream`), each rank takes
-its share, and `MacroStep` makes the exact step of the whole, however it is cut.
+The losses of a run depend only on its data, seed and batch. `Stream` makes the batches of all ranks together, each rank
+takes its share, and `MacroStep` takes the exact step of the whole batch, however it is cut.
 """
 
 from __future__ import annotations
@@ -36,23 +36,32 @@ from macrobatch.train.world import World, joined
 
 
 def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: Evaluate | None = None) -> Outcome:
-    """Train as the settings say.
+    """Train a language model from a program, as the command ``macrobatch train`` does.
 
-    See docs/train.md for an example. Under torchrun every rank calls it.
+    It prints progress and writes a run folder. Under torchrun, call it on every rank. docs/train.md has more examples.
+
+    ```python
+    from macrobatch.train import Settings, train
+
+    outcome = train(Settings(model="tiny", data=("texts/",), steps=100))
+    print(outcome.metrics[-1]["loss"], outcome.model)
+    ```
 
     Args:
-        settings: what the flags of ``macrobatch train`` say.
-        callbacks: functions of an `Event`, called on the first rank after every step and validation. One that raises
-            `StopTraining` ends the run after that step, with a checkpoint. Any other error is raised here, after a
-            checkpoint.
-        evaluate: a function of the model and a tokenizer of transformers that returns a dict of numbers, called on
-            every rank in each validation; where the settings name none.
+        settings: the settings of the run, which have the same names as the flags of ``macrobatch train``.
+        callbacks: functions that get an `Event`. The first rank calls them after every step and every validation. A
+            callback that raises `StopTraining` ends the run after this step, with a checkpoint. If it raises any other
+            error, the run writes a checkpoint, and `train` raises that error.
+        evaluate: a function that gets the model and a tokenizer of transformers, and returns a dict of numbers to
+            record. Every rank calls it in each validation. Default: the function that ``settings.evaluate`` names, if
+            any.
 
     Returns:
-        the exit status as a number: 0, or 128 and the number of the signal that ended it; with the run folder.
+        The exit status as a number, with the run folder and its contents as attributes. The status is 0, or 128 plus
+        the number of the signal that ended the run.
 
     Raises:
-        MacrobatchError: what the command would print.
+        MacrobatchError: an error that the command would print, such as an invalid setting or a damaged file.
     """
     with joined(settings) as world, ExitStack() as stack:
         world.together(lambda: optimizers.check(settings))

@@ -1,4 +1,4 @@
-"""Exact accumulation inside the Trainer of transformers, and inside those of TRL, which are made of it.
+"""Exact gradient accumulation inside the `Trainer` of transformers, and inside TRL's trainers, which are subclasses.
 
 >>> from transformers import Trainer
 >>> from macrobatch.transformers import exact

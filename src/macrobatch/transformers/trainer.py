@@ -1,7 +1,7 @@
-"""`exact`: a trainer of transformers, with its windows on the engine.
+"""`exact`: a trainer class of transformers with exact gradient accumulation.
 
-The trainer keeps its loop: it reads a window's batches, calls ``training_step`` for each, clips, steps and logs. Here
-the gradients become the mean over the items of the window and of all ranks, before it clips.
+The trainer keeps its loop: it reads a window's batches, calls ``training_step`` for each, clips, steps and logs. This
+module divides the gradients by the number of items of the window on all ranks, before the trainer clips them.
 """
 
 from __future__ import annotations
@@ -37,24 +37,31 @@ STEPS_CHANGED = (
 
 
 def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph: bool = False, **options: Any) -> type:
-    """The same trainer class, with gradient accumulation that is exact.
+    """Make a subclass of a trainer class that accumulates gradients exactly: ``exact(Trainer)(model, args, ...)``.
 
-    Its arguments, callbacks, logs and checkpoints stay what they are. A window, the ``gradient_accumulation_steps``
-    batches of one optimizer step on all ranks, has the gradient of one big batch, whatever its batches hold, and the
-    loss that is logged is that of the window.
+    Arguments, callbacks, logs and checkpoints work as before. Each optimizer step has the gradient that its
+    ``gradient_accumulation_steps`` batches on all ranks would have as one big batch, even if they have different
+    numbers of tokens. The logged loss is the mean over that big batch.
+
+    >>> from transformers import Trainer
+    >>> exact(Trainer).__name__
+    'ExactTrainer'
 
     Args:
-        trainer: the `Trainer` of transformers, or a class made of it, such as `SFTTrainer`.
-        micro: how to cut the samples of a window anew: `by_tokens`, `by_count`, a number of samples, or "auto":
-            whatever fits into memory. None: the trainer's batches are the micro-batches.
-        cuda_graph: micro-steps are recorded once for each shape, and replayed, for a GPU that waits for Python.
-        options: ``accumulate_dtype`` and ``fit_file`` of `MacroStep`.
+        trainer: the `Trainer` of transformers, or a subclass of it, such as `SFTTrainer` of TRL.
+        micro: how to cut the samples of a window into micro-batches: a number of samples, `by_count`, `by_tokens`, or
+            "auto" for the largest number of samples that fits into memory. Default: the trainer's batches are the
+            micro-batches.
+        cuda_graph: record the forward and backward of a micro-batch as a CUDA graph, once for each shape, and replay
+            it. This helps if micro-batches are so small that the GPU waits for Python.
+        options: ``accumulate_dtype`` and ``fit_file``, as described for `Accumulator` and `MacroStep`.
 
     Returns:
-        A subclass, to be used in its place.
+        The subclass. Use it in place of the trainer class.
 
     Raises:
-        UsageError: it is no trainer. What a trainer does that cannot be exact is told when one is constructed.
+        UsageError: ``trainer`` is not a trainer class, or an option is invalid. If a trainer does something that cannot
+            be exact, the error comes when you construct the trainer.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         name = trainer.__name__ if isinstance(trainer, type) else f"an object of type {type(trainer).__name__}"

@@ -53,7 +53,9 @@ def verify(
     joint: Joint | None = None,
     windows: int | None = None,
 ) -> Report:
-    """Compare the gradient that a training step accumulates with that of one big batch.
+    """Check whether a training step uses the right gradient: that of one big batch. If not, name the cause.
+
+    Use it to test any training loop: your own, one of another library, or one that uses Macrobatch.
 
     >>> import torch
     >>> from torch import nn
@@ -76,33 +78,42 @@ def verify(
     `verify` restores everything that the step changes: the model, gradients, buffers, modes, random numbers, and the
     state of its optimizers. While it runs, it sets the dropout probabilities of all modules to 0.
 
-    A step may take several optimizer steps: `verify` compares each with one big batch of its own samples. If the batch
-    is meant for one optimizer step, pass ``windows=1``: then more than one is an error.
+    ``step`` may take several optimizer steps. `verify` compares each of them with one big batch of its own samples. If
+    the batch is meant for one optimizer step, pass ``windows=1``: then the report is not ``ok`` if there are more.
+
+    `verify` needs memory for a forward and backward of the whole batch, on a float64 copy of the model. A small batch,
+    with a few samples per micro-batch, is enough.
 
     Args:
-        model: the model as it is trained: plain, compiled, or wrapped for several ranks. Or, alone, a `Trainer` of
-            transformers, or a Trainer or module of Lightning that have each other: its first window, done in its own
-            way, is compared with one big batch of the same samples.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss, or the loss and its number of items. The loss is the mean
-            over the items, or with ``reduction="sum"`` their sum. Or a dict of terms, ``{name: (loss, items)}``, whose
-            means are added up.
-        batch: what the step gets; on several ranks, each rank's own share. Either tensors whose first dimension is the
-            samples, or, with ``collate``, a list of samples.
-        micro: without ``step``: how `MacroStep` cuts the batch. Default: about three micro-batches of unequal sizes.
-        step: ``step(model, batch)``: any training loop, with its own optimizers; or a `MacroStep` of the same model.
-            Gradients are read at each optimizer step, or, if there is none, when it returns. Default: a `MacroStep`.
-        reduction: "mean" or "sum": what ``loss_fn`` returns.
-        collate: turns a list of samples into a batch for ``loss_fn``.
-        counts: without ``step``, for a dict of terms: what `MacroStep` takes.
-        joint: for a loss of the whole batch: what `MacroStep` takes. ``loss_fn`` then returns an `Encoded`.
-        windows: how many optimizer steps the step must take. Default: any number.
+        model: the model in the form in which you train it: plain, compiled, or wrapped for several ranks. Or pass a
+            trainer as the only argument: a `Trainer` of transformers, or a Trainer of Lightning with its module, or a
+            module of Lightning with its Trainer. `verify` then runs the trainer's first window as the trainer does.
+        loss_fn: a function ``loss_fn(model, batch)`` that returns the loss, or ``(loss, items)``. The loss is a mean
+            over so many items (default: samples), or with ``reduction="sum"`` their sum. For a loss of several terms,
+            it returns a dict ``{name: (loss, items)}``, and the means of the terms are added up.
+        batch: the batch that ``step`` gets; on several ranks, this rank's share. Either tensors whose first dimension
+            is the samples, or with ``collate`` a list of samples.
+        micro: how `MacroStep` cuts the batch if you pass no ``step``. Default: into about three micro-batches of
+            unequal sizes.
+        step: the training step to check: a function ``step(model, batch)`` with any training loop and its own
+            optimizers, or a `MacroStep` of the same model. `verify` reads the gradients at each optimizer step, or when
+            the function returns if it takes none. Default: a `MacroStep` with ``loss_fn``.
+        reduction: whether ``loss_fn`` returns a "mean" or a "sum".
+        collate: a function that makes a batch for ``loss_fn`` from a list of samples. Default: batches of tensors.
+        counts: the argument ``counts`` of `MacroStep`, for a loss of several terms if you pass no ``step``.
+        joint: the argument ``joint`` of `MacroStep`, for a loss that compares samples with each other. ``loss_fn`` must
+            then return an `Encoded`.
+        windows: the number of optimizer steps that ``step`` is expected to take, over each sample of the batch once.
+            Default: any number, and a note about samples that were left out or used twice.
 
     Returns:
-        A `Report`: ``ok``, the errors, and the causes, each with its evidence and cure.
+        A `Report`: whether the gradient is right (``ok``), how large the error is, and its causes, each with the
+        evidence and a cure. ``print(report)`` shows all of it.
 
     Raises:
-        UsageError: an argument is invalid, or the model is not ready.
-        BatchError: the step took several optimizer steps, and `verify` cannot match the samples with them.
+        UsageError: an argument is invalid, or the model is not ready, because its parameters have no shapes yet or none
+            requires a gradient.
+        BatchError: ``step`` took several optimizer steps, and `verify` cannot tell which samples belong to which.
         FitError: the whole batch does not fit into memory at once.
     """
     if loss_fn is None and batch is None and (verification := verification_of(model)) is not None:
@@ -170,7 +181,7 @@ def _require_valid_arguments(
 
 
 def _entries_of(big: BigBatch, batch: object) -> list[nn.Module]:
-    """What the loss calls. If it fails with a list that cannot be cut, the list may be one of samples."""
+    """The modules that the loss calls. If it fails for a list that cannot be cut, say that it may need `collate`."""
     try:
         return big.entries()
     except MacrobatchError:

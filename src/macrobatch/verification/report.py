@@ -1,4 +1,4 @@
-"""The report of `verify`, and how it prints."""
+"""The report that `verify` returns, and its text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ParameterError(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A reason why a gradient is wrong.
+    """A reason why the gradient of a training step is wrong, as `verify` has found it.
 
     Attributes:
-        name: its name in the table of docs/verify.md.
-        evidence: the measurement that shows it.
-        cure: what to write instead.
+        name: the name of the cause. The table in docs/verify.md explains all names.
+        evidence: the measurement that shows the cause.
+        cure: what to change in the training step.
 
     >>> cause = Cause(name="not divided", evidence="the gradient is 4 times the right one.", cure="Divide once.")
     >>> print(cause.name, "->", cause.cure)
@@ -45,9 +45,9 @@ class WindowReport:
 
     Attributes:
         samples: the number of samples on all ranks; None if unknown.
-        micro_batches: their number on the rank that has most.
+        micro_batches: the number of micro-batches; on several ranks, that of the rank with the most.
         relative_error: the largest difference in any gradient, divided by the largest gradient of the model.
-        factor: the factor that brings the right gradient closest to the step's.
+        factor: how large the step's gradient is, relative to the right one: 1 is right, 2 is twice as large.
     """
 
     samples: int | None
@@ -64,10 +64,12 @@ class Report:
         ok: whether the step's gradients are those of one big batch.
         max_relative_error: the largest difference in any gradient, divided by the largest gradient of the model.
         bound: the largest error that counts as rounding in this precision.
-        reference: what the step was compared with.
-        worst: the parameters with the largest errors.
-        windows: the result for each optimizer step.
-        causes: the reasons why the step is wrong, the likeliest first.
+        reference: a text that says what the step was compared with.
+        worst: the parameters with the largest errors, each with its ``name`` and ``error``.
+        windows: the results of the optimizer steps, each with its number of ``samples`` (None if unknown) and
+            ``micro_batches``, its ``relative_error``, and a ``factor``: the size of its gradient relative to the right
+            one.
+        causes: the reasons why the step is wrong, the likeliest first. Empty if it is right.
         notes: other remarks.
 
     >>> report = Report(ok=True, max_relative_error=0.0, bound=2e-6, reference="one big batch", worst=(), windows=())
@@ -89,7 +91,11 @@ class Report:
         return self.max_relative_error <= self.bound
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data for JSON; infinite and NaN numbers become None."""
+        """Convert the report to plain data for JSON.
+
+        Returns:
+            A dict of lists, dicts, strings and numbers. Infinite and NaN numbers become None.
+        """
         plain = asdict(self) | {"worst": [{"name": name, "error": error} for name, error in self.worst]}
         return {key: _json_value(value) for key, value in plain.items()}
 
