@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from macrobatch._cut.joining import joined
+from macrobatch._cut.joining import joined, narrowed
 from macrobatch.errors import BatchError
 
 LABELS = {"labels": -100, "input_ids": 9}
@@ -26,6 +26,27 @@ def test_any_nesting():
     assert found.rest["text"] == ["a", "b", "c"]
     assert found.rest["beta"] == 0.1
     assert [y.tolist() for y in found.rest["y"]] == [[0, 0, 1], [1, 1, 0]]
+
+
+@pytest.mark.parametrize("at_left", [False, True])
+def test_parts_are_as_wide_as_the_batches_that_they_came_from(at_left):
+    def batch(*lengths):
+        width = max(lengths)
+        mask = torch.tensor([[1] * n + [0] * (width - n) for n in lengths])
+        mask = mask.flip(1) if at_left else mask
+        return Pair(
+            torch.rand(len(lengths), 5), {"attention_mask": mask, "input_ids": mask * 5, "text": ["a"] * len(lengths)}
+        )
+
+    batches = [batch(2, 1), batch(1, 4, 3), batch(3, 2)]
+    whole = joined(batches, LABELS)
+    cuts = [slice(0, 2), slice(2, 5), slice(5, 7)]
+    parts = [Pair(whole.x[cut], {name: value[cut] for name, value in whole.rest.items()}) for cut in cuts]
+    for found, wanted in zip(narrowed(parts, batches), batches, strict=True):
+        assert found.x.equal(wanted.x)
+        assert found.rest["text"] == wanted.rest["text"]
+        assert all(found.rest[name].equal(wanted.rest[name]) for name in ("attention_mask", "input_ids"))
+        assert found.rest["input_ids"].is_contiguous()
 
 
 @pytest.mark.parametrize("prefix", ["", "chosen_"])

@@ -5,9 +5,10 @@ import threading
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 from torch.utils.data import DataLoader
 
 from harness import reference
@@ -51,6 +52,38 @@ def test_the_stock_trainer_with_means_over_tokens():
     assert not report.ok
     assert causes(report) == ["mean of means"]
     assert "9 4 11 8" in str(report)
+
+
+class MeanOverPositions(LightningModule):
+    """Padded positions count, too: the loss of a sample depends on the width of its batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)).double()
+
+    def training_step(self, batch, _):
+        tokens = batch["input_ids"]
+        each = nn.functional.cross_entropy(self.net(tokens).transpose(1, 2), tokens, reduction="none", ignore_index=0)
+        return each.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self):
+        texts = [torch.randint(1, 50, (2 + 7 * n % 12,)) for n in range(16)]
+        return DataLoader(texts, batch_size=4, collate_fn=padded)
+
+
+def padded(texts):
+    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    return {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
+
+
+def test_a_loss_that_depends_on_padding():
+    """Each batch is run in its own width, as in a fit."""
+    assert not verify(attached(MeanOverPositions(), strategy=ExactStrategy(steps=4))).ok
+    assert verify(attached(MeanOverPositions(), strategy=ExactStrategy(steps=4, micro=4))).ok
 
 
 def test_the_stock_trainer_in_a_short_window():

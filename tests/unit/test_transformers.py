@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -378,6 +379,39 @@ def test_a_sum_of_shifted_labels_is_divided_by_as_many(trainer_class, way):
     report = verify(trainer("gpt2", trainer_class, data, **more))
     assert [cause.name for cause in report.causes] == ["labels counted before the shift"]
     assert verify(trainer("gpt2", exact(trainer_class), data, **more)).ok
+
+
+class MeanOverPositions(Trainer):
+    """Padded positions count, too: the loss of a sample depends on the width of its batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        each = nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], reduction="none")
+        return (each.mean(), outputs) if return_outputs else each.mean()
+
+
+def test_a_loss_that_depends_on_padding_is_told_once():
+    data = samples("bert", 24)
+    with pytest.warns(UserWarning, match="MeanOverPositions.compute_loss depends on padding: .* changes by 2") as told:
+        train(trainer("bert", exact(MeanOverPositions), data))
+    assert len(told) == 1
+    assert Path(told[0].filename).name == "trainers.py"  # where train() was called
+    with pytest.warns(UserWarning, match="depends on padding"):
+        assert not verify(trainer("bert", exact(MeanOverPositions), data)).ok
+    assert not verify(trainer("bert", MeanOverPositions, data)).ok
+    with pytest.warns(UserWarning, match="depends on padding"):
+        train(trainer("bert", exact(MeanOverPositions, micro=by_tokens(40)), data))
+
+
+def test_a_loss_that_depends_on_padding_in_windows_of_one_width():
+    """Then it does not matter: no warning, which would be an error here."""
+    data = samples("bert", 24)
+    made = trainer("bert", exact(MeanOverPositions, micro=3), data)
+    assert verify(trainer("bert", exact(MeanOverPositions, micro=3), data)).ok
+    train(made)
+    assert apart(made, means_of(MeanOverPositions, "bert", data, 8)) <= 1e-14
+    alike = [{name: tokens[:3] for name, tokens in sample.items()} for sample in data]
+    train(trainer("bert", exact(MeanOverPositions), alike))
 
 
 class TwoDenominators(Trainer):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +37,29 @@ def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | No
         if [leaf.keys for leaf in other] != [leaf.keys for leaf in flat[0]]:
             names = [", ".join(leaf.path for leaf in one) or "nothing" for one in (flat[0], other)]
             raise BatchError(f"the batches of a window hold different things: {names[0]}, and {names[1]}.")
-    at_left = any(map(_is_padded_at_left, (leaf for leaves in flat for leaf in leaves)))
+    at_left = _are_padded_at_left(flat)
     whole = iter([_join(same, lists, padding, unknown, at_left) for same in zip(*flat, strict=True)])
     return rebuild(batches[0], lambda _: next(whole), lists)
+
+
+def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
+    """Parts of a joined batch without the columns that `joined` has padded: each as wide as the batch it came from.
+
+    >>> batches = [{"input_ids": torch.ones(1, 2)}, {"input_ids": torch.ones(2, 3)}]
+    >>> whole = joined(batches, {"input_ids": 7})["input_ids"]
+    >>> [part["input_ids"].shape[1] for part in narrowed([{"input_ids": whole[:1]}, {"input_ids": whole[1:]}], batches)]
+    [2, 3]
+    """
+    flat = [list(flatten(batch, (), "batch", _count(batch), {})) for batch in batches]
+    at_left, found = _are_padded_at_left(flat), []
+    for part, leaves_before in zip(parts, flat, strict=True):
+        lists: dict[int, bool] = {}
+        after = flatten(part, (), "batch", _count(part), lists)
+        narrow = iter(
+            [_narrow(leaf.value, before.value, at_left) for leaf, before in zip(after, leaves_before, strict=True)]
+        )
+        found.append(rebuild(part, partial(_next, narrow), lists))
+    return found
 
 
 def the_only_one(batches: Sequence[Any]) -> Any:
@@ -99,6 +120,21 @@ def _padded(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
         return value
     columns = value.new_full((len(value), more, *value.shape[2:]), pad)
     return torch.cat([columns, value] if at_left else [value, columns], 1)
+
+
+def _next(values: Iterator[Any], _: Any) -> Any:
+    return next(values)
+
+
+def _narrow(value: Any, like: Any, at_left: bool) -> Any:
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] <= like.shape[1]:
+        return value
+    return (value[:, -like.shape[1] :] if at_left else value[:, : like.shape[1]]).contiguous()
+
+
+def _are_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
+    """Whether any of several batches is."""
+    return any(map(_is_padded_at_left, (leaf for leaves in flat for leaf in leaves)))
 
 
 def _is_padded_at_left(leaf: Leaf) -> bool:

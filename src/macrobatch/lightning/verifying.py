@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from macrobatch._cut.joining import joined
+from macrobatch._cut.joining import joined, narrowed
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import samples_of
 from macrobatch.errors import UsageError
@@ -79,7 +79,7 @@ def run_first_window(given: Any, verify: Verify) -> None:
 
         def step(_: nn.Module, batch: Any) -> None:
             samples = samples_of(batch)
-            rehearsal.run([samples.take(part) for part in parts])
+            rehearsal.run(narrowed([samples.take(part) for part in parts], batches))
 
         batch = joined(batches, padding_for(module), None)
         verify(rehearsal.notes, model=module, loss_fn=loss_fn, batch=batch, step=step)

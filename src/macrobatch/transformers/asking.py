@@ -143,11 +143,11 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     batches = _with_few_labels(real, trainer.model)
     probe = real if batches is None else batches[0]
     try:
-        number = _number_of(trainer, probe)
+        number = number_of(trainer, probe)
         first = ask(probe, number)
     except (IndexError, RuntimeError):  # a loss that hides other labels than -100
         batches, probe = None, real
-        number = _number_of(trainer, probe)
+        number = number_of(trainer, probe)
         first = ask(probe, number)
     if first is None:
         return Meaning(None, "what compute_loss says", layout=layout)
@@ -168,7 +168,7 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
     every = [Meaning(count, of, divides=divides, balance=balance, layout=layout) for count, of in counts]
     # Without num_items_in_batch, a model that would divide by it divides by what it has counted itself.
     means = [replace(one, divides=False) for one in every] if own_count else every
-    is_random = _is_random(ask, probe, number)
+    is_random = draws_random_numbers(ask, probe, number)
     why = "hiding labels and leaving out samples change it in no way that a mean does"
     if batches is not None and _tells_labels_apart(ask, means[0], batches):
         # Hidden labels tell nothing about a mean over samples, such as that of each sample's own mean.
@@ -198,7 +198,7 @@ def still_fits(
     """
     ask, case = Inquiry(trainer, model), _whole_and_parts(meaning.layout, batches, padding)
     is_wrong = any_rank(case is not None and not fits(ask, meaning, *case))
-    return not is_wrong or any_rank(_is_random(ask, batches[0], _number_of(trainer, batches[0])))
+    return not is_wrong or any_rank(draws_random_numbers(ask, batches[0], number_of(trainer, batches[0])))
 
 
 def _whole_and_parts(layout: Layout, batches: Sequence[Inputs], padding: Any) -> list[Inputs] | None:
@@ -276,7 +276,7 @@ def _count_of_sum(trainer: Any, ask: Inquiry, batches: Sequence[Inputs] | None) 
         whole, first, others = (ask(batch, torch.ones((), dtype=torch.long)) for batch in batches)
         if others and first == 0 and whole == others:  # the first label of a row adds nothing
             return causal_labels, "labels, shifted"
-    return lambda batch: _number_of(trainer, batch), "labels"
+    return lambda batch: number_of(trainer, batch), "labels"
 
 
 def _tells_labels_apart(ask: Inquiry, meaning: Meaning, batches: Sequence[Inputs]) -> bool:
@@ -285,7 +285,7 @@ def _tells_labels_apart(ask: Inquiry, meaning: Meaning, batches: Sequence[Inputs
     return max(losses) - min(losses) > 1e-4 * abs(losses[0])
 
 
-def _is_random(ask: Inquiry, inputs: Inputs, number: Tensor | None) -> bool:
+def draws_random_numbers(ask: Inquiry, inputs: Inputs, number: Tensor | None) -> bool:
     """Whether the loss draws random numbers, as one that adds noise does: then parts have other ones than the whole."""
     one, other = (ask(inputs, number, seed=seed) for seed in (1, 2))
     return one is not None and other is not None and abs(one - other) > 1e-6 * abs(one)
@@ -296,7 +296,7 @@ def _has_classes(inputs: Inputs) -> bool:
     return "shift_labels" in inputs or (isinstance(labels, Tensor) and not labels.dtype.is_floating_point)
 
 
-def _number_of(trainer: Any, inputs: Inputs) -> Tensor | None:
+def number_of(trainer: Any, inputs: Inputs) -> Tensor | None:
     """What the trainer itself would hand over as ``num_items_in_batch`` for this batch, on this rank alone."""
     with own_items(trainer):
         number = items_in(trainer, inputs)

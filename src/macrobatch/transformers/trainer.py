@@ -7,7 +7,7 @@ module divides the gradients by the number of items of the window on all ranks, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -19,12 +19,13 @@ from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import Policy
 from macrobatch._step import validation
 from macrobatch._step.snapshot import Snapshot
-from macrobatch.errors import MacrobatchError, UsageError
+from macrobatch.errors import MacrobatchError, UsageError, warn
 from macrobatch.transformers.asking import meaning_of, still_fits
 from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trl import declared, layout_for
+from macrobatch.transformers.widths import have_different_widths, padding_warning
 from macrobatch.transformers.windows import BatchByBatch, Settings, WholeWindow, Windows, padding_of, zero_of
 
 logger = logging.getLogger("macrobatch")
@@ -106,7 +107,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         self._batches: list[Inputs] = []  # of a window in which the loss is looked at
         self._left = 0  # batches of the window that have not come yet
         self._fillers = 0  # of them, those that only fill it up, which come first
-        self._awaits_step = self._is_undivided = False
+        self._awaits_step = self._is_undivided = self._told_of_widths = False
         self._operations: int | None = None  # for one element of the main input, in this window
         super().__init__(*arguments, **named)
         require_supported(self, self.macrobatch_settings)
@@ -249,6 +250,17 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 f"window {self._number} it is not one: parts of a batch, so weighed, do not give the whole. Let "
                 "compute_loss return (loss, items), where the loss is a mean over so many items."
             )
+        self._look_at_widths(model, batches, given)
+
+    def _look_at_widths(self, model: nn.Module, batches: Sequence[Inputs], given: Sequence[Inputs]) -> None:
+        """Warn once, on all ranks, if the loss depends on padding that the micro-batches have less of."""
+        assert self._meaning is not None
+        differ = not self._told_of_widths and have_different_widths(batches, self.macrobatch_settings)
+        if not self._is_on_any_rank(differ):
+            return
+        if (message := padding_warning(self, model, self._meaning, given, self._is_on_any_rank)) is not None:
+            self._told_of_widths = True
+            warn(message)
 
     @property
     def _is_looked_at(self) -> bool:

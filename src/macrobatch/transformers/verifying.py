@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from macrobatch._cut.joining import joined
+from macrobatch._cut.joining import joined, narrowed
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
 from macrobatch.transformers.asking import meaning_of
@@ -53,7 +53,7 @@ def case_of(trainer: Any) -> dict[str, Any]:
     def step(model: nn.Module, inputs: Inputs) -> None:
         starts = [sum(rows[:index]) for index in range(len(rows))]
         window = [layout.select(inputs, range(at, at + count)) for at, count in zip(starts, rows, strict=True)]
-        run_window(trainer, model, window)
+        run_window(trainer, model, narrowed(window, batches))
 
     joint = None if meaning.balance is None else meaning.balance.joint
     return {"model": model, "loss_fn": loss_fn, "batch": joined(batches, padding), "step": step, "joint": joint}
