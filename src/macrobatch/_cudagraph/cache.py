@@ -1,12 +1,13 @@
-"""Records micro-steps as CUDA graphs, once for each shape, and replays them.
+"""Records micro-batches as CUDA graphs, once for each shape, and replays them.
 
-A replay takes microseconds of host time where Python takes milliseconds. The inputs, gradients and totals
-(`StaticTotals`) of a recording have fixed addresses; the rest is in one memory pool that all recordings share, because
-no two run at once.
+A micro-step is the forward and backward of one micro-batch. Its replay takes microseconds of host time, while Python
+takes milliseconds. The inputs, gradients and totals (`StaticTotals`) of a recording have fixed addresses. Everything
+else is in one memory pool that all recordings share, because no two run at the same time.
 
-Shapes are recorded before a window begins, when no gradient exists yet: warming up then changes only random numbers and
-buffers, which are restored. The first few shapes, and the shapes of a plan with few, are recorded at once; any other
-shape when it comes for the second time. If something cannot be recorded, it runs eagerly, and one warning says why.
+Shapes are recorded before a window begins, when no gradient exists yet. So the warm-up changes only random number
+generators and buffers, which are restored. The first few shapes, and all shapes of a plan with few, are recorded at
+once. Any other shape is recorded when it comes for the second time. If something cannot be recorded, it runs eagerly,
+and one warning says why.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ LossFunction = Callable[[Any, Callable[[], int]], tuple[Any, Any]]
 
 
 class Slot(NamedTuple):
-    """What a recording serves.
+    """The micro-batches that a recording can replay.
 
     Attributes:
-        shape: the signature of micro-batches.
-        samples: their number of samples; None: any, for the loss does not depend on it.
+        shape: the signature of the micro-batches.
+        samples: their number of samples; None for any number, if the loss does not depend on it.
     """
 
     shape: Hashable
@@ -86,10 +87,10 @@ class RecordingCache:
         loss_of: ``loss_of(micro_batch, samples)`` returns the loss and its items, or a dict of terms and None. It must
             call the models without DDP (`without_ddp`), whose Python code a replay would leave out. If it calls
             ``samples()``, for the number of samples, a recording serves this number of samples only.
-        reduction: of these losses.
+        reduction: whether these losses are a "mean" or a "sum" over items.
         has_scaler: whether a scaler multiplies the losses.
-        capturer: of the models' device.
-        denominators: of losses that are dicts of terms: what those of the window that begins are divided by.
+        capturer: the capturer for the models' device.
+        denominators: returns the denominators of the window that begins, if losses are dicts of terms.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class RecordingCache:
         self._release_memory()
 
     def _release_memory(self) -> None:
-        self._buffers: dict[int, Tensor] = {}  # the gradients, by the parameter's id
+        self._buffers: dict[int, Tensor] = {}  # the gradients, by id of the parameter
         self._versions: dict[int, int] = {}
         self._totals: StaticTotals | None = None
         self._pool: Any = None  # exists as long as a recording in it
@@ -142,8 +143,8 @@ class RecordingCache:
         """Record shapes of the window that begins, if it is worth it, and attach the gradient buffers.
 
         Args:
-            gradients: of the window; none exists yet.
-            upcoming: for each micro-batch its key (`Part.key`), and a function that takes it.
+            gradients: the gradients of the window. None of them exists yet.
+            upcoming: for each micro-batch its key (`Part.key`), and a function that returns it.
             few_shapes: whether the plan of the window has few different shapes.
         """
         self._check_model(gradients.parameters)
@@ -174,7 +175,7 @@ class RecordingCache:
         return None
 
     def _slot_of(self, micro_batch: Any, samples: int) -> Slot:
-        """Where the recording for a micro-batch is, or would be."""
+        """The slot of the recording for a micro-batch, if there is one, or of a new one."""
         shape = signature(micro_batch, self._capturer.device.type)
         return Slot(shape, None) if Slot(shape, None) in self._recordings else Slot(shape, samples)
 
@@ -271,7 +272,7 @@ class RecordingCache:
         device = self._capturer.device
         release_cached_memory(device)
         for slot, micro in sorted(found.items(), key=lambda item: -_numel(item[1][0])):
-            is_there = Slot(slot.shape, None) in self._recordings  # since one for another number of samples was made
+            is_there = Slot(slot.shape, None) in self._recordings  # made for another number of samples, in this loop
             if not is_there and not self._is_disabled and len(self._recordings) < MAX_SHAPES:
                 recording = self._try_to_record(parameters, *micro)  # may drop all other recordings
                 self._recordings[slot if self._counts_samples else Slot(slot.shape, None)] = recording
@@ -345,10 +346,10 @@ class RecordingCache:
     def _warm_up(
         self, micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter], claim: PoolClaim
     ) -> tuple[set[nn.Parameter], float]:
-        """Run a micro-step a few times; return the parameters it adds gradients to, and its time in milliseconds.
+        """Run a micro-step a few times. Returns the parameters it adds gradients to, and its time in milliseconds.
 
-        It uses the memory of the pool, to save memory. But a tensor that the model keeps from there, such as a mask for
-        a length, would be overwritten by earlier recordings: then everything is recorded again.
+        It uses the memory of the pool, to save memory. But if the model keeps a tensor from there, such as a mask for a
+        length, earlier recordings would overwrite it. In this case everything is recorded again.
         """
         device = self._capturer.device
         buffers_before = all_buffers(self._models)
@@ -393,7 +394,7 @@ class RecordingCache:
         return window
 
     def _forward(self, micro_batch: Any, samples: int, totals: StaticTotals) -> tuple[Window, Tensor, Any]:
-        """A window of one micro-batch, what its backward begins with, and what is counted of it."""
+        """A window of one micro-batch, the scalar for its backward, and the items for the window to count."""
         loss, items = self._loss_of(micro_batch, partial(self._count, samples))
         options: Any = {"number": 0, "length": 1, "reduction": self._reduction, "multiplier": self._multiplier(totals)}
         if isinstance(totals, StaticTermTotals):

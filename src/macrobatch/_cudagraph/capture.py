@@ -1,4 +1,4 @@
-"""Captures CUDA graphs: allocates from one pool, frees nothing meanwhile, and cleans up after a failed capture."""
+"""Captures CUDA graphs: it allocates from one pool, frees nothing meanwhile, and cleans up after a failed capture."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Graph(Protocol):
 
 
 class Capturer:
-    """All that recordings need from CUDA. `CAPTURERS` has one class for each type of device that can capture.
+    """All operations of CUDA that recordings need. `CAPTURERS` has one class per type of device that can capture.
 
     Tests without a GPU add a class for CPUs.
     """
@@ -124,7 +124,7 @@ class Capturer:
         return graph, returned
 
     def milliseconds(self, run: Callable[[], object]) -> float:
-        """The time of `run()` on the device, waiting for the host included."""
+        """The time of `run()` on the device, including its waiting for the host."""
         with torch.cuda.device(self.device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
@@ -145,7 +145,7 @@ def capturer_for(device: torch.device) -> Capturer | None:
 
 
 def _end_failed_capture(pool: Any, device: torch.device) -> None:
-    """Reset the allocator and the generator, for which torch leaves a failed capture under way."""
+    """Reset the allocator and the generator: torch leaves them in the state of a running capture if a capture fails."""
     index = _index(device)
     try:
         end_allocating(index, pool)

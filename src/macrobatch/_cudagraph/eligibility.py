@@ -1,4 +1,4 @@
-"""Knows what a recorded micro-step depends on, and what cannot be recorded."""
+"""What a recorded micro-step depends on, and what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def copy_tensors(micro_batch: Any) -> Any:
 
 
 def model_state(modules: Sequence[nn.Module]) -> object:
-    """All that recordings of these modules depend on: if it changes, they are invalid."""
+    """Everything that recordings of these modules depend on. If it changes, they are invalid."""
     held = [
         tensor
         for module in modules

@@ -1,4 +1,4 @@
-"""One recorded micro-step, and the totals that all of them add to."""
+"""One recorded micro-step, and the totals to which all recordings add."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StaticTotals:
         self.used_recordings: set[Recording] = set()
 
     def begin(self, window: Window) -> None:
-        """Take over what a window has decided, before its first replay."""
+        """Copy the settings of a window that recordings read, before its first replay."""
         if isinstance(multiplier := window.multiplier, Tensor):
             self.multiplier.copy_(multiplier)
 
@@ -56,10 +56,10 @@ class StaticTotals:
 
 
 class StaticTermTotals(StaticTotals):
-    """The buffers of terms: recorded windows add to them.
+    """The buffers of terms, at fixed addresses: recorded windows add to them.
 
     Args:
-        denominators: of a window; what those of later ones are divided by takes its place.
+        denominators: the denominators of one window. `begin` replaces their values by those of later windows.
     """
 
     def __init__(self, denominators: Denominators) -> None:
@@ -73,7 +73,7 @@ class StaticTermTotals(StaticTotals):
         self.buffers.divisors.copy_(window.buffers.divisors)
 
     def add(self, window: Window) -> None:
-        """Nothing: the recorded window has added to the buffers itself."""
+        """Do nothing: the recorded window has added to the buffers itself."""
 
     def clear(self) -> None:
         super().clear()
@@ -89,7 +89,9 @@ class Recording:
     """The recorded micro-step of one shape.
 
     Args:
+        graph: the captured graph.
         inputs: the tensors from which it reads a micro-batch.
+        totals: the totals to which it adds.
         reached: the parameters to which it adds gradients.
         host_items: the items of a micro-batch of this shape, if the host knows them.
     """

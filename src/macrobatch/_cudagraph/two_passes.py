@@ -1,8 +1,8 @@
 """Recordings of the two passes of a loss of the whole batch.
 
-The second pass is a micro-step like any other: what it needs besides its micro-batch, the gradients of its encodings
-and what the first pass found, is a part of its input (`Bundle`). The first pass has no backward: a recording of it
-leaves encodings at fixed addresses.
+The second pass is a micro-step like any other. Its input (`Bundle`) is the micro-batch, the gradients of its encodings
+and the results of the first pass. The first pass has no backward: a recording of it leaves encodings at fixed
+addresses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Upcoming = Sequence[tuple[Hashable, Callable[[], MicroBatch]]]
 
 
 class StaticJointTotals(StaticTotals):
-    """What recordings of the second pass read of the window, and add to: how often the passes differed."""
+    """The totals that recordings of the second pass read, and the number of differences between the passes."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -45,7 +45,7 @@ class StaticJointTotals(StaticTotals):
 
 
 class SecondPassCache(RecordingCache):
-    """Holds the recordings of second passes; its micro-batches are `Bundle`."""
+    """Holds the recordings of second passes. Their micro-batches are of type `Bundle`."""
 
     def _new_totals(self) -> StaticTotals:
         return StaticJointTotals(self._capturer.device)
@@ -65,12 +65,12 @@ class SecondPassCache(RecordingCache):
 
 @dataclass
 class StaticEncoding:
-    """Where a recorded first pass leaves what it found: the next replay overwrites it."""
+    """The outputs of a recorded first pass, at fixed addresses. The next replay overwrites them."""
 
     tensors: list[Tensor]
-    loss: Tensor  # the ordinary one, if there is any
-    number: Tensor  # of its items, if only the device knows it
-    items: Items | torch.dtype = None  # what the host knows of them: how many, or of which dtype
+    loss: Tensor  # the ordinary loss, if there is any
+    number: Tensor  # the number of its items, if only the device knows it
+    items: Items | torch.dtype = None  # what the host knows of the items: their number, or their dtype
 
     @staticmethod
     def of(layout: Layout, samples: int, device: torch.device) -> StaticEncoding:
@@ -79,7 +79,7 @@ class StaticEncoding:
         return StaticEncoding(tensors, *torch.zeros(2, dtype=wide(device), device=device).unbind())
 
     def store(self, tensors: Sequence[Tensor], loss: Tensor | None, items: Items) -> None:
-        """Recordings contain this call."""
+        """Copy the results of a forward to the fixed addresses. Recordings contain this call."""
         pairs = [(static, on_device(t, static.device)) for t, static in zip(tensors, self.tensors, strict=True)]
         copy_all([static for static, _ in pairs], [t.to(static.dtype) for static, t in pairs])
         if loss is None:
@@ -92,7 +92,7 @@ class StaticEncoding:
 
 
 class RecordedEncoding(Recording):
-    """A recorded first pass."""
+    """The recorded first pass of a micro-batch."""
 
     def __init__(self, graph: Graph, inputs: list[Tensor], totals: StaticTotals, layout: Layout, found: StaticEncoding):
         super().__init__(graph, inputs, totals, set(), 0)
@@ -101,7 +101,7 @@ class RecordedEncoding(Recording):
         self._items = found.items
 
     def encode(self, micro_batch: object) -> Encoded:
-        """The encodings of a micro-batch, valid until the next."""
+        """The encodings of a micro-batch, valid until the next call."""
         self.run(micro_batch)
         found = self._found
         fields = zip(found.tensors, self._layout.fields, strict=True)
@@ -120,12 +120,12 @@ class FirstPassCache(RecordingCache):
 
     def _release_memory(self) -> None:
         super()._release_memory()
-        self._found: dict[int, StaticEncoding] = {}  # by the number of samples
+        self._found: dict[int, StaticEncoding] = {}  # by number of samples
 
     def open_first(
         self, parameters: Sequence[nn.Parameter], layout: Layout, upcoming: Upcoming, *, few_shapes: bool
     ) -> None:
-        """Record shapes of the window that begins, if it is worth it. Their encodings look as `layout` says."""
+        """Record shapes of the window that begins, if it is worth it. `layout` describes their encodings."""
         self._check_model(parameters)
         self._layout = layout
         if not self._is_disabled and not self._is_full:
@@ -145,7 +145,7 @@ class FirstPassCache(RecordingCache):
         totals: StaticTotals,  # noqa: ARG002
         leaves_of: dict[nn.Parameter, nn.Parameter],  # noqa: ARG002
     ) -> Window:
-        """The forward alone: its encodings go to fixed addresses."""
+        """Run only the forward, and store its encodings at fixed addresses."""
         encoded, _ = self._loss_of(micro_batch, partial(self._count, samples))
         layout, tensors = take_apart(encoded, self._count(samples))
         if layout != self._layout:
@@ -168,8 +168,8 @@ class JointRecordings:
     """The recordings of both passes.
 
     Args:
-        first: of first passes.
-        second: of second passes.
+        first: the recordings of first passes.
+        second: the recordings of second passes.
     """
 
     def __init__(self, first: FirstPassCache, second: SecondPassCache) -> None:

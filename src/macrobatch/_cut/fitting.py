@@ -13,11 +13,12 @@ from macrobatch.errors import UsageError
 
 
 class Sized(NamedTuple):
-    """Micro-batches that keep to a size.
+    """Micro-batches up to a size.
 
     Attributes:
         parts: the micro-batches.
-        size: that of the largest, as the size that fits is counted; 1: each has one sample, and none can be smaller.
+        size: the size of the largest micro-batch, in samples or tokens. 1 if each micro-batch has one sample, so that
+            none can be smaller.
     """
 
     parts: list[Part]
@@ -25,16 +26,16 @@ class Sized(NamedTuple):
 
 
 class Fitting(Protocol):
-    """How to cut a batch, where the size of micro-batches is found by trying."""
+    """A way to cut a batch if the size of micro-batches is found by trying."""
 
     unit: str
-    """What a size is a number of, for messages."""
+    """What a size counts, for messages."""
 
     def shape(self, samples: Samples) -> Shape:
-        """What a size that fits is remembered for."""
+        """The key under which a size that fits is remembered."""
 
     def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
-        """Micro-batches of at most that size."""
+        """Micro-batches of at most `size`."""
 
 
 class FittingCount:
@@ -43,11 +44,11 @@ class FittingCount:
     unit = "samples"
 
     def shape(self, samples: Samples) -> Shape:
-        """That of a sample: larger ones need more memory each."""
+        """The shape of a sample: larger samples need more memory."""
         return samples.shape
 
     def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
-        """Micro-batches of that many samples, in their order."""
+        """Micro-batches of `size` samples, in their order."""
         parts = ByCount(size).parts(samples, few_shapes)
         return Sized(parts, max((len(part.samples) for part in parts), default=0))
 
@@ -55,7 +56,7 @@ class FittingCount:
 class FittingTokens:
     """``by_tokens("auto")``: the largest number of tokens, padding included.
 
-    A sample that is longer than what fits of others is still a micro-batch of its own.
+    A sample that is longer than the number of tokens that fits is still run, as a micro-batch of its own.
     """
 
     unit = "tokens"
@@ -64,11 +65,11 @@ class FittingTokens:
         self._policy = policy
 
     def shape(self, samples: Samples) -> Shape:
-        """One for all lengths: tokens need about the same memory, whatever samples they are of."""
+        """The same for all lengths: a token needs about the same memory in any sample."""
         return Shape(f"tokens of {samples.shape.kind}", ())
 
     def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
-        """Micro-batches of at most that many tokens; where fewer cost less, the size is what they need."""
+        """Micro-batches of at most `size` tokens. If smaller ones are cheaper, the returned size is what they need."""
         parts = self._policy.cheapest_parts(samples, UNLIMITED, few_shapes)
         needed = max((self._policy.tokens_of(part, samples) for part in parts), default=0)
         if is_limited := needed > size:
@@ -79,7 +80,7 @@ class FittingTokens:
 
 
 def checked_micro(micro: object) -> Policy | FittingCount | FittingTokens:
-    """What ``micro=`` stands for."""
+    """The policy for a value of ``micro=``, or an error."""
     if isinstance(micro, ByTokens) and micro.budget == "auto":
         return FittingTokens(micro)
     if isinstance(micro, Policy):

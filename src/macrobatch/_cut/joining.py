@@ -1,4 +1,4 @@
-"""Several batches as one: the other way round than all else in this room."""
+"""Joins several batches into one, which may then be cut in another way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from macrobatch.errors import BatchError
 
 
 def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | None = 0) -> Any:
-    """One batch of several, padded to the widest of them, at the side at which they are padded.
+    """Join several batches into one, padded to the widest of them, on the side on which they are padded.
 
     >>> batches = [{"input_ids": torch.ones(1, 2)}, {"input_ids": torch.ones(2, 3)}]
     >>> joined(batches, {"input_ids": 7})["input_ids"]
@@ -24,9 +24,9 @@ def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | No
             [1., 1., 1.]])
 
     Args:
-        batches: of one kind: nested in the same way, with the same names.
-        padding: what fields are padded with, by their name, or by the known part of it ("labels" of "chosen_labels").
-        unknown: what all others are padded with; None: that is an error.
+        batches: batches that are nested in the same way, with the same names.
+        padding: the padding value by name of the field, or by the known part of it ("labels" of "chosen_labels").
+        unknown: the padding value of all other fields; None to raise an error if one needs padding.
 
     Raises:
         BatchError: they are of different kinds, or there is no padding for a field.
@@ -63,7 +63,7 @@ def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
 
 
 def the_only_one(batches: Sequence[Any]) -> Any:
-    """A collate function for windows whose batches stay as they are: each is a sample, in a micro-batch of its own."""
+    """A collate function for windows whose batches stay as they are: each one is the only sample of a micro-batch."""
     (batch,) = batches
     return batch
 
@@ -138,7 +138,7 @@ def _are_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
 
 
 def _is_padded_at_left(leaf: Leaf) -> bool:
-    """Whether it is a mask in which the tokens of some row begin after the first column."""
+    """Whether a leaf is a mask in which the tokens of some row begin after the first column."""
     mask = leaf.value
     is_mask = name_parts(leaf.keys[-1] if leaf.keys else None)[0] == MASK and isinstance(mask, Tensor)
     return is_mask and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, 0] == 0).any())

@@ -148,7 +148,7 @@ class FittingSizes:
 
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
         self._known: dict[Shape, SizeRecord] = {}
-        self._noted: set[Shape] = set()  # of these, what was seen here, not in the file alone
+        self._noted: set[Shape] = set()  # shapes that this run has seen, not only the file
         if file is not None and not isinstance(file, str | os.PathLike):
             raise UsageError(f"fit_file must be the path of a file: got {file!r}.")
         self.file = None if file is None else Path(file)

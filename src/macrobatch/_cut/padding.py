@@ -18,7 +18,7 @@ from macrobatch._cut.token_groups import Keys, TokenGroup, is_integer, numbered_
 from macrobatch.errors import BatchError
 
 IGNORED = -100  # the label that torch's losses skip
-HIDDEN = -9_000.0  # added to a score, it leaves exp() nothing; -10,000 and less are in use, also in bfloat16
+HIDDEN = -9_000.0  # added to a score, it makes exp() 0; -10,000 and less are common, also in bfloat16
 
 
 def width_of(group: TokenGroup, tensors: Sequence[Any]) -> int:
@@ -42,16 +42,16 @@ def lengths_of(group: TokenGroup, tensors: Sequence[Any]) -> list[int]:
 
 
 def _content(group: TokenGroup, index: int, tensor: Any) -> Tensor:
-    """(samples, positions): where a mask or labels are not padding."""
+    """Where a mask or labels are not padding, shape (samples, positions)."""
     tensor = torch.as_tensor(tensor)
     used = _attended(tensor) if index in group.masks else tensor != IGNORED
     return used if used.dim() == 2 else used.flatten(2).any(2)
 
 
 def _attended(mask: Tensor) -> Tensor:
-    """Where a mask shows a position: where it is not 0; for one that is added to scores, where it leaves them a share.
+    """Where a mask shows a position: where it is not 0, or where a mask that is added to scores does not hide them.
 
-    One without a number above 0 is added; if it is 0 everywhere, it hides nothing.
+    A floating-point mask without a number above 0 is one that is added. If it is 0 everywhere, it hides nothing.
     """
     if mask.is_floating_point() and not bool((mask > 0).any()):
         return mask > HIDDEN
@@ -100,7 +100,7 @@ def require_padding(group: TokenGroup, tensors: Sequence[Any], paths: Sequence[s
 
 
 def _holds_ignored(tensor: Any) -> bool:
-    """Whether it has labels, whatever it is called: nothing else holds -100."""
+    """Whether a tensor holds labels, whatever its name is: nothing else holds -100."""
     tensor = torch.as_tensor(tensor)
     return not tensor.is_floating_point() and tensor.dtype != torch.bool and bool((tensor == IGNORED).any())
 

@@ -19,7 +19,7 @@ def plan_by_count(samples: int, size: int) -> Plan:
     return [range(start, min(start + size, samples)) for start in range(0, samples, size)]
 
 
-FEWEST = 1 << 40  # as the cost of a micro-batch: more than any padding that one more could save
+FEWEST = 1 << 40  # the cost of a micro-batch for a plan with the fewest: no padding can cost as much
 
 
 def plan_by_tokens(lengths: Sequence[int], budget: int, cost: int = FEWEST) -> Plan:
@@ -28,8 +28,8 @@ def plan_by_tokens(lengths: Sequence[int], budget: int, cost: int = FEWEST) -> P
     No micro-batch has more than `budget` tokens, padding included: number of samples x longest. A sample above the
     budget is alone. The longest samples come first, so that a lack of memory shows at once.
 
-    With `cost`, that of a micro-batch beside its tokens, in tokens: the plan with the least cost, so that a large
-    budget is no reason to pad short samples to the width of the longest.
+    `cost` is the cost of a micro-batch besides its tokens, in tokens. With it, the plan is the cheapest one: then short
+    samples are not padded to the width of the longest just because the budget is large.
 
     >>> plan_by_tokens([3, 9, 4, 2, 8], budget=18)
     [[1, 4], [0, 2, 3]]
@@ -99,7 +99,7 @@ def _greedy_ends(widths: list[int], budget: int) -> list[int]:
 def _tight_ends(widths: list[int], budget: int, cost: int, stride: int = 1) -> list[int]:
     """The ends of the micro-batches whose padded sizes and costs have the smallest sum.
 
-    With `stride`, micro-batches begin at every so many samples only.
+    With `stride`, micro-batches begin only at multiples of this number of samples.
     """
     best: dict[int, tuple[int, int]] = {0: (0, 0)}  # for the first n samples: the sum, and where the last part starts
     for end in itertools.chain(range(stride, len(widths), stride), [len(widths)]):
@@ -148,7 +148,7 @@ def _ends_of_best(best: dict[int, tuple[int, int]], count: int) -> list[int]:
 
 
 def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int]]:
-    """Micro-batches of few different shapes within the budget, and their widths: for work that is done once per shape.
+    """Micro-batches of few different shapes within the budget, and their widths, if each shape costs extra work.
 
     Widths are rounded up (`rounded_up`), each micro-batch has as many samples as fit, and the samples that are left
     at the end are cut into powers of two.
@@ -169,14 +169,14 @@ def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int
 
 
 def _power_of_two_at_the_end(room: int, left: int) -> int:
-    """As many as there is room for; of what is left in the end, a power of two, so that few numbers come up."""
+    """As many as there is room for. If fewer are left, a power of two, so that there are few different numbers."""
     return room if room <= left else 1 << (left.bit_length() - 1)
 
 
 def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool) -> list[Plan]:
-    """Micro-batches of at most so many rows that samples share: the samples of each row.
+    """Micro-batches of at most `most` rows, which samples share: for each row, its samples.
 
-    With `few_shapes` the last ones have a power of two of rows.
+    With `few_shapes`, the number of rows of the last micro-batches is a power of two.
 
     >>> plan_packed([3, 9, 4, 2, 8], width=10, most=2, few_shapes=False)
     [[[1], [4, 3]], [[2, 0]]]
@@ -191,10 +191,10 @@ def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool)
 
 
 def plan_rows(lengths: Sequence[int], width: int) -> Plan:
-    """Samples that share a row of `width` tokens, in as few rows as can be found: each goes into the first with room.
+    """Put samples into few rows of `width` tokens: each goes into the first row with enough room.
 
-    The longest come first. Within the plan, no sample that begins a row would have fitted into the row before it, so
-    whoever fills rows in this order finds the same ones.
+    The longest come first. No sample that begins a row would have fitted into the row before it. So code that fills
+    rows with samples in this order gets the same rows.
 
     >>> plan_rows([3, 9, 4, 2, 8], width=10)
     [[1], [4, 3], [2, 0]]
@@ -210,7 +210,7 @@ def plan_rows(lengths: Sequence[int], width: int) -> Plan:
 
 
 class FirstRoom:
-    """The first of many rows with room for something: a tree over rows, in which a node knows the most room below it.
+    """Finds the first of many rows with enough room, by a tree over the rows. Each node has the most room below it.
 
     >>> rooms = FirstRoom(3, width=10)
     >>> [rooms.place(size) for size in (9, 8, 2, 1, 12)]
@@ -222,7 +222,7 @@ class FirstRoom:
         self._rooms = [width] * (2 * self._first_leaf)
 
     def place(self, size: int) -> int:
-        """Where so much goes; what is larger than a row gets one of its own, if one is left empty."""
+        """The row for `size` tokens. A size larger than a row gets an empty row, if there is one."""
         node = 1
         size = min(size, self._rooms[1])
         while node < self._first_leaf:
@@ -251,8 +251,8 @@ class Part(NamedTuple):
     """A planned micro-batch."""
 
     samples: Sequence[int]
-    widths: LengthPerGroup = ()  # of each group of tokens, which are trimmed to it; empty: nothing is trimmed
-    rows: int | None = None  # that samples share; None: each has its own
+    widths: LengthPerGroup = ()  # to which the groups of tokens are trimmed; empty: nothing is trimmed
+    rows: int | None = None  # the number of rows that samples share; None: each has its own
 
     @property
     def key(self) -> tuple[int, LengthPerGroup]:

@@ -23,7 +23,7 @@ from macrobatch.errors import BatchError, UsageError, warn
 
 logger = logging.getLogger("macrobatch")
 
-# Where the budget is only what fits: on a GPU, queueing the kernels of a micro-batch takes as long as a few thousand
+# For budgets that are found by trying: on a GPU, queueing the kernels of a micro-batch takes as long as a few thousand
 # tokens. Replaying recorded ones takes hardly any time, so their micro-batches are small, and have little padding.
 MICRO_BATCH_COST = 4_096
 RECORDED_TOKENS = 4_096
@@ -84,7 +84,7 @@ class ByTokens:
                 raise UsageError(
                     'oversize="raise" needs a budget to be above: with "auto" there is none to begin with.'
                 )
-            self._warnings_given["oversize"] = UNLIMITED  # nothing is said of a budget that nobody has chosen
+            self._warnings_given["oversize"] = UNLIMITED  # no warning, because the user has not chosen a budget
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The plan for these samples; with `few_shapes`, widths are rounded up."""
@@ -135,7 +135,7 @@ class PackedRows(ByTokens):
     width: int = 1
 
     def cheapest_parts(self, samples: Samples, limit: int, few_shapes: bool = False) -> list[Part]:
-        """A plan with as many rows in each micro-batch as `limit` allows: there is hardly any padding to save."""
+        """A plan with as many rows per micro-batch as `limit` allows, because there is hardly any padding to save."""
         return self._parts_within(samples, limit, FEWEST, few_shapes)
 
     def _parts_within(self, samples: Samples, budget: int, cost: int, few_shapes: bool) -> list[Part]:  # noqa: ARG002

@@ -64,10 +64,10 @@ def flatten(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict
 
 
 def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -> None:
-    """An error for lists inside a batch that may be one of samples: of `count` tensors with `count` rows each.
+    """Raise an error for a list inside a batch that may be a list of samples: `count` tensors with `count` rows each.
 
-    `containers` has the paths of lists that were longer or shorter than their batches. Two tensors are taken for parts
-    of the batch, such as a pair, and so are those of a tuple.
+    `containers` has the paths of lists that were longer or shorter than an earlier batch, so that they are containers.
+    Two tensors, and the tensors of a tuple, count as parts of the batch, such as a pair.
     """
     for key, child in children(tree) or ():
         inner = _child_path(tree, path, key)
@@ -84,9 +84,9 @@ def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -
 
 
 def require_no_list_of_samples(batch: Any) -> None:
-    """An error for a batch that is a list of three dicts, tuples or objects alike, or more: that may be its samples.
+    """Raise an error for a batch that may be a list of samples: three or more similar dicts, tuples or objects.
 
-    Two are taken for parts of the batch, such as a pair, and so are those of a tuple.
+    Two entries, and the entries of a tuple, count as parts of the batch, such as a pair.
     """
     if not isinstance(batch, list) or len(batch) < 3 or any(children(entry) is None for entry in batch):
         return
@@ -99,7 +99,7 @@ def require_no_list_of_samples(batch: Any) -> None:
 
 
 def _are_alike(entries: Sequence[Any]) -> bool:
-    """Whether they could be of several samples."""
+    """Whether all entries have the same structure and dtypes, as samples have."""
     kinds = {tuple((path, str(getattr(leaf, "dtype", type(leaf)))) for path, leaf in leaves(e, "")) for e in entries}
     return len(kinds) == 1
 
@@ -223,7 +223,7 @@ ALIGNED = 256  # bytes: no kernel depends on a coarser alignment
 
 
 def copy_with_layout(tensor: Tensor) -> Tensor:
-    """A copy with the same memory alignment: kernels choose their path by it, which changes the last bits of results.
+    """A copy with the same memory alignment: kernels choose their code by it, which changes the last bits of results.
 
     >>> rows = torch.randn(4, 3)[1:]
     >>> torch.equal(rows, copy_with_layout(rows)), (rows.data_ptr() - copy_with_layout(rows).data_ptr()) % ALIGNED

@@ -1,4 +1,4 @@
-"""Writing files so that a kill, or a full disk, leaves the old content or the new one: never half of it."""
+"""Write files so that a kill or a full disk leaves either the old content or the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: str = "w", *, shared: bool = True) -> Iterator[IO[Any]]:
-    """A file to write to, which takes the place of `path` when the block ends without an error.
+    """A context with a file to write to. It replaces `path` when the block ends without an error.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -22,10 +22,10 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, shared: bool = T
     ('whole', ['a.txt'])
 
     Args:
-        path: of the file.
+        path: the path of the file.
         mode: "w" for text in UTF-8, "wb" for bytes.
-        shared: whether several processes may write it at a time. One alone writes aside under a fixed name, so that
-            what a kill has left of it is written over the next time.
+        shared: whether several processes may write the file at the same time. If not, the temporary file has a fixed
+            name, so that the next write replaces what a killed process has left.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

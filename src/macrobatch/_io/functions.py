@@ -12,7 +12,7 @@ from macrobatch.errors import UsageError
 
 
 def function_named(target: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION names, in a module of the current folder or among what is installed.
+    """The function that MODULE:FUNCTION names, from the current folder or an installed module.
 
     >>> function_named("math:sqrt")(4)
     2.0

@@ -1,4 +1,4 @@
-"""What the engine asks of a data-parallel backend. One process needs no more than this."""
+"""The interface of a data-parallel backend. `Local`, for one process, is its simplest implementation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from macrobatch.errors import BackendError
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a backend can do, and what it asks for.
+    """What a backend can do, and what it requires.
 
     Attributes:
-        lockstep: every micro-batch communicates, so all ranks must do equally many.
-        confines: a backward can be confined to the own parameters: they are the leaves of its graph.
-        moves_gradients: gradients may be copied to another place between backwards.
-        shows_views: ``.grad`` holds views of what is held elsewhere, made anew in each forward.
-        can_hold: all that ranks do together in a window can wait for its close (`Local.hold_window`).
-        needs_every_rank: a rank must do a micro-batch in every window, even if it has nothing to add.
-        can_record: a micro-step can be one CUDA graph; what ranks do together cannot.
+        lockstep: every micro-batch communicates, so all ranks must run the same number of them.
+        confines: a backward can be confined to the models' parameters, because they are the leaves of its graph.
+        moves_gradients: the backend may copy gradients to other tensors between backwards.
+        shows_views: ``.grad`` is a view of a tensor that the backend holds. Each forward makes new views.
+        can_hold: all communication of a window can wait for its close (`Local.hold_window`).
+        needs_every_rank: a rank must run a micro-batch in every window, even if it has no samples.
+        can_record: a micro-batch can be recorded as one CUDA graph, because it does not communicate.
         exchanges_use: in every window, ranks tell each other which parameters they have used.
     """
 
@@ -40,13 +40,13 @@ class Abilities:
 
 
 class Local:
-    """One process: gradients stay where they are. Other backends override what differs.
+    """One process, which exchanges nothing. Other backends override what differs.
 
     Attributes:
-        abilities: what it can do.
-        group: the ranks whose items are counted together; None: this process alone.
+        abilities: what the backend can do.
+        group: the ranks whose items are counted together; None for this process alone.
         average: what the backend has divided the gradients of a closing window by.
-        shards: the groups of ranks that hold other parts of plain gradients.
+        shards: the groups of ranks that hold the other parts of plain gradients.
     """
 
     abilities = Abilities()
@@ -56,77 +56,77 @@ class Local:
     _hosts: Group = None
 
     def host_group(self) -> Group:
-        """The same ranks, to exchange what lives on the host. Made once, by all of them together."""
+        """A group of the same ranks for data on the host. It is made once, by all of them together."""
         if self._hosts is None:
             self._hosts = host_group(self.group)
         return self._hosts
 
     def hold_window(self) -> None:
-        """Before a window that may fail on one rank: no micro-batch of it communicates, only `finish` does."""
+        """Begin a window that may fail on one rank. Its micro-batches do not communicate; only `finish` does."""
 
     def begin(self, last: bool) -> None:
-        """Before the forward of a micro-batch."""
+        """Called before the forward of a micro-batch."""
 
     def begin_backward(self, last: bool) -> None:
-        """The same after its forward, where the caller has kept its gradients from travelling, or not, as it should."""
+        """The same as `begin`, but after the forward. The caller has switched the exchange of gradients on or off."""
         self.begin(last)
 
     def prepare_backward(self) -> None:
-        """Just before the backward itself, when nobody looks at what the window has accumulated any more."""
+        """Called directly before the backward, after the last check of the accumulated gradients."""
 
     def end(self) -> None:
-        """After its backward, or when it is given up: everything is put back as it was."""
+        """Called after the backward of a micro-batch, or when it is dropped. It restores all settings."""
 
     def gather_roots(self) -> None:
-        """Have the parameters of the models themselves whole, for code that uses them outside of a forward."""
+        """Gather the parameters of the root modules, for code that uses them outside of a forward."""
 
     def check(self, used: Collection[int], named: dict[str, nn.Parameter], *, may_nest: bool) -> Sequence[str]:
-        """Before a backward: an error if it would leave a gradient unsynchronised that should not be.
+        """Called before a backward. An error if it would wrongly leave a gradient unsynchronised.
 
-        Returns the names of parameters that must turn out to get a gradient in it, where that cannot be seen yet.
+        Returns the names of parameters that must get a gradient in it, if the graph cannot show that in advance.
         """
         return ()
 
     @property
     def will_check(self) -> bool:
-        """Whether `check` has anything to say of this micro-batch."""
+        """Whether `check` does anything for this micro-batch."""
         return False
 
     def uses_float16(self) -> bool:
-        """Whether gradients pass through float16 somewhere on their way."""
+        """Whether gradients are float16 at some point."""
         return False
 
     def held_gradients(self) -> list[Tensor | None] | None:
-        """All that may hold gradients of the window besides ``.grad``; None: nothing ever does."""
+        """All tensors that may hold gradients of the window besides ``.grad``; None if there are never any."""
         return None
 
     def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """What the graph of a loss ends in, by the names of the parameters."""
+        """The leaves of the graph of a loss, by the names of their parameters."""
         return dict(named)
 
     def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        """Hooks under which a backward adds zeros, where its own gradient is infinite too."""
+        """Hooks that make a backward add zeros, even if its own gradient is infinite."""
         return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
 
     def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What the open window has added up so far, wherever it is held: this rank's own tensors."""
+        """The gradients that the open window has accumulated, wherever they are held: this rank's local tensors."""
         return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
-        """When a window closes: synchronise what its last backward has not.
+        """Called when a window closes: synchronise the gradients that its last backward has not synchronised.
 
-        `unused`: the parameters that this rank's micro-batches did not use, repeated ones left out; None: that need
-        not be told, as no rank repeats any (but for backends with `exchanges_use`, which are always told).
+        `unused`: the parameters that this rank's micro-batches did not use, without repeated ones. None if no rank
+        repeats micro-batches; but backends with `exchanges_use` always get them.
         """
 
     def drop_gradients(self) -> None:
-        """Drop gradients that are held anywhere but in ``.grad``."""
+        """Drop the gradients that are held outside of ``.grad``."""
 
     def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
-        """From now on, enter such a span around what ranks do together inside a forward."""
+        """Enter such a span around all later communication inside a forward."""
 
     def drop_stale_gradients(self) -> None:
-        """Before a window: drop what may be left there of an earlier one."""
+        """Called before a window: drop the gradients that an earlier one may have left."""
 
 
 def closed_early(wrapper: str) -> BackendError:

@@ -1,4 +1,4 @@
-"""What ranks do together besides the backends' own communication: small sums, and one flat sum of all gradients."""
+"""Communication besides that of the backends: small sums, and one flat sum of all gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from macrobatch._torch.distributed import abort_process_groups, default_store, has_cpu_backend
 from macrobatch._torch.tensors import copy_all
 
-ALIGNED = 16  # bytes: numbers of any dtype may begin there
-_PART_BITS = 22  # of a number that ranks compare: squares of such parts add up on any number of ranks
+ALIGNED = 16  # bytes: the alignment that suits every dtype
+_PART_BITS = 22  # of a number that ranks compare: int64 can hold the sums of squares of such parts
 _PART = 2**_PART_BITS
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
@@ -29,10 +29,10 @@ def all_reduce_flat(
     unused: Collection[str] = (),
     bucket_bytes: int = 32 * 2**20,
 ) -> None:
-    """Sum all gradients over the ranks, a bucket at a time. One that only other ranks have is made here, of zeros.
+    """Sum all gradients over the ranks, in buckets. If only other ranks have a gradient, this rank adds zeros.
 
-    `host` is the `host_group` of `group`, on which they tell each other what they have. What this rank has of the
-    `unused` counts for nothing.
+    `host` is the `host_group` of `group`. On it, ranks tell each other which gradients they have. A gradient of a
+    parameter in `unused` counts as absent.
     """
     parameters = list(named.values())
     absent = {name for name, parameter in named.items() if parameter.grad is None}
@@ -56,7 +56,7 @@ def all_reduce_flat(
 
 
 def unused_by_all(named: dict[str, nn.Parameter], unused: Collection[str], host: Group) -> list[str]:
-    """The parameters that are among the `unused` on every rank."""
+    """The parameters that are `unused` on every rank."""
     return tally_use(named, unused, 0, host)[0]
 
 
@@ -70,13 +70,13 @@ def tally_use(
     dist.all_reduce(sums, group=host)
     *users, first, first_squares, second, second_squares = sums.tolist()
     world = dist.get_world_size(host)
-    # By the inequality of Cauchy and Schwarz, only equal numbers have squares that add up to so little.
+    # By the Cauchy-Schwarz inequality, this holds only if all numbers are equal.
     is_same = world * first_squares == first**2 and world * second_squares == second**2
     return [name for name, ranks in zip(named, users, strict=True) if not ranks], is_same
 
 
 def start_all_reduce(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start a sum over the ranks; the function returned waits for it."""
+    """Start a sum over the ranks. The returned function waits for it."""
     work = dist.all_reduce(numbers, group=group, async_op=True)
 
     def arrived() -> Tensor:
@@ -87,7 +87,7 @@ def start_all_reduce(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
 
 
 def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Those numbers of every rank, on the host."""
+    """The numbers of every rank, on the host."""
     own = torch.tensor(numbers, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
@@ -95,14 +95,14 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
 
 
 def all_gather_objects(value: Any, group: Group) -> list[Any]:
-    """`value` of every rank. It must be on the host, and so must the group."""
+    """The value of every rank. The value and the group must be on the host."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def all_gather_bytes(own: Tensor, sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """The bytes of every rank, as many as `sizes` says of each, on the device of the own ones."""
+    """The bytes of every rank, on the device of `own`. `sizes`: their number on each rank."""
     longest = -(-max(sizes) // ALIGNED) * ALIGNED
     padded = torch.zeros(longest, dtype=torch.uint8, device=own.device)
     padded[: len(own)] = own
@@ -112,24 +112,24 @@ def all_gather_bytes(own: Tensor, sizes: Sequence[int], group: Group) -> list[Te
 
 
 def all_reduce_max(number: float | Tensor, group: Group, device: torch.device) -> Tensor:
-    """The largest of all ranks' numbers, which the host does not get to know."""
+    """The largest number of all ranks, on the device. The host does not wait for it."""
     largest = torch.as_tensor(number, dtype=torch.float32).reshape(()).to(device, non_blocking=True, copy=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, as a plain one, with its graph. All ranks that hold a part must ask."""
+    """The whole tensor as a plain one, with its graph. All ranks that hold a part must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def host_group(group: Group) -> Group:
-    """The same ranks, to exchange what lives on the host: no device has to be waited for."""
+    """A group of the same ranks for data on the host, so that nobody waits for a device."""
     if has_cpu_backend(group):
         return group
     ranks = dist.get_process_group_ranks(group)
@@ -137,28 +137,28 @@ def host_group(group: Group) -> Group:
 
 
 def broadcast_object(value: Any, source: int, group: Group) -> Any:
-    """`value` of one rank of the group, on all of them. It must be on the host."""
+    """The value of rank `source` of the group, on all ranks. It must be on the host."""
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
     return box[0]
 
 
 def abort_job(why: str) -> None:
-    """End the job for all: the others, which wait for this rank somewhere, find the note when their waiting fails."""
-    with contextlib.suppress(Exception):  # nothing may keep the reason itself from being raised
+    """End the job on all ranks. The others find the reason in the store when their waiting for this rank fails."""
+    with contextlib.suppress(Exception):  # an error here must not hide the reason itself
         default_store().set(_abort_key(), why)
         abort_process_groups()
 
 
 def abort_reason() -> str | None:
-    """Why another rank has left, if one has."""
+    """The reason why another rank has left, if one has."""
     try:
         store = default_store()
         return store.get(_abort_key()).decode() if store.check([_abort_key()]) else None
-    except Exception:  # the store may have gone with the rank that kept it
+    except Exception:  # the store may have been on the rank that left
         return None
 
 
 def _abort_key() -> str:
-    """Where in the job's store a rank says why it leaves; after a restart that may be the same store."""
+    """The key for the reason in the job's store. It holds the restart count, as a restart may use the same store."""
     return f"macrobatch/left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

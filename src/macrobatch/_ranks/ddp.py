@@ -1,4 +1,4 @@
-"""DistributedDataParallel."""
+"""The backend for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from macrobatch.types import When
 
 
 class DDP(Local):
-    """DistributedDataParallel: the reducer averages, overlapped with the last backward; or one flat sum at the close.
+    """DistributedDataParallel: its reducer averages during the last backward, or one flat sum follows at the close.
 
-    Flat where the reducer cannot: gradients wider than their parameters, a window closed before its last micro-batch,
-    one in which a rank has nothing, or that is held.
+    The flat sum is for cases that the reducer cannot handle: gradients wider than their parameters, a window closed
+    before its last micro-batch, a window in which a rank has no micro-batch, and a held window.
     """
 
     def __init__(
         self, models: Sequence[Any], *, sync: When, group: Group, flat: bool, sees_forwards: bool = True
     ) -> None:
         self._models = models
-        self._sees_forwards = sees_forwards  # a compiled one may not run DDP's own code
+        self._sees_forwards = sees_forwards  # a compiled model may not run DDP's own Python code
         self._reduced = torch_ddp.reduced_parameters(models)
         self._ignored = torch_ddp.ignored_parameters(models)
         if flat and sync == "micro":
@@ -47,7 +47,7 @@ class DDP(Local):
         self.abilities = Abilities(
             lockstep=self._micro,
             can_record=not (self._micro or any(model.static_graph for model in models)),
-            moves_gradients=any(model.gradient_as_bucket_view for model in models),  # once, when buckets are laid out
+            moves_gradients=any(model.gradient_as_bucket_view for model in models),  # once, when DDP builds its buckets
         )
 
     @property
@@ -56,7 +56,7 @@ class DDP(Local):
 
     def hold_window(self) -> None:
         self._held, self._synced = True, False
-        for model in self._models:  # what else the first forward would do, together with the other ranks
+        for model in self._models:  # what the first forward would otherwise do together with the other ranks
             torch_ddp.prepare_forward(model)
 
     def begin(self, last: bool) -> None:
@@ -64,7 +64,7 @@ class DDP(Local):
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
         if self._synced:
-            for model in self._models:  # a number that says the same, until a forward of DDP's sets it to True
+            for model in self._models:  # an int of the same value: a forward through DDP sets it to True, see `check`
                 model.require_forward_param_sync = int(model.require_forward_param_sync)
             return
         if may_sync and self._micro:
@@ -85,7 +85,7 @@ class DDP(Local):
             raise self._unknown_to_reducer()
 
     def _require_care(self) -> None:
-        """DDP looks after every parameter that is trained, in every backward."""
+        """Raise an error if DDP ignores a trained parameter, or if the model is inside a Join context."""
         for name, parameter in self._ignored.items():
             if parameter.requires_grad and self._world > 1:
                 raise BackendError(
@@ -114,7 +114,7 @@ class DDP(Local):
             model.require_forward_param_sync = bool(model.require_forward_param_sync)
 
     def _has_others(self) -> bool:
-        """Whether other parameters are trained than the reducer knows: those that were trained when DDP was made."""
+        """Whether the trained parameters are not those that were trained when DDP was made, which its reducer knows."""
         if self._reduced is None:
             return False
         parameters = (p for model in self._models for p in torch_ddp.parameters_in_care(model))
@@ -153,7 +153,7 @@ class DDP(Local):
             all_reduce_flat(named, self.group, self.host_group(), unused or ())
             for model in self._models:  # as after a synchronised backward: the next forward broadcasts buffers
                 model.require_forward_param_sync = True
-        elif unused is not None:  # the reducer takes what a repeated micro-batch used for used
+        elif unused is not None:  # for the reducer, what a repeated micro-batch used is used
             for name in unused_by_all(named, unused, self.host_group()):
                 named[name].grad = None
 
@@ -162,12 +162,12 @@ class DDP(Local):
 
 
 def needs_every_parameter(models: Iterable[object]) -> bool:
-    """Whether one of them is a DDP that synchronises nothing of a bucket until all of it has had its backward."""
+    """Whether one of them is a DDP that reduces a bucket only after all its parameters have had their backward."""
     return any(map(_reduces_whole_buckets, models))
 
 
 def require_all_used(models: Iterable[object], used: Collection[int] | None) -> None:
-    """After the last backward of a window, which used these: an error if it left a gradient on this rank alone."""
+    """Raise an error if the last backward of a window, which used these ids, left a gradient unsynchronised."""
     for model in filter(_reduces_whole_buckets, models if used is not None else ()):
         assert isinstance(model, nn.Module)
         assert used is not None

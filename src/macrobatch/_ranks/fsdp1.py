@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel, the first generation of FSDP."""
+"""The backend for FullyShardedDataParallel, the first generation of FSDP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from macrobatch.types import When
 
 
 class FSDP1(Local):
-    """FullyShardedDataParallel: its no_sync holds unsharded gradients until the last micro-batch."""
+    """FullyShardedDataParallel. Its `no_sync` holds unsharded gradients until the last micro-batch."""
 
     abilities = Abilities(
         lockstep=True,  # parameters are gathered for every micro-batch

@@ -1,4 +1,4 @@
-"""`fully_shard`, the second generation of FSDP, with HSDP."""
+"""The backend for `fully_shard`, the second generation of FSDP, including HSDP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from macrobatch.types import When
 
 
 class FSDP2(Local):
-    """`fully_shard`, over one mesh dimension or two (HSDP): flags on each parameter group, for forward and backward."""
+    """`fully_shard`, over one mesh dimension or two (HSDP). It sets flags of parameter groups for each micro-batch."""
 
     def __init__(self, models: Sequence[Any], *, sync: When, gather: When, group: Group) -> None:
         self._models = models
@@ -35,8 +35,8 @@ class FSDP2(Local):
         self.group = group
         self.abilities = Abilities(
             lockstep=self._micro or not self._gathered,
-            confines=False,  # the leaves of the graph are the gathered parameters, not those that users see
-            # An aborted forward or backward leaves traces everywhere, which torch clears away since 2.13.
+            confines=False,  # the leaves of the graph are the gathered parameters, not the shards that users see
+            # An aborted forward or backward leaves state in many places. Only torch 2.13 and later clear it.
             can_hold=self._gathered and fsdp.can_recover(models),
             needs_every_rank=True,
             can_record=False,
@@ -44,10 +44,10 @@ class FSDP2(Local):
         )
         assert self.average, "an error if its parts do not divide alike"
         for module in fsdp.modules_of(models):
-            module.reshard()  # a forward without a backward leaves roots gathered, which then show other parameters
+            module.reshard()  # a forward without a backward leaves roots gathered, and they show other parameters then
         self._check_all_sharded()
         self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # shards with a hook, by their ids
-        self._called: set[int] = set()  # ids of modules, in the forward of the current micro-batch
+        self._called: set[int] = set()  # ids of the modules called in the forward of the current micro-batch
         self._order = _Order(lockstep=self.abilities.lockstep)
         self._reach_hooks: list[RemovableHandle] = []
         note: weakref.WeakMethod[Callable[[int, nn.Module], None]] = weakref.WeakMethod(self._note_call)
@@ -93,7 +93,7 @@ class FSDP2(Local):
         for model in self._models:
             model.set_requires_gradient_sync((last or self._micro) and not self._held)
             if self._micro:
-                model.set_requires_all_reduce(last)  # of HSDP: once a window
+                model.set_requires_all_reduce(last)  # the all-reduce of HSDP: once per window
             if self._gathered:
                 model.set_reshard_after_forward(False)
                 model.set_reshard_after_backward(last)
@@ -110,7 +110,7 @@ class FSDP2(Local):
             ]
 
     def _watch_shards(self) -> None:
-        """An error if a backward reaches a shard itself, and not the parameter that is gathered for a forward."""
+        """Raise an error if a backward reaches a shard itself, and not the parameter gathered for a forward."""
         if dist.get_world_size(self.group) == 1:
             return
         shards = {id(shard): shard for shard in fsdp.shards_of(self._models) if shard.requires_grad}
@@ -127,13 +127,14 @@ class FSDP2(Local):
 
     @property
     def is_in_micro_batch(self) -> bool:
-        """Whether one was begun, and has not ended."""
+        """Whether a micro-batch has begun and has not ended."""
         return self._saved is not None
 
     def _note_call(self, place: int, module: nn.Module) -> None:
-        """Before each forward of a module. If it goes through one twice, the last backward is reduced after it.
+        """Note a call of a module. If the last micro-batch calls one twice, `finish` reduces, not the backward.
 
-        After the first time, torch reduces what earlier micro-batches left; a rank that had none reduces nothing then.
+        Otherwise torch would reduce the gradients of earlier micro-batches after the first of the two backwards. A rank
+        without earlier micro-batches would reduce nothing then, so the ranks' collectives would not match.
         """
         if self._saved is None:
             return
@@ -148,7 +149,7 @@ class FSDP2(Local):
         self._called.add(id(module))
 
     def _check_all_sharded(self) -> None:
-        """What `fully_shard` was told to ignore, or does not know, is trained by each rank on its own."""
+        """Raise an error if `fully_shard` does not shard a trained parameter: its gradient would not be exchanged."""
         known = fsdp.parameters_in_care(self._models)
         for name, parameter in (named for model in self._models for named in model.named_parameters()):
             if parameter.requires_grad and id(parameter) not in known and dist.get_world_size(self.group) > 1:
@@ -158,7 +159,7 @@ class FSDP2(Local):
                 )
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
-        """Gradients are held back in the reduce dtype: it has to be the one asked for."""
+        """Raise an error unless the reduce dtype, in which gradients are held, is the requested one."""
         policies = {policy.reduce_dtype for policy in fsdp.precisions_of(self._models)}
         if policies != {dtype} or self._micro:
             raise BackendError(
@@ -187,7 +188,7 @@ class FSDP2(Local):
         held = self.held_gradients() + fsdp.sharded_gradients(self._models)
         found = super().accumulated_gradients(parameters)
         found += [local_tensor(gradient) for gradient in held if gradient is not None]
-        return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some come twice
+        return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some appear twice
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         held, self._held = self._held, False
@@ -205,10 +206,10 @@ class FSDP2(Local):
                 "but to the one around it: ranks may use different parameters of a group."
             )
         for name in of_none:
-            named[name].grad = None  # it is zeros, as any rank might have used it
+            named[name].grad = None  # it is all zeros, because any rank might have used it
 
     def _reduce(self, held: bool) -> None:
-        """Reduce what the last backward has not; it has all where every micro-batch reduces."""
+        """Reduce the gradients that the last backward has not reduced. With sync="micro" only a held window has any."""
         if self._micro and not held and fsdp.has_replicas(self._models):
             raise closed_early("fully_shard over a mesh of two dimensions")
         if held or not self._micro:
@@ -219,7 +220,7 @@ class FSDP2(Local):
         self._reshard()
 
     def _require_reduced(self) -> None:
-        """After a window's last backward nothing may be held back any more."""
+        """Raise an error if gradients are still held after the last backward of a window."""
         if any(gradient is not None for gradient in self.held_gradients()):
             raise BackendError(
                 "the last backward of the window has reduced no gradients: somebody switched that off, as "
@@ -234,7 +235,7 @@ class FSDP2(Local):
         self._reshard()
 
     def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
-        """Hooks that run before and after the one in which a module gathers its parameters."""
+        """Enter the span before the hook in which a module gathers its parameters, and leave it after that hook."""
         entered: list[AbstractContextManager[None]] = []
 
         def enter(*_: object) -> None:
@@ -249,14 +250,14 @@ class FSDP2(Local):
             module.register_forward_pre_hook(leave)
 
     def _reshard(self) -> None:
-        """Else an optimizer would step parameters that nobody sees."""
+        """Shard all parameters again. Otherwise the optimizer would step parameters that the modules do not use."""
         if self._gathered:
             for module in fsdp.modules_of(self._models):
                 module.reshard()
 
 
 def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
-    """A hook on a shard. fully_shard does not reduce what arrives there."""
+    """A hook on a shard, which raises an error: fully_shard does not reduce the gradient of the shard itself."""
     if (own := backend()) is not None and own.is_in_micro_batch:
         raise BackendError(
             f"the loss uses parameter {name!r} outside of the forward of its module, by its shard (as full_tensor() "
@@ -268,16 +269,16 @@ def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
 def _before_forward(
     note: weakref.WeakMethod[Callable[[int, nn.Module], None]], place: int, module: nn.Module, _: object
 ) -> None:
-    """A hook before forwards that are to be learnt from: not those that a backward makes once more."""
+    """A hook before forwards with a graph, except for those that a backward recomputes."""
     if torch.is_grad_enabled() and backward_under_way() == -1 and (noted := note()) is not None:
         noted(place, module)
 
 
 class _Order:
-    """A fingerprint of what a window makes ranks do together: the same on all, or they did not mean the same.
+    """A fingerprint of the modules that a window gathers and reduces, in order. It must be the same on all ranks.
 
     Args:
-        lockstep: whether every forward gathers, and not only the first of a window.
+        lockstep: whether every forward gathers parameters, and not only the first one of a window.
     """
 
     def __init__(self, *, lockstep: bool) -> None:
@@ -287,13 +288,13 @@ class _Order:
         self._reached: set[int] = set()
 
     def note_forward(self, place: int) -> None:
-        """A module gathers its parameters, if they are not there."""
+        """Note a forward of a module, which gathers its parameters if they are not gathered yet."""
         if self._lockstep or place not in self._gathered:
             self._gathered.add(place)
             self._fingerprint = hash((self._fingerprint, place))
 
     def reaching(self, place: int) -> Callable[[Tensor], None]:
-        """A hook for the first gradient of a group in a backward that reduces."""
+        """A hook for the first gradient of a parameter group in a backward that reduces."""
         return lambda _: self._reached.add(place)
 
     def end_backward(self) -> None:
@@ -302,7 +303,7 @@ class _Order:
             self._reached.clear()
 
     def close(self) -> int:
-        """The fingerprint of a window that is over."""
+        """Return the fingerprint of a window at its end, and start a new one."""
         fingerprint, self._fingerprint = self._fingerprint, 0
         self._gathered.clear()
         self._reached.clear()

@@ -1,7 +1,8 @@
-"""How parameters are spread over ranks, and what that means for a norm over all of them.
+"""How parameters are distributed over ranks, and how to compute a norm over all of them.
 
-Along each dimension of its mesh a DTensor lies in parts, or as copies, or as terms of a sum (`Partial`). A norm adds up
-parts, counts copies once, and wants sums to be added up first. What a plain tensor is spread over, its wrapper knows.
+Along each dimension of its mesh, ranks hold parts of a DTensor, copies of it, or terms of a sum (`Partial`). A norm
+must include all parts, count copies once, and add up sums first. For a plain tensor, only its wrapper knows how it is
+distributed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from macrobatch.errors import BackendError
 
 
 class Spread(NamedTuple):
-    """The groups of ranks that hold other parts of the same parameter, and those that hold copies of this rank's."""
+    """The groups of ranks that hold other parts of a parameter, and those that hold copies of this rank's part."""
 
     shards: tuple[Group, ...] = ()
     copies: tuple[Group, ...] = ()
 
 
 def layout_of(parameter: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-    """The mesh that a parameter lies on, and how; None for a plain tensor."""
+    """The mesh of a parameter and its placements; None for a plain tensor."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh, parameter.placements
     hidden = layout_before_ddp(parameter)
@@ -36,13 +37,13 @@ def layout_of(parameter: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def ranks_of(parameters: Iterable[Tensor]) -> list[int]:
-    """All ranks that hold a part or a copy of one of them; none of plain tensors."""
+    """All ranks that hold a part or a copy of one of these parameters; an empty list for plain tensors."""
     meshes = {layout[0] for parameter in parameters if (layout := layout_of(parameter)) is not None}
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def sharing_ranks(parameters: Iterable[Tensor], group: Group) -> list[int]:
-    """The ranks that hold a part or a copy of the same model, beyond the data-parallel ones: all of them do alike."""
+    """The ranks outside of the data-parallel group that hold a part or a copy of the model. They get the same data."""
     if not (ranks := ranks_of(parameters)):
         return []
     own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -50,7 +51,7 @@ def sharing_ranks(parameters: Iterable[Tensor], group: Group) -> list[int]:
 
 
 def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
-    """What such a layout means for the parameter of that name."""
+    """The groups of ranks for such a layout. `name` is for error messages."""
     if mesh.get_coordinate() is None:
         raise BackendError(
             f"parameter {name!r} lies on the ranks {mesh.mesh.flatten().tolist()}, and rank {dist.get_rank()} is none "
@@ -74,16 +75,16 @@ def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
 
 
 def _is_cut(placement: Any) -> bool:
-    """Whether ranks hold parts of the tensor, cut along one of its dimensions.
+    """Whether ranks hold parts of the tensor, split along one of its dimensions.
 
-    Not all such placements say so by `is_shard`: that of a parameter which tensor parallelism and `fully_shard` cut
-    along the same dimension does in some versions of torch only.
+    `is_shard` is not enough: if tensor parallelism and `fully_shard` split a parameter along the same dimension, it is
+    true only in some versions of torch.
     """
     return not placement.is_partial() and isinstance(getattr(placement, "dim", None), int)
 
 
 def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, spread as its parameter is. Terms of a sum are added up here, once a window."""
+    """A gradient with the placements of its parameter. Terms of a sum (`Partial`) are added here, once per window."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
@@ -93,12 +94,13 @@ def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def norm_over_ranks(norms: dict[Spread, Tensor], order: float, flag: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of all that is spread over ranks, from this rank's norms of what is spread alike.
+    """The norm of everything that is distributed over ranks, from this rank's norms, one for each `Spread`.
 
-    A `flag`, a number above 0 if it is set, travels with it: it comes back set where it was on any rank with a part.
+    `flag` is exchanged with it: a number above 0 if it is set. The returned one is set if it was set on any rank that
+    holds a part.
 
-    All ranks get the same, to the last bit, and a NaN that only one of them has. They must ask for the same spreads in
-    the same order: what one group adds up, the next one adds up further.
+    All ranks get the same bits, and a NaN even if only one of them has it. They must pass the same spreads in the same
+    order, because each group sums the results of the group before.
     """
     groups = dict.fromkeys(group for spread in norms for group in spread.shards)
     if order == math.inf:
@@ -114,14 +116,14 @@ def norm_over_ranks(norms: dict[Spread, Tensor], order: float, flag: Tensor) -> 
     norm = torch.stack(powers).sum() ** (1 / order)
     everyone = dict.fromkeys(group for spread in norms for group in (*spread.shards, *spread.copies))
     if len(everyone) == 1:
-        return norm, flag  # one sum was the same on all its ranks
-    # Ranks that added up the same numbers in other groups may have done so in another order.
+        return norm, flag  # one all-reduce gives the same bits on all its ranks
+    # Ranks may have summed the same numbers in different groups, and so in a different order.
     largest, is_nan = largest_over(everyone, torch.stack([norm, norm.isnan().to(norm.dtype)]))
     return largest.masked_fill(is_nan.bool(), math.nan), flag
 
 
 def largest_over(groups: Iterable[Group], number: Tensor) -> Tensor:
-    """The largest of all ranks' numbers. NaN counts as infinite: the largest of NaN and a number may be the number."""
+    """The largest number of all ranks. NaN becomes infinite, because a maximum may ignore NaN."""
     for group in groups:
         number = number.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)

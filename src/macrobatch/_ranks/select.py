@@ -1,4 +1,4 @@
-"""Which backend fits the given models."""
+"""Select the backend for the given models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def select_backend(
     process_group: object,
     accumulate_dtype: torch.dtype | None,
 ) -> Local:
-    """The class that fits these models, or an error that says which option does not."""
+    """The backend for these models, or an error that says which option does not fit."""
     for name, value in (("sync", sync), ("gather", gather)):
         if value not in ("window", "micro"):
             raise UsageError(f'{name} must be "window" or "micro": got {value!r}.')
@@ -42,7 +42,7 @@ def select_backend(
     is_compiled = any(without_compile(model) is not model for model in models)
     models = [
         without_compile(model) for model in models if kind is None or data_parallel_of(model) == kind
-    ]  # no frozen teacher
+    ]  # without a frozen teacher, which need not be wrapped
     if kind is None:
         group = _given(process_group)
         if _initialized() and dist.get_world_size(group) > 1:
@@ -72,12 +72,12 @@ def select_backend(
 
 
 def wrapping(models: Sequence[nn.Module]) -> tuple[object, ...]:
-    """Changes where a model is wrapped, or ranks appear."""
+    """A value that changes if a model is wrapped, or if ranks are added."""
     return (*map(type, models), dist.get_world_size() if _initialized() else 1)
 
 
 def require_same_wrapping(models: Sequence[nn.Module], before: tuple[object, ...]) -> None:
-    """An error if that has changed since."""
+    """Raise an error if `wrapping` has changed since."""
     if wrapping(models) != before:
         raise BackendError(
             "a model was wrapped, or torch.distributed initialized, after this Accumulator was made: it does not "
@@ -86,7 +86,7 @@ def require_same_wrapping(models: Sequence[nn.Module], before: tuple[object, ...
 
 
 def require_own_statistics(models: Sequence[nn.Module], why: str) -> None:
-    """No layer may take its statistics from the micro-batches of all ranks together."""
+    """Raise an error if a layer computes its statistics over the micro-batches of all ranks together."""
     if any(isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()):
         raise BackendError(f"SyncBatchNorm with {why}")
 
@@ -97,7 +97,7 @@ def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
 
 
 def common_wrapper(models: Sequence[nn.Module]) -> DataParallel | None:
-    """The wrapper that all models share."""
+    """The wrapper of all models that are trained, or an error if they differ."""
     kinds = {data_parallel_of(model) for model in models if any(p.requires_grad for p in model.parameters())}
     if len(kinds) > 1:
         found = sorted(kind or "no wrapper" for kind in kinds)
@@ -110,7 +110,7 @@ def _initialized() -> bool:
 
 
 def _given(process_group: Any) -> Group:
-    """A group, as it is or as a dimension of a mesh."""
+    """The process group, also of a DeviceMesh."""
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return process_group
     if not hasattr(process_group, "mesh_dim_names"):
@@ -119,7 +119,7 @@ def _given(process_group: Any) -> Group:
 
 
 def _own_group(model: Any, kind: DataParallel) -> Group:
-    """The ranks over which the model itself averages."""
+    """The ranks over which the model itself averages its gradients."""
     if kind == "DistributedDataParallel":
         return model.process_group
     if kind == "FSDPModule":
@@ -133,7 +133,7 @@ def _ranks(group: Group) -> list[int]:
 
 
 def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
-    """What to say of ranks that nothing synchronises: each may train on its own, or all may share a model."""
+    """The error for ranks whose gradients nothing synchronises. Ranks may train independently, or share a model."""
     world = dist.get_world_size(group)
     found = f"there are {world} ranks, but the model is not wrapped: nothing synchronises its gradients"
     sharing = ranks_of(p for model in models for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The backward of one micro-batch: on the own parameters alone, whatever else its graph reaches."""
+"""The backward of one micro-batch. It adds gradients only to parameters of the given models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_PARAMETER = (
 
 
 class Replayable(Protocol):
-    """A micro-step that was recorded: forward and backward at once."""
+    """A recorded micro-batch: its forward and backward as one call."""
 
     reached: set[nn.Parameter]
 
@@ -43,8 +43,8 @@ class Replayable(Protocol):
 class Backward:
     """Runs the backwards of a window.
 
-    Every graph is walked: another model may be a part of this one, and none of the last. On a GPU that happens while
-    the backward runs, as long as the graphs of the window have ended in its own parameters alone.
+    It walks every graph, because a graph may reach another model even if the last one did not. On a GPU it walks the
+    graph while the backward runs, as long as all graphs of the window so far ended only in the window's parameters.
     """
 
     def __init__(self, backend: Local, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
@@ -55,13 +55,13 @@ class Backward:
         self.begin_window()
 
     def begin_window(self) -> None:
-        """Nothing is known of its graphs."""
-        self._is_ordinary = False  # whether they have ended in the own parameters alone so far
+        """Begin a window. Nothing is known of its graphs yet."""
+        self._is_ordinary = False  # whether the graphs of the window so far ended only in its parameters
 
     def plan(self, loss: Tensor, gradients: Gradients, *, is_first: bool) -> tuple[Confinement | None, Sequence[str]]:
-        """What this backward is to be confined to, and which parameters must turn out to get a gradient in it.
+        """How to confine this backward, and the names of the parameters that must get a gradient in it.
 
-        None: the graph is walked while the backward runs.
+        The confinement is None if the graph is walked while the backward runs.
         """
         if self._is_ordinary and not is_first and self.overlaps(loss):
             return None, ()
@@ -80,7 +80,7 @@ class Backward:
         return confinement, self._backend.check(used, gradients.named, may_nest=reach.may_nest)
 
     def overlaps(self, loss: Tensor) -> bool:
-        """Whether the graph is walked while its backward runs. A CPU would gain nothing by it."""
+        """Whether the graph is walked while its backward runs. On a CPU that would not save time."""
         return loss.is_cuda and self._may_overlap and not self._backend.will_check
 
     def run(
@@ -93,9 +93,9 @@ class Backward:
         counts: bool,
         is_first: bool,
     ) -> None:
-        """Add the gradients of `loss`; zeros where it does not count."""
-        # A micro-batch without items counts for nothing even where its own gradient is 0 / 0; but what it used has a
-        # gradient of zero, not none, as in one big batch.
+        """Add the gradients of `loss`, or zeros if the micro-batch does not count."""
+        # A micro-batch without items must add nothing, even if its own gradient is 0 / 0. But the parameters that it
+        # used get a gradient of zero, not None, as in one big batch.
         hooks = [] if counts else self._backend.zeroing_hooks(gradients.parameters)
         self._backend.prepare_backward()
         try:
@@ -114,7 +114,7 @@ class Backward:
             raise BatchError(NO_PARAMETER)
 
     def run_joint(self, loss: Tensor, seed: Tensor, gradients: Gradients, leaves: Sequence[Tensor]) -> None:
-        """Add the gradients of a loss of the whole batch, those of these leaves too."""
+        """Add the gradients of a loss of the whole batch, also to `leaves`."""
         confinement = UNCONFINED
         if self._backend.abilities.confines:
             reach = reach_of(loss)
@@ -128,7 +128,7 @@ class Backward:
         gradients.mark()
 
     def _backpropagate(self, loss: Tensor, seed: Tensor, confinement: Confinement | None) -> Reach | None:
-        """The backward itself; returns what it reached, where that was found out meanwhile."""
+        """Run the backward. Returns what it reached, if the graph was walked meanwhile."""
         if confinement is not None:
             run_confined(loss, seed, confinement)
             return None
@@ -137,13 +137,13 @@ class Backward:
         return walk.result()
 
     def _include(self, reach: Reach, gradients: Gradients) -> None:
-        """Accumulate parameters of the models that were frozen, or not there yet, when the window began."""
+        """Accumulate parameters of the models that were frozen, or did not exist, when the window began."""
         if any(isinstance(leaf, nn.Parameter) and id(leaf) not in gradients.own for leaf in reach.leaves):
             gradients.adopt(self._parameters.named(anew=True))
         gradients.include(reach.leaves)
 
     def _require_no_others(self, reach: Reach, gradients: Gradients) -> None:
-        """After a backward that was not confined."""
+        """Raise an error if a backward that was not confined reached parameters of another model."""
         if gradients.are_all_watched(reach.leaves):
             return
         self._is_ordinary = False
@@ -159,12 +159,12 @@ class Backward:
 
 
 class UnsynchronisedError(BackendError):
-    """A backward has left gradients on this rank alone: they cannot be taken back."""
+    """A backward has left gradients that only this rank has. They cannot be undone."""
 
 
 @contextlib.contextmanager
 def record_use(leaves: dict[str, Tensor], awaited: Sequence[str]) -> Iterator[set[str]]:
-    """Note which of these a backward uses, by name; an error if one of those awaited is not among them."""
+    """Note the names of the leaves that a backward uses. Raise an error if it does not use all `awaited` ones."""
     used: set[str] = set()
     hooks = [
         leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]

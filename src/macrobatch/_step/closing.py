@@ -94,7 +94,7 @@ class TakeStep(Closing):
         self._max_norm = max_norm
         self._nonfinite = "skip" if scaler is not None else nonfinite  # an overflow is skipped, whatever was asked
         self._counts_on_host = counts_on_host or bool(schedulers)
-        self._pending: Verdict | None = None  # of the last window under "raise", on its way to the host
+        self._pending: Verdict | None = None  # of the last window under "raise": being copied to the host
         self._taken = 0
         self._unread: Tensor | None = None  # how many of `_taken` the device skipped after all
 

@@ -1,7 +1,7 @@
-"""What the terms of a loss are divided by: counted before the first backward of a window, and added up over all ranks.
+"""The denominators of the terms of a loss: counted before the first backward of a window, and summed over all ranks.
 
-Several terms cannot share the one division at the window's close, so their denominators come first. Ints stay on the
-host, tensors on their device; nothing that lives on a device is read here.
+Several terms cannot share one division at the window's close, so their denominators must be known before. Python
+numbers stay on the host and tensors on their device; the host reads nothing from a device here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from macrobatch._step.validation import checked_count
 from macrobatch.errors import BatchError
 
 Count = int | float | Tensor
-Counted = tuple[Count, ...]  # what `counts` says of a batch, one number a term
+Counted = tuple[Count, ...]  # the counts of a batch, one number per term
 
 
 class Denominators(NamedTuple):
-    """The counts of one window, one a term.
+    """The counts of one window, one per term.
 
     Attributes:
-        names: of the terms.
-        host: this rank's counts; None where only the device knows.
-        own: the same, on the device.
-        total: those of all ranks together, on the device.
+        names: the names of the terms.
+        host: this rank's counts; None for a count that only the device knows.
+        own: this rank's counts, on the device.
+        total: the counts of all ranks together, on the device.
         rounding: the relative error that floating-point counts may have; 0 for whole numbers.
     """
 
@@ -42,12 +42,12 @@ class Denominators(NamedTuple):
 
 
 class TermCounter:
-    """Asks `counts` for the denominators of windows, and adds them up over the ranks.
+    """Calls `counts` for the denominators of windows, and sums them over the ranks.
 
     Args:
         counts: ``counts(batch)`` returns the number of items of each term, by name.
-        backend: of the ranks.
-        device: where the models are.
+        backend: how ranks communicate.
+        device: returns the device of the models.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TermCounter:
         self._is_agreed = backend.group is None
 
     def count(self, batch: Any) -> Counted:
-        """The counts of a batch. Their names are those of every other batch."""
+        """The counts of a batch. An error if their names differ from those of earlier batches."""
         counted = self._counts(batch)
         if not isinstance(counted, Mapping) or not counted:
             raise BatchError(
@@ -76,13 +76,13 @@ class TermCounter:
         return numbers
 
     def _kept(self, number: Count) -> Count:
-        """In memory of its own: the caller may fill the same buffer anew for the next batch."""
+        """A copy of a tensor, because the caller may reuse the same buffer for the next batch."""
         if not isinstance(number, Tensor):
             return number
         return (in_order(number, self._device()) if is_on_its_way(number) else number).detach().clone()
 
     def agree_on_names(self) -> None:
-        """Once, before the first window: a rank without samples learns the names. All ranks call this together."""
+        """Tell the names to ranks without samples, once before the first window. All ranks call this together."""
         if self._is_agreed:
             return
         everyone: list[tuple[str, ...] | None] = all_gather_objects(self._names, self._backend.host_group())
@@ -94,7 +94,7 @@ class TermCounter:
         self._names, self._is_agreed = known[0][1], True
 
     def total(self, counted: Sequence[Counted]) -> Denominators:
-        """The denominators of a window with batches of those counts; on several ranks, all of them call this."""
+        """The denominators of a window with batches of these counts. All ranks call this."""
         names = self._names if self._names is not None and self._is_agreed else ()  # else no rank has a sample
         columns = [list(column) for column in zip(*counted, strict=True)] or [[0] for _ in names]
         device = self._device()
@@ -107,7 +107,7 @@ class TermCounter:
 
 
 def rounding_of(count: Count) -> float:
-    """How far floating-point counts may be off, relative to their size."""
+    """The relative error that a count may have: 0 for whole numbers."""
     if isinstance(count, int) or (isinstance(count, Tensor) and not count.is_floating_point()):
         return 0.0
     return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
@@ -119,7 +119,7 @@ def _host_sum(column: Iterable[Count]) -> int | float | None:
 
 
 def _vector(columns: Sequence[Sequence[Count]], device: torch.device) -> Tensor:
-    """The sum of each column, on the device. The host's numbers travel in one copy."""
+    """The sum of each column, on the device. One copy moves all numbers of the host."""
     dtype = wide(device)
     host = [sum(count for count in column if not isinstance(count, Tensor)) for column in columns]
     vector = torch.tensor(host, dtype=dtype, device="cpu").to(device, non_blocking=True)
@@ -135,7 +135,7 @@ def _vector(columns: Sequence[Sequence[Count]], device: torch.device) -> Tensor:
 
 
 def _raise_for_names(expected: tuple[str, ...], found: tuple[str, ...], there: str, here: str) -> NoReturn:
-    """Name the first term that differs between what was `expected` there and what was `found` here."""
+    """Raise an error that names the first term that differs between `expected` and `found`."""
     lists = f"{there}: {', '.join(expected)}; {here}: {', '.join(found)}"
     for name in (*expected, *found):
         if (name in expected) != (name in found):

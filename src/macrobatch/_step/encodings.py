@@ -1,7 +1,7 @@
-"""Encodings: what `loss_fn` returns as `Encoded`, taken apart into tensors, and the whole batch's put together again.
+"""Encodings: split the `Encoded` that `loss_fn` returns into tensors, and build the `Encoded` of the whole batch.
 
-Rows come micro-batch by micro-batch, in the order of the cut. They are put into the order of the batch, and all ranks'
-rows one after the other: in one exchange of bytes, whatever dtypes and shapes there are.
+Rows come in the order of the micro-batches of the cut. They are put into the order of the batch, and then the rows of
+all ranks are concatenated. One exchange of bytes serves all dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Field(NamedTuple):
     """One tensor of the encodings.
 
     Attributes:
-        path: as a user would write it.
-        is_sum: whether it is a statistic of the micro-batch, and has no rows.
-        shape: of one sample; of a statistic, of the whole.
-        dtype: of a statistic, that of its total.
+        path: its name in error messages, as a user would write it.
+        is_sum: whether it is a statistic of the micro-batch (`Sum`), without rows.
+        shape: the shape of one row; the whole shape of a statistic.
+        dtype: the dtype of the rows; the dtype of the total of a statistic.
     """
 
     path: str
@@ -42,12 +42,12 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What encodings look like, whatever their values and their number of samples.
+    """The structure of encodings, without their values and their number of samples.
 
     Attributes:
         tree: the fields by name, with a number in place of each tensor.
-        fields: those tensors.
-        has_loss: whether there is an ordinary loss beside them.
+        fields: the description of each of those tensors.
+        has_loss: whether there is also an ordinary loss.
     """
 
     tree: dict[str, Any]
@@ -55,12 +55,12 @@ class Layout(NamedTuple):
     has_loss: bool
 
     def encoded(self, tensors: Sequence[Tensor | Sum]) -> Encoded:
-        """Such encodings, with these tensors."""
+        """An `Encoded` of this layout, with these tensors."""
         return Encoded(**rebuild(self.tree, lambda index: tensors[index]))
 
 
 def take_apart(encoded: object, samples: int) -> tuple[Layout, list[Tensor]]:
-    """The layout and the tensors of what `loss_fn` returned for a micro-batch of so many samples."""
+    """The layout and the tensors of the `Encoded` that `loss_fn` returned for a micro-batch of `samples` samples."""
     if not isinstance(encoded, Encoded):
         raise BatchError(
             f"with joint= loss_fn must return an Encoded, which holds what joint needs of each sample: got "
@@ -121,12 +121,12 @@ def _dense(tensor: Tensor, path: str) -> Tensor:
 
 
 def _total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As `torch.sum` has it."""
+    """The dtype of a sum, as `torch.sum` chooses it."""
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
 def require_same_layout(expected: Layout, found: Layout, there: str, here: str) -> None:
-    """An error that names the first field which differs between what came `there` and `here`."""
+    """Raise an error that names the first field that differs between the encodings `there` and `here`."""
     if expected.fields == found.fields and expected.has_loss == found.has_loss:
         return
     if expected.has_loss != found.has_loss:
@@ -164,7 +164,7 @@ def _words(field: Field) -> str:
 
 
 def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
-    """The rows of all micro-batches of a rank; row i of them is that of sample ``order[i]``."""
+    """The rows of a rank in the order of the batch. Row i of all `parts` together belongs to sample ``order[i]``."""
     rows = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(order))):
         return rows
@@ -178,7 +178,7 @@ Places = slice | Tensor
 
 
 def places_of(samples: Sequence[int], device: torch.device) -> Places:
-    """Where the rows of these samples are, for `rows_at`."""
+    """The positions of the rows of these samples, for `rows_at`."""
     if isinstance(samples, range) and samples.step == 1:
         return slice(samples.start, samples.stop)
     index = torch.tensor(list(samples), device="cpu")
@@ -188,12 +188,12 @@ def places_of(samples: Sequence[int], device: torch.device) -> Places:
 
 
 def rows_at(rows: Tensor, places: Places) -> Tensor:
-    """Some rows, in that order; a view if they are neighbours."""
+    """The rows at these positions; a view if the positions are a slice."""
     return rows[places] if isinstance(places, slice) else rows.index_select(0, places)
 
 
 def total_of(parts: Sequence[Tensor], field: Field, device: torch.device) -> Tensor:
-    """The sum of a statistic over the micro-batches of a rank, in a dtype that loses nothing."""
+    """The sum of a statistic over the micro-batches of a rank, in a dtype wide enough to lose nothing."""
     dtype = _wide_dtype(field.dtype, device)
     total = torch.zeros(field.shape, dtype=dtype, device=device)
     for part in parts:
@@ -208,12 +208,12 @@ def _wide_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class Exchange:
-    """All ranks' tensors, in one exchange: rows one rank after the other, and totals added up in the order of ranks.
+    """Exchanges the tensors of all ranks at once. It concatenates rows and adds up totals, in the order of the ranks.
 
     Args:
-        layout: of the encodings, the same on all ranks.
-        samples: of each rank.
-        device: where the tensors are.
+        layout: the layout of the encodings, the same on all ranks.
+        samples: the number of samples of each rank.
+        device: the device of the tensors.
         group: the ranks.
     """
 
@@ -224,8 +224,8 @@ class Exchange:
         self._group = group
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """`own`: the fields of this rank, then the totals of its ordinary losses, if there are any."""
-        # The widest come first, so that each begins where numbers of its size may.
+        """The tensors of all ranks. `own`: the fields of this rank, then the totals of its ordinary losses, if any."""
+        # The widest dtypes come first, so that each tensor is aligned to its item size.
         order = sorted(range(len(own)), key=lambda index: -self._dtype(index).itemsize)
         sizes = [sum(self._nbytes(index, count) for index in order) for count in self._samples]
         packed = torch.cat([own[index].contiguous().reshape(-1).view(torch.uint8) for index in order])

@@ -111,8 +111,8 @@ class Engine:
         self._seeds = Seeds()
         self._turn = Turn()  # how the current micro-batch was begun
         self._before_repeat: Snapshot | None = None
-        self._counting: Verdict | None = None  # whether all ranks count items alike, on its way to the host
-        self._used: set[str] = set()  # the parameters that this rank's window has used, where that is noted
+        self._counting: Verdict | None = None  # whether all ranks count items alike: being copied to the host
+        self._used: set[str] = set()  # the parameters that this rank has used in the window, if it records that
         closing.guard_steps(self._is_accumulating, self._holds_cleared)
 
     # ------------------------------------------------------------------------------------------ one micro-batch
@@ -172,7 +172,7 @@ class Engine:
         else:
             seed, counts = window.add(root, counted), not window.counts_for_nothing(counted)
         if self.is_last:
-            self._send(window)  # it travels during the backward
+            self._send(window)  # ranks exchange it during the backward
         try:
             self._run_backward(root, seed, gradients, confinement, counts=counts, awaited=awaited)
         finally:

@@ -1,4 +1,4 @@
-"""What the first pass over a batch found: the encodings of a rank, and then those of all ranks together."""
+"""The results of the first pass over a batch: the encodings of this rank, and then those of all ranks together."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from macrobatch.types import Encoded, Items
 
 @dataclass
 class OwnEncodings:
-    """Those of one rank.
+    """The encodings of one rank.
 
     Attributes:
-        layout: what they look like; None before the first micro-batch.
-        fields: each field's tensors, micro-batch by micro-batch. `join` makes one tensor of rows, in the order of the
-            batch.
-        losses: the ordinary ones, if there are any ...
-        items: ... what each is a mean over ...
-        numbers: ... and both on the device, once they are counted.
+        layout: the names, shapes and dtypes of the fields; None before the first micro-batch.
+        fields: for each field, the tensors of all micro-batches. `join` replaces those with rows by one tensor, in the
+            order of the batch.
+        losses: the ordinary losses, if there are any.
+        items: the numbers of items of those losses.
+        numbers: losses and items on the device, shape (micro-batches, 2), after `ordinary`.
     """
 
     layout: Layout | None = None
@@ -51,10 +51,10 @@ class OwnEncodings:
     losses: list[Tensor] = field(default_factory=list)
     items: list[int | float | Tensor] = field(default_factory=list)
     numbers: Tensor | None = None
-    _are_samples: bool | None = None  # whether no items were given
+    _are_samples: bool | None = None  # whether no items were passed, so that samples are counted
 
     def add(self, encoded: object, samples: int) -> None:
-        """Those of the next micro-batch."""
+        """Add the encodings of the next micro-batch."""
         layout, tensors = take_apart(encoded, samples)
         assert isinstance(encoded, Encoded)
         if self.layout is None:
@@ -63,7 +63,7 @@ class OwnEncodings:
         require_same_layout(self.layout, layout, "in the first", f"in micro-batch {count + 1}")
         for parts, tensor in zip(
             self.fields, tensors, strict=True
-        ):  # copies: a row would keep all that it is a part of
+        ):  # copies: a row would keep the whole tensor that it is a view of
             parts.append(tensor.detach().clone(memory_format=torch.contiguous_format))
         if encoded.loss is not None:
             self._add_loss(encoded.loss, encoded.items, samples)
@@ -73,12 +73,12 @@ class OwnEncodings:
             raise BatchError("Encoded must hold items for every micro-batch of a batch, or for none.")
         self._are_samples = items is None
         count = validation.checked_items(items)
-        # Copies: the caller may fill the same buffers anew for the next micro-batch.
+        # Copies: the caller may reuse the same buffers for the next micro-batch.
         self.losses.append(validation.checked_ordinary(loss, needs_graph=False).detach().reshape(()).clone())
         self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
 
     def items_of(self, index: int) -> Items:
-        """Of the ordinary loss of a micro-batch; None if there is none."""
+        """The items of the ordinary loss of a micro-batch; None if there is no such loss."""
         return self.items[index] if self.items else None
 
     def ordinary_of(self, index: int) -> Tensor | None:
@@ -87,11 +87,11 @@ class OwnEncodings:
 
     @property
     def has_whole_items(self) -> bool:
-        """Whether no count of items may be a fraction."""
+        """Whether all counts of items are whole numbers by their type."""
         return all(isinstance(n, int) or (isinstance(n, Tensor) and not n.is_floating_point()) for n in self.items)
 
     def join(self, layout: Layout, order: Sequence[int], device: torch.device) -> list[Tensor]:
-        """The rows in the order of the batch, and the totals of statistics. `order`: the samples of the rows so far."""
+        """The rows in the order of the batch, and the totals of statistics. `order`: the sample of each row so far."""
         self.fields = self.fields or [[] for _ in layout.fields]
         joined = []
         for index, one in enumerate(layout.fields):
@@ -100,18 +100,18 @@ class OwnEncodings:
                 joined.append(total_of(parts, one, device))
                 continue
             rows = in_batch_order(parts, order) if parts else torch.empty(0, *one.shape, dtype=one.dtype, device=device)
-            self.fields[index] = rows  # the parts go
+            self.fields[index] = rows  # frees the parts
             joined.append(rows)
         return joined
 
     def of_part(self, layout: Layout, places: Places, index: int, device: torch.device) -> list[Tensor]:
-        """Once they are joined: what belongs to a micro-batch, whose rows are there, and plain numbers too."""
+        """After `join`: the rows at `places`, and the statistics of micro-batch `index`. Scalars move to the device."""
         pairs = zip(self.fields, layout.fields, strict=True)
         parts = [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
         return [part.to(device, non_blocking=True) if not part.dim() else part for part in parts]
 
     def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
-        """The sum of the ordinary losses, of their items, and how many counts were bad."""
+        """The sum of the ordinary losses, the sum of their items, and the number of invalid counts."""
         dtype = wide(device)
         if not self.losses:
             return torch.zeros(3, device=device, dtype=dtype)
@@ -121,7 +121,7 @@ class OwnEncodings:
         else:
             numbers = torch.tensor(self.items, dtype=dtype, device="cpu").to(device, non_blocking=True)
         self.numbers = torch.stack([losses, numbers], 1)
-        if is_mean:  # one over no items is NaN, and counts for nothing
+        if is_mean:  # a mean over no items is NaN, and must add nothing
             losses = losses.masked_fill(numbers == 0, 0) * numbers
         bad = ~(torch.isfinite(numbers) & (numbers >= 0))
         return torch.stack([losses.sum(), numbers.sum(), bad.to(dtype).sum()])
@@ -138,11 +138,11 @@ class WholeBatch:
     """The encodings of all ranks.
 
     Attributes:
-        layout: what they look like.
+        layout: the names, shapes and dtypes of the fields.
         tensors: the rows of the whole batch, and totals.
-        own: which rows are this rank's; None: all.
-        seed: of the random numbers for the loss, where ranks must draw the same.
-        counted: what else the first pass has counted.
+        own: the rows of this rank; None for all.
+        seed: the seed of the random numbers for the loss, if all ranks must draw the same.
+        counted: the other counts of the first pass.
     """
 
     layout: Layout
@@ -153,13 +153,13 @@ class WholeBatch:
 
 
 def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
-    """Put the encodings of all ranks together. All of them call this."""
+    """Gather the encodings of all ranks. All ranks call this."""
     device, group, samples = engine.device, engine.backend.group, cut.samples.count
     seed, layout, is_whole, counts, rows = None, own.layout, own.has_whole_items, [samples], None
     if group is not None:
         rank = dist.get_rank(group)
-        # The tree may hold classes of the user's, which cannot travel everywhere.
-        if rank == 0:  # other numbers in every window, even if nobody else draws any
+        # The tree may hold classes of the user that cannot be pickled, so it is not sent.
+        if rank == 0:  # a new seed in every window, even if nothing else draws random numbers
             seed = Random(gpus_of(engine.models)).seed(engine.window.number)
         said = layout and layout._replace(tree={}), samples, is_whole, seed
         with engine.spans.of("communication"):
@@ -183,7 +183,7 @@ def gather(engine: Engine, cut: Cut, own: OwnEncodings) -> WholeBatch:
 
 
 def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:
-    """The layout of all ranks; one without samples learns it from the others."""
+    """The layout of all ranks. A rank without samples gets it from another one."""
     known = [(rank, layout) for rank, layout in enumerate(layouts) if layout is not None]
     source, expected = known[0]
     for rank, layout in known[1:]:
@@ -195,7 +195,7 @@ def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout 
 
 
 def _received(own: Layout | None, source: int, hosts: Group) -> Layout:
-    """The layout of that rank, for those that have none. Where it cannot travel, all ranks raise."""
+    """Send the layout of rank `source` to the ranks without one. If it cannot be pickled, all ranks raise an error."""
     packed, why = b"", None
     if dist.get_rank(hosts) == source:
         packed, why = _tried(lambda: pickle.dumps(own), b"")
@@ -213,7 +213,7 @@ def _received(own: Layout | None, source: int, hosts: Group) -> Layout:
 
 
 def _tried(call: Callable[[], Any], otherwise: Any) -> tuple[Any, str | None]:
-    """What it returns, or what it raised in words."""
+    """The result of a call and None, or `otherwise` and the error as text."""
     try:
         return call(), None
     except Exception as error:

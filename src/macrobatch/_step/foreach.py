@@ -1,4 +1,4 @@
-"""Arithmetic on many gradients at once: scale them, and take their norm."""
+"""Arithmetic on many gradients at once: multiply them, and compute their norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply all of them in place, whatever their devices and dtypes."""
+    """Multiply all gradients in place, of any devices and dtypes."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         groups[gradient.device, gradient.dtype].append(gradient)
@@ -29,7 +29,7 @@ def multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.de
         multiply_all(group, factor)
     elif dtype not in HALF:
         multiply_all(group, factor.to(device, dtype.to_real(), non_blocking=True))
-    else:  # a factor in the gradients' own dtype would lose digits
+    else:  # a factor in the gradients' dtype would lose digits
         factor = factor.to(device, torch.float32, non_blocking=True)
         if takes_float32(device, dtype):
             unscale_all(group, torch.zeros_like(factor), factor)
@@ -39,17 +39,17 @@ def multiply_alike(group: list[Tensor], factor: float | Tensor, device: torch.de
 
 
 def takes_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel that a GradScaler divides with takes such gradients: on CUDA it has no bfloat16."""
+    """Whether the kernel with which a GradScaler divides supports such gradients: on CUDA it has no bfloat16."""
     return dtype != torch.bfloat16 or device.type == "cpu"
 
 
 def norm_dtype(gradient: Tensor) -> torch.dtype | None:
-    """At least float32."""
+    """The dtype for a norm: at least float32. None for the gradient's own dtype."""
     return torch.float32 if gradient.dtype in HALF else None
 
 
 def norms_of(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
-    """The norm of each, at least in float32."""
+    """The norm of each gradient, at least in float32."""
     if not gradients:
         return ()
     real = not gradients[0].is_complex()
@@ -59,7 +59,7 @@ def norms_of(gradients: list[Tensor], order: float) -> Sequence[Tensor]:
 
 
 def norm_of(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The norm of what has these norms in its parts."""
+    """The norm of a vector whose parts have these norms."""
     if not norms:
         return torch.zeros((), device=device, dtype=wide(device))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)

@@ -1,7 +1,8 @@
-"""Parameters that are not trained: nothing may change them while a window is computed.
+"""Checks that parameters that are not trained do not change while a window is computed.
 
-A momentum encoder that moves inside `loss_fn` would move in both passes of every micro-batch. A copy of all frozen
-weights, to put them back, might be as large as the model; their norms tell, too, even of writes to ``.data``.
+For example, a momentum encoder that is updated inside `loss_fn` would be updated in both passes of every micro-batch. A
+copy of all frozen weights might be as large as the model. So only their norms are compared, which also show writes to
+``.data``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from macrobatch._step.totals import wide
 from macrobatch._torch.modules import parameters_of
 from macrobatch._torch.tensors import norms_of_all
 
-ROUNDING = 1e-12  # of a norm in float64, where threads add up in another order
+ROUNDING = 1e-12  # the relative error of a norm in float64, if threads add in another order
 
 
 class Frozen:
-    """The parameters of some models that are not trained, as they are now.
+    """The norms of the untrained parameters of some models.
 
     Attributes:
-        changed: whether each has changed until it was compared; None if there is none.
+        changed: whether each parameter had changed at the call of `compare`; None before it, or without parameters.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -40,7 +41,7 @@ class Frozen:
         self.changed: Tensor | None = None
 
     def compare(self, device: torch.device) -> None:
-        """Find out what has changed since, on that device."""
+        """Find out which parameters have changed, as a tensor on this device."""
         found = []
         for now, before in zip(self._norms_now(), self._norms, strict=True):
             has_changed = ((now - before).abs() > ROUNDING * before) | (now.isfinite() != before.isfinite())
@@ -48,7 +49,7 @@ class Frozen:
         self.changed = torch.cat(found) if found else None
 
     def first_changed(self) -> str:
-        """The name of one that has. The host waits for it."""
+        """The name of a parameter that has changed. The host waits for it."""
         assert self.changed is not None
         if not self.changed.any():
             return "on another rank one"
@@ -68,5 +69,5 @@ def _has_norm(parameter: nn.Parameter) -> bool:
 
 
 def _norm_dtype(part: Tensor) -> torch.dtype:
-    """With more digits than what is looked at: a momentum encoder moves by little."""
+    """A dtype with more digits than the parameter: a momentum encoder changes by little."""
     return torch.complex128 if part.is_complex() else wide(part.device)

@@ -1,7 +1,7 @@
-"""The gradients of a window's parameters: cleared, widened, guarded, measured, scaled.
+"""The gradients of a window's parameters: clear them, accumulate them in a wider dtype, check and divide them.
 
-Everything here treats them as a whole, grouped by device and dtype so that one call of torch's foreach kernels serves
-a group. Nothing is read by the host.
+All operations work on groups of gradients of the same device and dtype, so that one foreach kernel of torch processes a
+whole group. Apart from `_was_moved`, the host does not read the values of gradients.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ UNDIVIDED = (
     "Accelerate's, put accelerator.clip_grad_norm_() under `if accelerator.sync_gradients:`."
 )
 GRADIENT_OF = operator.attrgetter("grad")
-VIEW = object()  # of a gradient that is held elsewhere
+VIEW = object()  # stands for a view of a gradient that the backend holds elsewhere
 
 
 class Kind(NamedTuple):
-    """What one call of a foreach kernel can serve."""
+    """The properties that the gradients of one foreach kernel call have in common."""
 
     device: torch.device
     dtype: torch.dtype
     widened: bool
-    spread: Spread  # over ranks
+    spread: Spread  # how parameters are distributed over ranks
 
 
 class Gradients:
     """The gradients that one window accumulates.
 
     Args:
-        named: all parameters of the models, each once, by the name that errors call it. Frozen ones may be thawed
+        named: all parameters of the models, each once, by the names for error messages. Frozen ones may be unfrozen
             inside the window.
-        accumulate_dtype: sums gradients of narrower parameters in this dtype.
-        shards: the groups of ranks that hold other parts of plain gradients. (A DTensor knows its own.)
-        held: where else than in ``.grad`` the backend keeps what is accumulated, as it is now.
-        may_move: whether the backend may copy a gradient to another place between backwards.
-        are_views: whether ``.grad`` shows views of what is held, made anew in each forward.
+        accumulate_dtype: gradients of narrower parameters are summed in this dtype.
+        shards: the groups of ranks that hold the other parts of plain gradients. (A DTensor knows its own groups.)
+        held: returns the tensors outside of ``.grad`` in which the backend holds accumulated gradients now.
+        may_move: whether the backend may copy a gradient to another tensor between backwards.
+        are_views: whether ``.grad`` is a view of a tensor in `held`. Each forward makes new views.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class Gradients:
         self._all = named
         self._own_of_all = dict(zip(map(id, named.values()), named, strict=True))
         self._plain = Spread(shards)
-        self._spreads: dict[Any, Spread] = {}  # by layout: of all parameters, those without a gradient too
-        self._spread_by_id: dict[int, Spread] = {}  # of those that were asked for
+        self._spreads: dict[Any, Spread] = {}  # by layout, also of parameters without a gradient
+        self._spread_by_id: dict[int, Spread] = {}  # by id of the parameter, as a cache
         self._held = held
         self._may_move = may_move
         self._are_views = are_views
         self._tells_by_size = are_views or any(isinstance(parameter, DTensor) for parameter in named.values())
         self._accumulate_dtype = accumulate_dtype
-        self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the dtype as it was
+        self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the earlier grad_dtype
         self._groups: dict[Kind, list[Tensor]] = {}
-        self._left: list[Tensor | None] = []  # what the last backward left ...
-        self._versions: list[int] = []  # ... how often that had been written to ...
-        self._sizes: list[Tensor] = []  # ... and what only sizes can tell of
-        self._writes: Tensor | None = None  # whether somebody wrote to one, where only the device knows ...
-        self._writes_of_all: Tensor | None = None  # ... on any rank
-        self._inverse: tuple[float, Tensor] | None = None  # of the last divisor, with its float32 tensor
+        self._left: list[Tensor | None] = []  # the gradients after the last backward
+        self._versions: list[int] = []  # their version counters at that time
+        self._sizes: list[Tensor] = []  # the norms of those whose version counters do not show all writes
+        self._writes: Tensor | None = None  # whether a norm shows a write on this rank; on the device
+        self._writes_of_all: Tensor | None = None  # the same for all ranks
+        self._inverse: tuple[float, Tensor] | None = None  # 1 / divisor as a float32 tensor, with the last divisor
         self.begin()
 
     def begin(self) -> None:
-        """A window begins: what is left from before belongs to none."""
+        """Begin a window: clear gradients from before, which belong to no window."""
         named = self._all
         self.named = named
         self.own = self._own_of_all  # names by the parameters' ids
@@ -106,22 +106,22 @@ class Gradients:
         self.mark()
 
     def are_of(self, named: dict[str, nn.Parameter]) -> bool:
-        """Whether these are the gradients of those very parameters."""
+        """Whether these are the gradients of exactly these parameters."""
         return self._all is named
 
     # ------------------------------------------------------------------------------------------ within the window
 
     def are_all_watched(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether these are parameters of the window, and nothing else."""
+        """Whether all of these leaves are parameters that the window accumulates."""
         return self._watched_ids.issuperset(map(id, leaves))
 
     def adopt(self, named: dict[str, nn.Parameter]) -> None:
-        """Parameters were added to the models, or replaced, since the window began."""
+        """Add parameters that the models have got since the window began."""
         self.named = self.named | named
         self.own = self.own | dict(zip(map(id, named.values()), named, strict=True))
 
     def include(self, leaves: Iterable[Tensor]) -> None:
-        """Accumulate these too, if they are parameters of the models that were frozen when the window began."""
+        """Also accumulate these leaves, if they are parameters of the models that were frozen when the window began."""
         thawed = [p for p in leaves if id(p) not in self._watched_ids and id(p) in self.own]
         if not thawed:
             return
@@ -140,14 +140,14 @@ class Gradients:
             self._sizes = self._local_sizes()
 
     def check_untouched(self) -> None:
-        """Between a backward and the next, or `step`, nobody may add to them, clear, clip or unscale them."""
+        """Raise an error if somebody has changed, cleared, clipped or unscaled gradients since the last backward."""
         now = self._as_they_are()
         versions = _versions(now)
         if versions == self._versions and _are_same(now, self._left):
             if self._tells_by_size:
                 self._notice_writes()
             return
-        if self._are_views:  # which ranks can see it depends on what each holds: all get to know at the close
+        if self._are_views:  # only some ranks may see it: all ranks learn of it at the close
             was_cleared = any(left is VIEW and gradient is None for gradient, left in zip(now, self._left, strict=True))
             device = self.parameters[0].device
             self._writes = torch.full((), was_cleared, dtype=torch.bool, device=device) | (self._writes or False)
@@ -162,7 +162,7 @@ class Gradients:
         self.mark()
 
     def _meddling(self, index: int, gradient: Tensor | None, left: Tensor | None) -> str:
-        """What to tell about a gradient that is not as the last backward left it."""
+        """The error message for a gradient that is not as the last backward left it."""
         seen = ""
         if index < len(self.parameters):
             seen = f" (seen at parameter {self.own[id(self.parameters[index])]!r})"
@@ -177,24 +177,24 @@ class Gradients:
         return f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
 
     def _as_they_are(self) -> list[Tensor | None]:
-        """Every tensor that may hold a part of the sum now."""
+        """All tensors that may hold a part of the accumulated gradients now."""
         now: list[Any] = list(map(GRADIENT_OF, self.parameters))
         if self._are_views:
             now = [None if gradient is None else VIEW for gradient in now]
         return now if self._held is None else now + self._held()
 
     def _apart(self) -> list[Tensor | None]:
-        """The same, in memory of their own.
+        """The same as `_as_they_are`, after each gradient that shares memory with another was replaced by a copy.
 
-        Parameters that reach the loss through views, e.g. ``a.squeeze() + b.squeeze()``, get views of one gradient as
-        theirs: adding to the one, or dividing it, would change the other.
+        Parameters that reach the loss through views, e.g. ``a.squeeze() + b.squeeze()``, may get gradients that are
+        views of one tensor. Adding to one of them, or dividing it, would change the other.
         """
-        own = zip(self._left, range(len(self.parameters)), strict=False)  # without what the backend holds
-        with unobserved():  # an address is no number that the device has computed
+        own = zip(self._left, range(len(self.parameters)), strict=False)  # without the tensors of the backend
+        with unobserved():  # an address is not a result of the device
             taken = sorted([(g.data_ptr(), g.nbytes, i) for g, i in own if _has_address(g)])
         end, has_moved = 0, False
         for start, nbytes, index in taken:
-            if start < end and start:  # 0: without memory, as tensors without elements are
+            if start < end and start:  # 0: tensors without elements have no memory
                 gradient = self.parameters[index].grad
                 assert gradient is not None
                 self.parameters[index].grad = gradient.clone()
@@ -203,11 +203,11 @@ class Gradients:
                 end = start + nbytes
         return self._as_they_are() if has_moved else self._left
 
-    # Two kinds of writing leave no version behind: to a list of DTensors at once, as clip_grad_norm_ does, and to views
-    # that a backend has made of what it holds. There the sizes tell.
+    # Two kinds of writes do not change version counters: writes to a list of DTensors at once, as in clip_grad_norm_,
+    # and writes to views of what a backend holds. Norms show them.
 
     def _local_sizes(self) -> list[Tensor]:
-        """The norms of this rank's parts of such gradients."""
+        """The norms of this rank's parts of the gradients whose version counters do not show all writes."""
         parts = [local_tensor(gradient) for gradient in self._left if isinstance(gradient, DTensor)]
         if self._are_views:
             nothing = torch.zeros((), device=self.parameters[0].device)
@@ -216,28 +216,28 @@ class Gradients:
             return [torch.linalg.vector_norm(part, dtype=norm_dtype(part)) for part in parts]
 
     def _notice_writes(self) -> None:
-        """Compare those norms, on the device."""
+        """Compare those norms with the earlier ones, on the device."""
         for now, before in zip(self._local_sizes(), self._sizes, strict=True):
             differs = (now != before) & ~(now.isnan() & before.isnan())
             self._writes = differs if self._writes is None else self._writes | differs.to(self._writes.device)
 
     def were_written(self) -> Tensor | None:
-        """Whether somebody wrote to a gradient, on any rank that holds a part of it; None where the host has looked."""
-        if self._writes is None or self._writes_of_all is not None:  # with the norm it got to know
+        """Whether somebody wrote to a gradient, on any rank that holds a part of it; None if no norms were compared."""
+        if self._writes is None or self._writes_of_all is not None:  # `norm` has exchanged it
             return self._writes_of_all
         groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
         return largest_over(groups, self._writes.float()).bool()
 
     def exist(self) -> bool:
-        """Whether a gradient is there at all."""
+        """Whether any parameter has a gradient."""
         return any(gradient is not None for gradient in map(GRADIENT_OF, self.named.values()))
 
     def let_go(self) -> None:
-        """Keep none alive: the window is closed, and what is in ``.grad`` is its owner's."""
+        """Drop all references to gradients. After the close, what is in ``.grad`` belongs to the user."""
         self._left, self._versions, self._sizes, self._groups = [], [], [], {}
 
     def clear(self) -> None:
-        """Leave no gradient, and the parameters as they were."""
+        """Clear all gradients, and restore the ``grad_dtype`` of parameters."""
         self.let_go()
         self._writes = self._writes_of_all = None
         for parameter in self.named.values():
@@ -253,7 +253,7 @@ class Gradients:
         for parameter in parameters:
             kept = parameter.grad_dtype
             if kept is not None and kept.itemsize < parameter.dtype.itemsize:
-                parameter.grad_dtype = parameter.dtype  # that of earlier windows, when the parameter was narrower too
+                parameter.grad_dtype = parameter.dtype  # it was set when the parameter was narrower, too
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize < dtype.itemsize:
                 self._widened[id(parameter)] = parameter, parameter.grad_dtype  # type: ignore[assignment]
                 parameter.grad_dtype = dtype
@@ -261,7 +261,7 @@ class Gradients:
     # ------------------------------------------------------------------------------------------ at its close
 
     def gather(self) -> None:
-        """Group what is there, for the methods below: no backward comes any more."""
+        """Group the gradients for the methods below. Call it after the last backward."""
         groups: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for name, parameter in self.named.items():
             spread = self._spread_by_id.get(id(parameter)) or self._spread_of(name, parameter)
@@ -289,11 +289,11 @@ class Gradients:
 
     @property
     def foldable(self) -> bool:
-        """Whether a float32 divisor inside the optimizer's own kernel is as good as a pass over the gradients."""
+        """Whether the optimizer's kernel can divide by a float32 number as precisely as a pass over the gradients."""
         return all(kind.dtype in (torch.float32, *HALF) and not kind.widened for kind in self._groups)
 
     def norm(self, order: float, device: torch.device) -> Tensor:
-        """The norm of all gradients together; infinite or NaN where one of them is."""
+        """The norm of all gradients together; infinite or NaN if one of them is."""
         norms: dict[Spread, list[Tensor]] = {spread: [] for spread in self._spreads.values()}
         for kind, group in self._groups.items():
             norm = norm_of(norms_of([part for part in group if part.numel()], order), order, device)
@@ -308,11 +308,11 @@ class Gradients:
 
     @property
     def _is_spread(self) -> bool:
-        """Whether any parameter lies in parts on several ranks."""
+        """Whether the parts of any parameter are on several ranks."""
         return any(spread.shards for spread in self._spreads.values())
 
     def divide(self, divisor: float | Tensor) -> None:
-        """Divide all gradients, in one writing pass; widened ones come back in their parameters' dtype."""
+        """Divide all gradients in one pass. Widened ones get the dtype of their parameters again."""
         factor = 1 / divisor
         for (device, dtype, widened, _), group in self._groups.items():
             if widened:
@@ -322,9 +322,9 @@ class Gradients:
         self._groups = {}
 
     def divide_and_check(self, divisor: float | Tensor, device: torch.device) -> Tensor | None:
-        """The same with a look at whether all are finite, where one kernel can do both: else None, and nothing done.
+        """Divide all gradients and check that they are finite, if one kernel can do both. Otherwise do nothing.
 
-        Returns a tensor that is not zero if one was not finite.
+        Returns a tensor that is not zero if a gradient was not finite; None if nothing was done.
         """
         if len(self._groups) != 1 or self._is_spread:
             return None
@@ -339,7 +339,7 @@ class Gradients:
         return found
 
     def _inverse_of(self, divisor: float, device: torch.device) -> Tensor:
-        """As a tensor; most windows have the same."""
+        """1 / divisor as a tensor, kept because most windows have the same divisor."""
         if self._inverse is None or self._inverse[0] != divisor or self._inverse[1].device != device:
             self._inverse = divisor, torch.full((), 1 / divisor, device=device, dtype=torch.float32)
         return self._inverse[1]
@@ -363,12 +363,12 @@ def _has_address(gradient: object) -> TypeGuard[Tensor]:
 
 
 def _versions(gradients: Sequence[Any]) -> list[int]:
-    """How often each was written to; -1 for none."""
+    """The version counters of these tensors, which count writes; -1 if there is no tensor."""
     return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
 
 
 def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bool:
-    """Whether a gradient that nobody has written to was copied to another place. The host reads; once, if at all."""
+    """Whether a gradient was copied to another tensor, but not written to. The host waits to read the comparison."""
     if left is None or gradient is None or gradient is left or version_of(left) != version:
         return False
     return bool(((gradient == left) | (gradient.isnan() & left.isnan())).all())

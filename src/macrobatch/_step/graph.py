@@ -1,4 +1,4 @@
-"""The graph behind a loss: which leaves its backward reaches, and running that backward on the own leaves alone."""
+"""Find the leaves that the backward of a loss reaches, and run that backward only on the leaves of one's own models."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from macrobatch._torch.autograd import AccumulateGrad, engine_run_backward, pyth
 
 
 class Reach(NamedTuple):
-    """What the backward of a loss adds gradients to.
+    """The leaf tensors that the backward of a loss adds gradients to.
 
     Attributes:
-        leaves: each once.
-        may_nest: whether the graph holds functions that may run a backward of their own inside their backward, as
-            reentrant checkpointing does. What those reach cannot be seen beforehand.
+        leaves: the leaves, each once.
+        may_nest: whether the graph holds functions that may run another backward inside their own, as reentrant
+            checkpointing does. The leaves of such an inner backward cannot be known in advance.
     """
 
     leaves: list[Tensor]
@@ -32,8 +32,8 @@ class Reach(NamedTuple):
 def reach_of(loss: Tensor) -> Reach:
     """Walk the graph behind `loss`.
 
-    It takes about 0.4 us a node, so the loop does no more than it must. The garbage collector rests: a walk makes
-    thousands of objects and leaves none, but on its way it would set off collections of everything else.
+    A walk takes about 0.4 us per node, so the loop does as little as possible. It turns the garbage collector off: a
+    walk makes thousands of objects and frees them all, but their number would trigger collections of everything else.
     """
     is_enabled = gc.isenabled()
     gc.disable()
@@ -70,10 +70,10 @@ def _walk(loss: Tensor) -> Reach:
 
 
 class Walker:
-    """Walks a graph on a thread of its own while its backward runs.
+    """Walks a graph on a separate thread while its backward runs.
 
-    On a GPU the host only waits then, for kernels that are queued outside of Python: a walk costs nothing. But what it
-    finds comes too late to confine that backward.
+    On a GPU the walk then costs no time, because the host only waits for kernels that are queued outside of Python. But
+    the result comes too late to confine that backward.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Walker:
 
     @contextlib.contextmanager
     def walking(self, loss: Tensor) -> Iterator[Future[Reach]]:
-        """Walk the graph behind `loss` while the block runs, which should do nothing but its backward.
+        """Walk the graph behind `loss` while the block runs. The block should run only the backward of `loss`.
 
-        Whatever else it did in Python would wait for the walk, or the walk for it.
+        Other Python code in the block and the walk would wait for each other.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="macrobatch")
@@ -91,18 +91,19 @@ class Walker:
         try:
             yield walk
         finally:
-            walk.exception()  # the graph must not be freed before
+            walk.exception()  # the graph must not be freed before the walk ends
 
 
-# The kinds of nodes seen so far that are torch's own in C++: there are a few hundred. Those of functions written in
-# Python are not kept, for they would keep what was compiled for a model that is gone.
+# The types of graph nodes seen so far that torch implements in C++: a few hundred. Types of functions written in Python
+# are not kept here, because they would keep the compiled code of deleted models alive.
 _CPP_NODES: set[type] = set()
 
 
 def _may_nest(kind: type) -> bool:
-    """Whether nodes of this kind may run a backward inside theirs: any function written in Python may.
+    """Whether nodes of this kind may run another backward inside their own. Any function written in Python may.
 
-    Those of torch itself do not, such as those of compiled models and of DDP, but for its reentrant checkpointing.
+    The functions of torch itself, such as those of compiled models and of DDP, do not. The exception is reentrant
+    checkpointing.
     """
     if not issubclass(kind, BackwardCFunction):
         return False
@@ -111,10 +112,9 @@ def _may_nest(kind: type) -> bool:
 
 
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
-    """``torch.autograd.backward(loss, seed, inputs=inputs)``, by its last line alone.
+    """Run ``torch.autograd.backward(loss, seed, inputs=inputs)`` without its checks.
 
-    What that function does before it, checking what is known to be right here, takes as long as the backward of a small
-    layer.
+    The arguments are known to be right here, and the checks take as long as the backward of a small layer.
     """
     if type(loss) is Tensor and engine_run_backward is not None:
         inputs = tuple(inputs or ())
@@ -124,11 +124,11 @@ def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = N
 
 
 class Confinement(NamedTuple):
-    """How a backward is kept to the own leaves.
+    """How to keep a backward from changing gradients of other models.
 
     Attributes:
-        inputs: what torch is told to add to; None: to all leaves.
-        aside: leaves whose gradients are put back afterwards, as they were.
+        inputs: the leaves whose gradients torch computes; None for all leaves.
+        aside: the leaves whose gradients are restored after the backward.
     """
 
     inputs: Sequence[Tensor] | None = None
@@ -139,22 +139,23 @@ UNCONFINED = Confinement()
 
 
 def confinement_of(reach: Reach, own: Collection[int]) -> Confinement:
-    """How to keep a backward with that reach to the leaves whose ids are `own`.
+    """How to confine a backward with that reach to the leaves whose ids are `own`.
 
-    ``inputs=`` leaves out what leads to no own leaf: all that is needed, unless a function runs a graph of its own
-    inside. That would silently not be run, so all gradients are computed there, and those of others put back.
+    ``inputs=`` makes torch skip the parts of the graph that lead to no own leaf. But torch would also skip, without an
+    error, a function that runs a backward of its own inside. If there may be one, all gradients are computed, and those
+    of the other leaves are restored afterwards.
     """
     others = [leaf for leaf in reach.leaves if id(leaf) not in own]
     if not others:
         return UNCONFINED
-    if reach.may_nest or not any(isinstance(leaf, nn.Parameter) for leaf in others):  # cheaper for a few inputs, too
+    if reach.may_nest or not any(isinstance(leaf, nn.Parameter) for leaf in others):  # also cheaper for a few inputs
         return Confinement(aside=others)
     return Confinement(inputs=[leaf for leaf in reach.leaves if id(leaf) in own])
 
 
 @contextlib.contextmanager
 def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Put the gradients of these leaves back afterwards, as they were."""
+    """Restore the gradients of these leaves after the block."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -166,7 +167,7 @@ def _gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 def run_confined(loss: Tensor, seed: Tensor, confinement: Confinement) -> None:
-    """The backward of `loss`, kept to the own leaves."""
+    """Run the backward of `loss` as `confinement` says."""
     if confinement is UNCONFINED:
         run_backward(loss, seed)
         return

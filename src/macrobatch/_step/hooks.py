@@ -1,4 +1,4 @@
-"""Other people's hooks on parameters: they may look at what a window accumulates, but not change it."""
+"""Hooks of the user on parameters: they may read the gradients that a window accumulates, but not change them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hooked_parameters(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Paramet
 
 @contextlib.contextmanager
 def guard_hooks(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """While a backward runs: an error if one of these hooks writes to a gradient, replaces or clears it."""
+    """While a backward runs, raise an error if one of these hooks writes to a gradient, replaces it or clears it."""
     handles = []
     for name, parameter in hooked.items():
         if not parameter.requires_grad:  # frozen since: its hooks do not run
@@ -37,7 +37,7 @@ def guard_hooks(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 
 def _put_first(hooks: dict[int, Any], key: int) -> None:
-    """Torch runs hooks in the order in which they were put into this dict, whatever order it says it has."""
+    """Make a hook the first one. Torch runs hooks in the order of insertion, which `move_to_end` does not change."""
     others = [(other, hook) for other, hook in hooks.items() if other != key]
     own = hooks[key]
     hooks.clear()

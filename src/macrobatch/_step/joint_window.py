@@ -1,8 +1,9 @@
 """A window with a loss of the whole batch: the gradient of every encoding is known before its first backward.
 
-Each micro-batch makes one scalar: its encodings, times their gradients, and its ordinary loss, weighed n / total. Its
-gradient is the micro-batch's share of the window's. Totals were counted in the first pass, so nothing but what a
-backend averages over, and the scale of a scaler, is left to be divided by.
+Each micro-batch makes one scalar: the dot product of its encodings and their gradients, plus its ordinary loss with the
+weight n / total. The gradient of this scalar is the micro-batch's part of the window's gradient. The first pass has
+counted the totals. So only two divisors remain: the number of ranks over which a backend averages, and the scale of a
+scaler.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from macrobatch.types import Encoded, Items
 
 
 class FirstPass(NamedTuple):
-    """What is known of a window before its second pass, over all ranks.
+    """What the first pass has counted on all ranks.
 
     Attributes:
-        samples: how many there are.
-        ordinary: of the ordinary losses, the summed loss, the items, and how many counts were bad; or None.
-        is_whole: whether all of these items are known to be whole numbers.
+        samples: the number of samples.
+        ordinary: the sum of the ordinary losses, the sum of their items, and the number of invalid counts; None if
+            there are no ordinary losses.
+        is_whole: whether all of these items are whole numbers by their type.
         is_double: whether everything is computed in float64.
     """
 
@@ -38,16 +40,16 @@ class FirstPass(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A micro-batch in the second pass.
+    """A micro-batch in the second pass, after its forward.
 
     Attributes:
         tensors: its encodings.
-        first: the same, as the first pass found them; without, a micro-batch that counts for nothing.
-        gradients: of the whole loss by each of them, times the scale; None where there is none.
-        loss: the ordinary one.
-        items: of it, as counted in the first pass.
-        items_now: the same, as the second pass has them.
-        ordinary: the loss and its items of the first pass, on the device; None where they are not compared.
+        first: its encodings from the first pass; None for a micro-batch that counts for nothing.
+        gradients: the gradients of the whole loss for each encoding, times the scale; None if there is none.
+        loss: the ordinary loss.
+        items: the items of the ordinary loss, as counted in the first pass.
+        items_now: the same, as counted in the second pass.
+        ordinary: the ordinary loss and its items from the first pass, on the device; None if they are not compared.
     """
 
     tensors: Sequence[Tensor]
@@ -60,10 +62,11 @@ class Share(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What is known of a micro-batch before its forward in the second pass: the input of a recorded one.
+    """What is known of a micro-batch before its forward in the second pass. It is the input of a recorded one.
 
     Attributes:
-        micro_batch, first, gradients, ordinary: as of `Share`.
+        micro_batch: the micro-batch itself.
+        first, gradients, ordinary: the same as those of `Share`.
     """
 
     micro_batch: Any
@@ -81,7 +84,14 @@ def share_of(bundle: Bundle, tensors: Sequence[Tensor], encoded: Encoded, items:
 
 
 class Pulled(NamedTuple):
-    """The scalar of one micro-batch; None where nothing of it has a graph. `lacks`: whether its loss was left out."""
+    """A micro-batch of the second pass, combined into one scalar.
+
+    Attributes:
+        loss: the scalar; None if nothing in the micro-batch has a graph.
+        lacks: whether the ordinary loss was left out.
+        counts: whether the micro-batch counts. A repeat does not.
+        differs: whether the passes differ: 0 or 1; None if there was nothing to compare.
+    """
 
     loss: Tensor | None
     lacks: bool
@@ -93,21 +103,21 @@ class JointWindow(MeanWindow):
     """The totals of one window with a loss of the whole batch.
 
     Args:
-        options: of `Window`: number, length, reduction, scaler, multiplier.
+        options: the arguments of `Window`: number, length, reduction, scaler, multiplier.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._first: FirstPass | None = None
-        self._joint: Tensor | None = None  # the loss of the whole batch ...
+        self._joint: Tensor | None = None  # the loss of the whole batch
         self._joint_dtype = torch.float32
-        self._joints: Tensor | None = None  # ... and with those of other ranks in their places, which all compute alike
-        self._differs: Tensor | None = None  # how many micro-batches had other encodings in the second pass
-        self._frozen: Frozen | None = None  # parameters that are not trained ...
-        self._changed: Tensor | None = None  # ... and how many of them have changed
+        self._joints: Tensor | None = None  # this loss at the index of this rank, zeros for others: their sum shows all
+        self._differs: Tensor | None = None  # how many micro-batches differed between the passes
+        self._frozen: Frozen | None = None  # parameters that are not trained
+        self._changed: Tensor | None = None  # how many of them have changed
 
     def expect(self, first: FirstPass, device: torch.device) -> None:
-        """What the first pass has counted, before the second."""
+        """Set the counts of the first pass, before the second."""
         self._begin_on(device)
         self._first = first
         self._differs = torch.zeros((), device=device, dtype=wide(device))
@@ -115,18 +125,18 @@ class JointWindow(MeanWindow):
 
     @property
     def ordinary(self) -> Tensor | None:
-        """Of the ordinary losses: see `FirstPass`."""
+        """The totals of the ordinary losses: see `FirstPass`."""
         return None if self._first is None else self._first.ordinary
 
     def note_joint(self, loss: Tensor, rank: int, ranks: int) -> None:
-        """The loss of the whole batch, as this one of so many ranks has found it."""
+        """Note the loss of the whole batch that this rank has computed."""
         self._joint = loss.detach().reshape(()).to(self.device, wide(self.device))
         self._joint_dtype = loss.dtype
         self._joints = torch.zeros(ranks, device=self.device, dtype=wide(self.device))
         self._joints[rank] = self._joint
 
     def note_frozen(self, frozen: Frozen) -> None:
-        """What was not to change until here: in the first pass, and in the loss."""
+        """Check that the first pass and the loss have not changed frozen parameters."""
         frozen.compare(self.device)
         if frozen.changed is not None:
             self._frozen, self._changed = frozen, frozen.changed.to(wide(self.device)).sum()
@@ -134,20 +144,20 @@ class JointWindow(MeanWindow):
     # ------------------------------------------------------------------------------------------ one micro-batch
 
     def weigh(self, share: Share, *, repeats: bool = False) -> Pulled:
-        """Make one scalar of a micro-batch. `repeats`: it counts for nothing, but its backward reaches as far."""
+        """Combine a micro-batch into one scalar. `repeats`: with the weight 0, but its backward reaches as much."""
         pieces = []
         for tensor, gradient in zip(share.tensors, share.gradients, strict=True):
             if gradient is not None and tensor.requires_grad:
                 pieces.append(_dot(tensor, torch.zeros_like(tensor) if repeats else gradient))
         loss, lacks = share.loss, False
         if loss is not None and loss.requires_grad:
-            lacks = is_zero(share.items) and not repeats and self._reduction == "mean"  # 0 / 0 may be in it
+            lacks = is_zero(share.items) and not repeats and self._reduction == "mean"  # it may be 0 / 0
             if not lacks:
                 pieces.append(self._weight(loss, share.items))
         return Pulled(_sum_of(pieces), lacks, not repeats, None if repeats else self._difference(share))
 
     def _difference(self, share: Share) -> Tensor | None:
-        """Whether the passes differ: 0 or 1; None where there is nothing to compare."""
+        """Whether the passes differ: 0 or 1; None if there is nothing to compare."""
         assert self._first is not None
         assert share.first is not None
         is_double = self._first.is_double
@@ -171,7 +181,7 @@ class JointWindow(MeanWindow):
         return loss * weight.to(loss.dtype)
 
     def add(self, loss: Tensor | None, items: Any) -> Tensor:
-        """Count a micro-batch as it was weighed; returns the seed of its backward."""
+        """Count a micro-batch after `weigh`. Returns the seed of its backward."""
         self.turns += 1
         self.micro_batches += 1
         if items.differs is not None:
@@ -223,7 +233,7 @@ class JointWindow(MeanWindow):
         return self._first is not None
 
     def items(self) -> Tensor:
-        """Those of the ordinary loss, else the samples."""
+        """The items of the ordinary loss; without one, the samples."""
         if self._first is None or self._first.ordinary is None:
             samples = 0 if self._first is None else self._first.samples
             return torch.full((), samples, device=self.device, dtype=torch.int64)
@@ -255,7 +265,7 @@ class JointWindow(MeanWindow):
         return torch.stack([*(self._everyone[:2] != 0).unbind(), unlike])
 
     def miscount(self) -> str:
-        """What differs. The host waits for it."""
+        """The error message. The host waits for the numbers."""
         miscounted = self.miscounted()
         assert miscounted is not None
         if miscounted[1]:
@@ -283,13 +293,13 @@ class JointWindow(MeanWindow):
 
 
 def _dot(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """A scalar whose gradient by `tensor` is `gradient`, to the last bit."""
+    """A scalar whose gradient for `tensor` is exactly `gradient`, in all bits."""
     tensor, gradient = tensor.reshape(-1), gradient.reshape(-1)
     return torch.vdot(gradient, tensor).real if tensor.is_complex() else torch.dot(tensor, gradient)
 
 
 def _sum_of(pieces: Sequence[Tensor]) -> Tensor | None:
-    """One scalar, at least in float32; its backward hands on what it is given."""
+    """The sum, at least in float32. Its backward passes the seed to every piece."""
     if not pieces:
         return None
     dtype = torch.float32

@@ -1,8 +1,8 @@
-"""Graphs of a first pass that fit into memory: their micro-batches need no second forward.
+"""Graphs of a first pass that are kept in memory. Their micro-batches need no forward in the second pass.
 
-With ``micro="auto"`` on a GPU, the last micro-batch of the first pass keeps its graph: a second pass would need that
-memory, too. More of the last ones keep theirs as far as memory is free. Where it runs out after all, the window is done
-again without.
+With ``micro="auto"`` on a GPU, the last micro-batch of the first pass keeps its graph: the second pass would need that
+memory anyway. More of the last micro-batches keep their graphs if enough memory is free. If memory runs out, the window
+is retried without kept graphs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from macrobatch._cut.policies import Cut
 from macrobatch.types import Encoded
 
-SHARE = 0.8  # of the free memory, which is fragmented
-SPARE = 3  # graphs: what a backward needs beside one
+SHARE = 0.8  # of the free memory: the rest allows for fragmentation
+SPARE = 3  # the memory that a backward needs besides its graph, in units of graphs
 
 
 class Room(Protocol):
     """The memory of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Of that device."""
+        """The memory of this device."""
 
     def free(self) -> int:
-        """How many bytes this process could get."""
+        """How many bytes this process could still allocate."""
 
     def allocated(self) -> int:
-        """How many bytes its tensors have now."""
+        """How many bytes the tensors of this process use now."""
 
 
 class RoomOnGPU(Room):
-    """That of a CUDA device."""
+    """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class RoomOnGPU(Room):
         return torch.cuda.memory_allocated(self._device)
 
 
-ROOMS: dict[str, type[Room]] = {"cuda": RoomOnGPU}  # of the types of devices that tell; tests add CPUs
+ROOMS: dict[str, type[Room]] = {"cuda": RoomOnGPU}  # devices that report their memory; tests add CPUs
 
 
 class KeptGraphs:
@@ -59,9 +59,9 @@ class KeptGraphs:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._graphs: dict[int, Encoded] = {}  # by the number of the micro-batch
-        self._bytes: dict[int, int] = {}  # of a graph, by the number of samples
-        self._too_large: int | None = None  # the smallest size of micro-batches whose graph did not fit beside
+        self._graphs: dict[int, Encoded] = {}  # by index of the micro-batch
+        self._bytes: dict[int, int] = {}  # the size of a graph, by number of samples
+        self._too_large: int | None = None  # the smallest size of micro-batches for which a kept graph did not fit
         self._first = 0
         self.has_kept = False
 
@@ -75,12 +75,12 @@ class KeptGraphs:
         self._first = len(cut.parts) - count
 
     def keeps(self, index: int) -> bool:
-        """Whether that micro-batch does."""
+        """Whether this micro-batch keeps its graph."""
         return index >= self._first
 
     @contextlib.contextmanager
     def measuring(self, samples: int) -> Iterator[None]:
-        """Around a forward whose graph is kept: what it leaves in memory."""
+        """Measure how much memory a forward whose graph is kept leaves allocated."""
         before = self._room.allocated()
         yield
         self._bytes[samples] = max(self._room.allocated() - before, 1)
@@ -91,19 +91,19 @@ class KeptGraphs:
         self.has_kept = True
 
     def take(self, index: int) -> Encoded | None:
-        """Those of a micro-batch, to be used up; None if it has kept none."""
+        """Return the kept encodings of a micro-batch and forget them; None if they were not kept."""
         return self._graphs.pop(index, None)
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Free all kept graphs."""
         self._graphs.clear()
 
     def refuse(self, size: int) -> None:
-        """Memory ran out: micro-batches of that size, or larger ones, keep nothing from now on."""
+        """After memory ran out: micro-batches of this size or larger keep no graph in later windows."""
         self._too_large = size if self._too_large is None else min(self._too_large, size)
 
 
 def kept_graphs_for(device: torch.device) -> KeptGraphs | None:
-    """None where nobody tells how much memory is free."""
+    """The kept graphs for a device; None if the device does not report its free memory."""
     room = ROOMS.get(device.type)
     return None if room is None else KeptGraphs(room(device))

@@ -1,4 +1,4 @@
-"""Closing a window for programs that clip and step by themselves."""
+"""Close a window for programs that clip gradients and step the optimizer themselves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from macrobatch.types import StepResult
 
 
 class LeaveMean(Closing):
-    """Brings ``.grad`` to the mean over the window's items and leaves it there; under a scaler, still scaled.
+    """Makes ``.grad`` the mean over the window's items, and leaves it there; with a scaler, still scaled.
 
-    The program clips, steps and clears it. A step inside an open window is an error.
+    The program clips the gradients, takes the step and clears them. A step inside an open window is an error.
 
     Args:
-        optimizers: that the program steps.
-        scaler: whose scale the gradients keep, for the program to undo.
+        optimizers: the optimizers that the program steps.
+        scaler: the GradScaler. The gradients keep its scale, and the program unscales them.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None) -> None:
@@ -33,7 +33,7 @@ class LeaveMean(Closing):
         self._optimizers = optimizers
         self._scaler = scaler
         self._guards: list[StepGuard] = []
-        self._verdict: Verdict | None = None  # on the last window, where the host has not read it yet
+        self._verdict: Verdict | None = None  # on the last window, until the host has read it
         self._is_empty = False
 
     def guard_steps(
@@ -72,9 +72,9 @@ class LeaveMean(Closing):
         return result_of(window, step=self.taken, lr=learning_rates(self._optimizers), skipped=skipped)
 
     def is_void(self) -> bool:
-        """Whether the last window had no items, so that no step is to be taken with it; an error if it was spoilt.
+        """Whether the last window had no items, so that there must be no step. An error if the window was invalid.
 
-        Waits for the device where only that knows.
+        The host waits for the device if only the device knows.
         """
         if self._verdict is None:
             return self._is_empty

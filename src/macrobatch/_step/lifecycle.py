@@ -1,7 +1,7 @@
-"""Which call comes next, and what to say to one that comes at the wrong moment.
+"""The order of calls, and the errors for calls at the wrong moment.
 
-``batches`` or ``micro_batch``, then ``backward``, then ``step``: a call out of this order would make a wrong gradient,
-so it raises before anything has changed. This class alone writes that state.
+The order is ``batches`` or ``micro_batch``, then ``backward``, then ``step``. Any other order would give a wrong
+gradient, so a call out of order raises an error before it changes anything. Only this class changes that state.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from macrobatch.errors import UsageError
 
 
 class Mark(NamedTuple):
-    """Where `Engine.roll_back` goes back to."""
+    """The state that `Engine.roll_back` restores."""
 
     windows: int
     typical_items: float | Tensor | None
 
 
 class Lifecycle:
-    """The state of the calls on one engine: what it expects next, and whether its window is whole.
+    """The state of the calls on one engine: which call it expects next, and whether its window is complete so far.
 
     Attributes:
         is_broken: whether a backward failed half-way in the window.
     """
 
     def __init__(self) -> None:
-        self._expects: Literal["batch", "backward", "step"] = "batch"  # "step" may be left out where it has no effect
+        self._expects: Literal["batch", "backward", "step"] = "batch"  # "step" may be omitted if it has no effect
         self._carries = False  # whether the end of an epoch left the window open
         self.is_broken = False
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a micro-batch is under way that has had no backward."""
+        """Whether the current micro-batch has had no backward yet."""
         return self._expects == "backward"
 
     # ------------------------------------------------------------------------------------------ what happens
@@ -50,7 +50,7 @@ class Lifecycle:
         self._expects = "batch"
 
     def break_window(self) -> None:
-        """A backward failed half-way: the window holds a part of a micro-batch."""
+        """Note that a backward failed half-way, so that the window holds a part of a micro-batch."""
         self.is_broken = True
 
     def drop_window(self) -> None:
@@ -62,7 +62,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------ what may come
 
     def require_new_epoch(self, window: Window | None) -> None:
-        """A new `batches` may begin."""
+        """Raise an error if a new `batches` may not begin."""
         if window is not None and window.turns and not self._carries:
             raise UsageError(
                 f"batches() over an open window: {window.micro_batches} micro-batches of window {window.number} have "
@@ -70,7 +70,7 @@ class Lifecycle:
             )
 
     def require_finished(self, window: Window | None, is_last: bool) -> None:
-        """A new micro-batch may begin, or the epoch end."""
+        """Raise an error if neither a new micro-batch may begin nor the epoch end."""
         if self._expects == "backward":
             raise UsageError(
                 "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
@@ -84,7 +84,7 @@ class Lifecycle:
             )
 
     def require_backward(self, window: Window | None) -> None:
-        """A micro-batch is under way, and has had no backward."""
+        """Raise an error unless a micro-batch has begun that has had no backward."""
         if self._expects == "step":
             raise UsageError(
                 "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
@@ -98,7 +98,7 @@ class Lifecycle:
         self._require_whole(window)
 
     def require_step(self, window: Window | None, now: bool) -> None:
-        """A backward is done."""
+        """Raise an error if the current micro-batch has had no backward."""
         self._require_whole(window)
         if self._expects == "backward":
             raise UsageError(
@@ -109,7 +109,7 @@ class Lifecycle:
             raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
 
     def require_between_windows(self, window: Window | None, call: str) -> None:
-        """No gradients are accumulated."""
+        """Raise an error if gradients are accumulated."""
         if window is not None and window.turns:
             raise UsageError(
                 f"{call} inside a window: {window.micro_batches} micro-batches of window {window.number} are "

@@ -1,4 +1,4 @@
-"""Loaders: how long they are, and reading ahead: one batch where they do not say, or a window of them."""
+"""Loaders: their length, and reading ahead: by one batch if the length is unknown, or by a window of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = TypeVar("Batch")
 
 
 class Epoch(Iterator[Batch]):
-    """The batches of one pass over a loader, with their number where it is known: a progress bar asks for it.
+    """The batches of one pass over a loader. It has a length if the loader does, for progress bars.
 
     >>> epoch = Epoch(iter("abc"), 3)
     >>> len(epoch), next(epoch), list(epoch)
@@ -49,42 +49,42 @@ class Epoch(Iterator[Batch]):
         return self._length
 
     def close(self) -> None:
-        """Leave it, as `break` does."""
+        """End the epoch early, as `break` does."""
         self._is_over = True
         self._batches.close()  # type: ignore[attr-defined]
 
 
 def require_iterable(loader: object) -> None:
-    """An error if it has no batches to iterate over."""
+    """Raise an error if this is not an iterable of batches."""
     is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if not is_iterable or isinstance(loader, Mapping | str | bytes | type):
         raise UsageError(f"batches() needs a loader, i.e. an iterable of batches: got a {type(loader).__name__}.")
 
 
 def length_of(loader: Iterable[Batch]) -> int | None:
-    """How many batches a loader says it has; None where it does not know."""
+    """The number of batches according to the loader; None if it does not know."""
     if isinstance(loader, ReadAhead):
         return loader.length
     try:
         return len(loader)  # type: ignore[arg-type]
-    except Exception:  # a TypeError mostly; but a length that is not known may be told in any way
+    except Exception:  # usually a TypeError, but loaders report an unknown length in many ways
         return None
 
 
 class ReadAhead(Iterator[Batch]):
-    """An iterator that is read further than it is used, and keeps what it has read.
+    """An iterator that can read batches ahead, and keeps them until they are used.
 
     >>> batches = ReadAhead(iter("abc"), note=str.upper)
     >>> next(batches), batches.note, batches.notes(5), batches.has_more(), list(batches)
     ('a', 'A', ['B', 'C'], True, ['b', 'c'])
 
     Args:
-        loader: what is read.
-        length: how many batches it says it has; None where it does not know.
-        note: what to remember of each batch as it is read.
+        loader: the loader to read.
+        length: the number of batches according to the loader; None if it does not know.
+        note: a function. Its result is remembered for each batch that is read.
 
     Attributes:
-        note: what was remembered of the batch that was handed out last.
+        note: the result of `note` for the batch returned last.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class ReadAhead(Iterator[Batch]):
         self._iterator = iter(loader)
         self._take_note = note
         self._ahead: deque[tuple[Batch, Any]] = deque()
-        self._current: Batch | None = None  # the batch that is in use, where those after it are read
+        self._current: Batch | None = None  # the batch in use, while later ones are read
         self._is_first = True
 
     def reads(self, loader: Iterable[Batch]) -> bool:
-        """Whether `loader` is the very iterator that is read here, and not one that begins anew each time."""
+        """Whether `loader` is the iterator that is read here, and not one that starts again each time."""
         return loader is self or loader is self._iterator
 
     def has_more(self) -> bool:
@@ -107,9 +107,9 @@ class ReadAhead(Iterator[Batch]):
         return bool(self._ahead) or self._read()
 
     def notes(self, count: int) -> list[Any]:
-        """What was remembered of the batches that follow: so many, or as many as there are.
+        """The notes of the next `count` batches, or of fewer if there are no more.
 
-        An error if reading one overwrote another that is not used yet, or in use.
+        An error if reading one batch overwrote another that is in use or not used yet.
         """
         while len(self._ahead) < count:
             before = _Contents(self._ahead[-1][0] if self._ahead else self._current, copies=self._is_first)
@@ -134,7 +134,7 @@ class ReadAhead(Iterator[Batch]):
 
 
 def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
-    """Each batch with the number of those that follow it; None where that is only known not to be 0.
+    """Each batch with the number of batches after it. None means an unknown number, but not 0.
 
     >>> list(with_remaining("abc"))
     [('a', 2), ('b', 1), ('c', 0)]
@@ -177,8 +177,8 @@ def _with_lookahead(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None
 class _Contents:
     """The tensors of a batch, to notice when the loader writes the next batch to the same memory.
 
-    Versions tell for tensors. What is written from outside of torch, to the array behind them, they do not see: the
-    first batch of an epoch is compared with a copy, if it is on the host.
+    Version counters show the writes of torch. They do not show writes from outside of torch, e.g. to the numpy array
+    behind a tensor. So the first batch of an epoch is compared with a copy, if it is on the host.
     """
 
     def __init__(self, batch: object, *, copies: bool) -> None:
@@ -189,7 +189,7 @@ class _Contents:
         self._copies = [(leaf, copied) for leaf in arrays if copies and (copied := _copy_on_host(leaf)) is not None]
 
     def require_same(self) -> None:
-        now = _leaves_of(self._batch)  # a dict may have been filled with other tensors
+        now = _leaves_of(self._batch)  # a dict may now hold other tensors
         is_same = len(now) == len(self._leaves) and all(map(operator.is_, now, self._leaves))
         if (
             is_same
@@ -209,7 +209,7 @@ def _leaves_of(batch: object) -> list[Any]:
 
 
 def _copy_on_host(leaf: Any) -> Any:
-    """None for what is not an array of numbers in the host's memory."""
+    """A copy; None for what is not an array of numbers in the host's memory."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone() if leaf.device.type == "cpu" and leaf.layout == torch.strided else None
     return copy.deepcopy(leaf) if getattr(leaf.dtype, "kind", None) in tuple("biufc") else None

@@ -1,7 +1,7 @@
-"""A window that accumulates means: what its losses are divided by is known before its first backward.
+"""A window that accumulates means: the denominators of its losses are known before its first backward.
 
-Nothing but the scale of a scaler, and what a backend averages over, is then left to be divided by at its close. Windows
-of several terms, and windows with a loss of the whole batch, are such windows.
+At its close only two divisors remain: the scale of a scaler, and the number of ranks over which a backend averages.
+Windows of several terms, and windows with a loss of the whole batch, are such windows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from macrobatch._step.totals import UNSCALED, Window, wide
 
 
 class MeanWindow(Window):
-    """The totals of one window whose denominators come first."""
+    """The totals of one window whose denominators are known before its first backward."""
 
     def _begin_on(self, device: torch.device) -> None:
-        """The denominators are known: the window is on this device, and takes the scaler's scale."""
+        """Set the device of the window, and take the scaler's scale, once the denominators are known."""
         self._device = device
         if self._multiplier is None:
             one = torch.ones((), device=device, dtype=torch.float32)
@@ -36,4 +36,4 @@ class MeanWindow(Window):
         raise AssertionError("means are accumulated, so nothing is shrunk")
 
     def unlike_ranks(self) -> Tensor | None:
-        return None  # what each term is divided by is agreed on before
+        return None  # ranks have agreed on the denominators before

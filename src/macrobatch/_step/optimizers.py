@@ -1,4 +1,4 @@
-"""Optimizers: which of them divide and skip on the device, and who may step them."""
+"""Optimizers: which of them divide gradients and skip steps on the device, and guards against other calls of step()."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LEAVE_OUT = (
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own kernel divides by ``grad_scale`` and leaves out a step at ``found_inf``.
+    """Whether the optimizer's kernel divides by ``grad_scale`` and skips the step at ``found_inf``.
 
-    Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do: others raise, or ignore both silently. (With
-    dampening, the first step of SGD differs from the later ones, and a step left out would pass for the first.)
+    Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do. Others raise, or silently ignore both. SGD
+    with dampening is excluded: its first step differs from later ones, and it would take a skipped step for the first.
     """
     is_fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
     return is_fused and _is_torchs_own(optimizer.step)
 
 
 def _is_torchs_own(step: Any) -> bool:
-    """Whether a step, with all that is wrapped around it, is code of torch's: not overridden, and not replaced."""
+    """Whether a step, with everything that wraps it, is torch's own code: neither overridden nor replaced."""
     while True:
-        step = getattr(step, "__func__", step)  # of a bound method
+        step = getattr(step, "__func__", step)  # the function of a bound method
         if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
             return False
         if not hasattr(step, "__wrapped__"):
@@ -49,27 +49,27 @@ def _own_steps() -> set[Callable[..., Any]]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody's code runs before or after each step: what it sees in ``.grad`` must be the mean."""
+    """Whether hooks of others run before or after each step. They must see the mean in ``.grad``."""
     if has_hooks_after_step(optimizer) or any(hook is not _check_step for hook in hooks_on_all_optimizers()):
         return True
     return not all(isinstance(hook, StepGuard) for hook in hooks_before_step(optimizer))
 
 
 class StepGuard:
-    """Refuses steps that somebody else takes with the sums of an open window; a step pre-hook of the optimizer.
+    """A step pre-hook of an optimizer. It raises an error if somebody else steps the optimizer in an open window.
 
-    It goes with the one that made it: the optimizer does not keep that alive.
+    It is removed when the owner of `window_is_open` is deleted; the optimizer does not keep that owner alive.
 
     Args:
-        optimizer: whose steps are watched.
-        window_is_open: whether a window has sums. A bound method, kept weakly.
-        advice: what to do instead.
+        optimizer: the optimizer to watch.
+        window_is_open: whether a window has accumulated gradients. A bound method, kept by a weak reference.
+        advice: what to do instead, for the error message.
     """
 
     def __init__(self, optimizer: Optimizer, window_is_open: Callable[[], bool], advice: str = LEAVE_OUT) -> None:
         self._window_is_open = weakref.WeakMethod(window_is_open)
         self._advice = advice
-        self.is_open = False  # lets steps pass
+        self.is_open = False  # whether steps are allowed
         try:
             handle = optimizer.register_step_pre_hook(self)
         except AttributeError:
@@ -90,13 +90,14 @@ class StepGuard:
 
 
 class OtherStepsGuard:
-    """Refuses steps of optimizers that were not handed over, with parameters of a window.
+    """Raises an error if an optimizer that was not passed steps parameters of a window.
 
-    Inside the window they would take undivided sums; after it they would do nothing, as its gradients are cleared.
+    Inside the window its step would use undivided sums. After the window it would do nothing, because the gradients are
+    cleared.
 
     Args:
-        optimizers: that were handed over.
-        window_is_open: whether a window has gradients. A bound method, kept weakly.
+        optimizers: the optimizers that were passed.
+        window_is_open: whether a window has gradients. A bound method, kept by a weak reference.
         holds_cleared: whether an optimizer holds parameters whose gradients windows have cleared. Likewise.
     """
 
@@ -106,7 +107,7 @@ class OtherStepsGuard:
         window_is_open: Callable[[], bool],
         holds_cleared: Callable[[Optimizer], bool],
     ) -> None:
-        self.is_open = False  # lets steps pass: an optimizer that was handed over may step others
+        self.is_open = False  # whether steps are allowed: an optimizer that was passed may step others
         self._own = set(map(id, optimizers))
         self._window_is_open = weakref.WeakMethod(window_is_open)
         self._holds = weakref.WeakMethod(holds_cleared)
@@ -115,7 +116,7 @@ class OtherStepsGuard:
         _guards[number] = weakref.ref(self, lambda _: _guards.pop(number, None))
 
     def check(self, optimizer: Optimizer) -> None:
-        """An error if this optimizer must not step now."""
+        """Raise an error if this optimizer must not step now."""
         if self.is_open or id(optimizer) in self._own:
             return
         window_is_open, holds = self._window_is_open(), self._holds()
@@ -140,7 +141,7 @@ class OtherStepsGuard:
         )
 
 
-# torch has one list of such hooks for the whole process, over which every step iterates: so it gets one hook, once.
+# Every step in the process iterates over torch's one list of such hooks, so only one hook is added, once.
 _guards: dict[int, weakref.ref[OtherStepsGuard]] = {}
 
 
@@ -156,7 +157,7 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def step_fused(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """A step that divides the gradients by `grad_scale`, or does nothing where `found_inf` is 1."""
+    """Take a step that divides the gradients by `grad_scale`, and does nothing if `found_inf` is 1."""
     fresh = [
         parameter
         for group in optimizer.param_groups
@@ -169,6 +170,6 @@ def step_fused(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tenso
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    for parameter in fresh:  # fused SGD left out its first step: the momentum it made is memory nobody wrote
+    for parameter in fresh:  # if fused SGD skips its first step, the momentum that it made is uninitialised memory
         buffer = optimizer.state[parameter]["momentum_buffer"]
         buffer.masked_fill_(found_inf.to(buffer.device, torch.bool), 0)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The parameters of the given models and optimizers, and the gradients that each window has of them."""
+"""The parameters of the given models and optimizers, and the gradients of each window."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ logger = logging.getLogger("macrobatch")
 
 
 class Parameters:
-    """The parameters of some models and optimizers, by name; looked through anew only where something changed."""
+    """The parameters of some models and optimizers, by name. It searches the models again only after a change."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._models = models
         self._optimizers = optimizers
         self._seen: object = None
-        self.shared = False  # whether optimizers hold one of them twice
+        self.shared = False  # whether optimizers hold a parameter twice
         if not any(parameter.requires_grad for parameter in self.named().values()):
             raise BackendError("no parameter of the given models requires a gradient: there is nothing to train.")
 
     def named(self, *, anew: bool = False) -> dict[str, nn.Parameter]:
-        """All of them, frozen ones too, each once: they may be frozen, thawed or replaced at any time.
+        """All parameters, including frozen ones, each once. They may be frozen, unfrozen or replaced at any time.
 
-        `anew`: also where the optimizers hold the same ones as before.
+        `anew`: search the models again, even if the optimizers hold the same parameters as before.
         """
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         seen = [(id(p), p.requires_grad) for p in held]
@@ -61,9 +61,9 @@ class GradientSource:
     """Makes the gradients of each window, before its first forward.
 
     Args:
-        parameters: of the models.
-        backend: where it holds gradients besides ``.grad``.
-        accumulate_dtype: sums gradients of narrower parameters in this dtype.
+        parameters: the parameters of the models.
+        backend: the backend, which may hold gradients outside of ``.grad``.
+        accumulate_dtype: gradients of narrower parameters are summed in this dtype.
     """
 
     def __init__(self, parameters: Parameters, backend: Local, accumulate_dtype: torch.dtype | None) -> None:
@@ -74,7 +74,7 @@ class GradientSource:
         self._has_warned = False
 
     def begin_window(self) -> Gradients:
-        """Those of the window before serve again, unless the parameters are others."""
+        """The gradients of a new window. The object of the last window is used again if the parameters are the same."""
         self._backend.drop_stale_gradients()
         named = self._parameters.named()
         if self._last is not None and self._last.are_of(named):

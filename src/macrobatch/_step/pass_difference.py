@@ -1,9 +1,9 @@
-"""Whether a micro-batch was the same in both passes, and a loss on all ranks, but for rounding. The host reads nothing.
+"""Checks that both passes gave the same encodings, and all ranks the same loss, up to rounding. The host reads nothing.
 
-Whole numbers must be equal. Of others, infinities and NaN must be in the same places, and the rest may be apart as far
-as rounding can bring them: relative to themselves, and to the largest of their field, as sums that cancel have the
-rounding of their parts. A mask of -1e9 is no such part: what is the same in both passes, and a thousand times as large
-as what is not, tells nothing about rounding.
+Integers must be equal. In floating-point tensors, infinities and NaN must be in the same places. The other elements may
+differ by a tolerance relative to their size, plus the same tolerance relative to the largest element of their field,
+because a sum that cancels has the rounding errors of its parts. Outliers such as a mask of -1e9 are left out of that
+largest element: an outlier is the same in both passes, and a thousand times as large as the elements that differ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from macrobatch._step.totals import wide
 from macrobatch._torch.modules import parameters_of
 from macrobatch.types import Items
 
-# Kernels may differ without a graph, and float32 encodings may have been computed in bfloat16, whose roundings are
-# 4e-3 apart. Only a model that has nothing but float64 is known to compute in it: autocast leaves that alone.
+# Kernels may compute differently without a graph, and float32 encodings may have been computed in bfloat16, whose
+# rounding step is 4e-3. Only a model with nothing but float64 parameters surely computes in float64: autocast does not
+# change that dtype.
 TOLERANCE = 1e-2
 TOLERANCE_OF_FLOAT64 = 1e-10
 OUTLIER = 1e3
-SAMPLED = 4096  # elements of which a median is taken
+SAMPLED = 4096  # the number of elements for a median
 
 
 def is_all_double(models: Sequence[nn.Module]) -> bool:
@@ -35,21 +36,21 @@ def is_all_double(models: Sequence[nn.Module]) -> bool:
 def differs(
     first: Sequence[Tensor], second: Sequence[Tensor], device: torch.device, *, is_double: bool
 ) -> Tensor | None:
-    """Whether these tensors are further apart than rounding can bring them: a bool on the device; None without any."""
+    """Whether these tensors differ by more than rounding: a bool on the device; None if there is nothing to compare."""
     pairs = [(before, on_device(now, before.device)) for before, now in zip(first, second, strict=True) if now.numel()]
     found = [_are_apart(before, now, is_double).to(device) for before, now in pairs]
     return torch.stack(found).any() if found else None
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """A plain number, which is on the host, also inside a recording: where nothing can be copied from there."""
+    """A scalar on the host, moved to the device without a copy from host memory, which a recording does not allow."""
     if number.device == device or number.dim() or not number.is_cpu:
         return number
     return torch.full((), number.item(), dtype=number.dtype, device=device)
 
 
 def ordinary_differs(first: Tensor, loss: Tensor, items: Items, *, is_double: bool) -> Tensor:
-    """The same of an ordinary loss and its items; `first` has both as the first pass found them."""
+    """The same for an ordinary loss and its items. `first` holds both from the first pass."""
     device = first.device
     value, count = first.unbind()
     is_apart = _are_apart(value, loss.detach().reshape(()).to(device, wide(device)), is_double)
@@ -61,7 +62,7 @@ def ordinary_differs(first: Tensor, loss: Tensor, items: Items, *, is_double: bo
 
 
 def ranks_differ(losses: Tensor, dtype: torch.dtype, *, is_double: bool) -> Tensor:
-    """Whether ranks have found different losses of the same encodings. Where all overflow, gradients tell of that."""
+    """Whether ranks have computed different losses. If none is finite, the check of the gradients reports that."""
     is_finite = losses.isfinite()
     high = losses.masked_fill(~is_finite, -torch.inf).amax()
     low = losses.masked_fill(~is_finite, torch.inf).amin()
@@ -88,15 +89,15 @@ def _are_apart(before: Tensor, now: Tensor, is_double: bool) -> Tensor:
 
 
 def _median(sizes: Tensor, counts: Tensor) -> Tensor:
-    """Of those that count, as far as they are looked at; infinite if none does. (`nanmedian` reads on the host.)"""
-    step = sizes.numel() // SAMPLED | 1  # odd, so as not to see one column of a matrix alone
+    """The median of a sample of the sizes that count; infinite if none counts. (`nanmedian` makes the host wait.)"""
+    step = sizes.numel() // SAMPLED | 1  # odd, so as not to sample only one column of a matrix
     sizes, counts = sizes[::step], counts[::step]
     middle = (counts.sum() - 1).clamp(min=0) // 2
     return sizes.masked_fill(~counts, torch.inf).sort().values.gather(0, middle.reshape(1))
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Flat, and of a dtype that can be compared."""
+    """A flat real tensor, of a dtype that supports comparison."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

@@ -1,4 +1,4 @@
-"""What losses are multiplied with: the seeds of backwards, and a power of two where sums pass through float16."""
+"""The factors of losses: the seeds of backwards, and a power of two that keeps sums within the range of float16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from macrobatch.types import Items
 
 
 class Countable(Protocol):
-    """A window, as far as it counts items."""
+    """The part of a window that counts items."""
 
     typical: float | Tensor | None
 
@@ -25,13 +25,13 @@ class Countable(Protocol):
 
 
 class TypicalItems:
-    """How many items a micro-batch has, by the last window: what sums are shrunk by where they pass through float16.
+    """The typical number of items per micro-batch, from the last window. Sums in float16 are divided by about it.
 
-    All ranks must shrink alike, so they agree on the first number; later ones are those of all ranks.
+    All ranks must use the same number. They agree on the first one; later ones come from the totals of all ranks.
 
     Attributes:
-        items: None until the first window.
-        shrinks: whether gradients are float16 somewhere on their way.
+        items: the number; None before the first window.
+        shrinks: whether gradients are float16 at some point.
     """
 
     def __init__(self, scaler: GradScaler | None, group: Group, *, shrinks: bool) -> None:
@@ -41,7 +41,7 @@ class TypicalItems:
         self._group = group
 
     def agree(self, items: Items, device: torch.device, window: Countable | None) -> None:
-        """Once, before the first backward: all ranks call this together."""
+        """Agree on the first number, once before the first backward. All ranks call this together."""
         if not self._is_used or self._group is None or self.items is not None:
             return
         self.items = all_reduce_max(1.0 if items is None else items, self._group, device)
@@ -49,19 +49,19 @@ class TypicalItems:
             window.typical = self.items
 
     def update(self, window: Countable) -> None:
-        """A window closes."""
+        """Take the number of a window that closes."""
         if self._is_used:
             self.items = window.typical_items()
 
 
 class Seeds:
-    """What backwards start with: copies of the last number, which take a third of the time of making it anew."""
+    """The seeds of backwards. Copying the last seed takes a third of the time of making a new one."""
 
     def __init__(self) -> None:
         self._last: tuple[float, Tensor] | None = None
 
     def of(self, weight: float, loss: Tensor) -> Tensor:
-        """That number, as a tensor like `loss`, in memory of its own."""
+        """A new tensor like `loss` that holds `weight`."""
         if self._last is not None and self._last[0] == weight:
             seed = self._last[1]
             if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
@@ -71,7 +71,7 @@ class Seeds:
         return seed.clone()
 
 
-FEWEST_ITEMS = 1e-30  # but for none: fractions may be weights, but one over much less is infinite in float32
+FEWEST_ITEMS = 1e-30  # the smallest valid number of items besides 0: 1 / a much smaller one is infinite in float32
 _ON_HOST: dict[torch.dtype, Any] = {
     torch.float32: ctypes.c_float,
     torch.float64: ctypes.c_double,
@@ -81,18 +81,18 @@ _ON_HOST: dict[torch.dtype, Any] = {
 
 
 def number_on_host(tensor: Tensor) -> Any:
-    """The value of a tensor of one element that has arrived in the host's memory: nobody is waited for; or None."""
+    """The value of a one-element tensor that is already in the host's memory, without any wait; None otherwise."""
     if type(tensor) is not Tensor or not tensor.is_cpu or (kind := _ON_HOST.get(tensor.dtype)) is None:
         return None
-    if tensor.is_neg() or is_on_its_way(tensor):  # of the first, what lies in memory has the other sign
+    if tensor.is_neg() or is_on_its_way(tensor):  # the memory of a negated view holds the opposite sign
         return None
-    with unobserved():  # this is no read of a device, and none that a mode would take for one, as item() is
+    with unobserved():  # this reads no device; item() would look like it to a mode that watches reads
         address = tensor.data_ptr()
     return kind.from_address(address).value if address else None
 
 
 def is_on_its_way(tensor: Tensor) -> bool:
-    """Whether a device may still be writing it, as after ``to("cpu", non_blocking=True)``: that memory is pinned."""
+    """Whether a device may still write to a tensor, as after ``to("cpu", non_blocking=True)``: it is pinned then."""
     if type(tensor) is not Tensor or not tensor.is_cpu:
         return False
     with unobserved():
@@ -100,9 +100,9 @@ def is_on_its_way(tensor: Tensor) -> bool:
 
 
 def in_order(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, if it is on its way from there: what follows comes in its turn, and nobody waits.
+    """The tensor, moved back to the device if it may still be on its way to the host. So nobody has to wait for it.
 
-    Converting it first would be done on the host: torch does so also in one call, ``to(device, dtype)``.
+    This must not convert the dtype: torch would convert on the host first, even in one call ``to(device, dtype)``.
     """
     if not is_on_its_way(tensor):
         return tensor
@@ -111,7 +111,7 @@ def in_order(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def inverse_power_of_two(count: int | float | Tensor) -> float | Tensor:
-    """The power of two between 1 / (2 * count) and 1 / count: multiplying with it changes no digit.
+    """The power of two between 1 / (2 * count) and 1 / count. Multiplying by it changes no digit.
 
     >>> inverse_power_of_two(1000), inverse_power_of_two(torch.tensor(1000))
     (0.0009765625, tensor(0.0010))

@@ -1,4 +1,4 @@
-"""Steps the schedulers that were handed over, and notices if the program steps them too."""
+"""Step the learning rate schedulers that were passed, and warn if the program steps them too."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch.errors import warn
 
-TIMES = 2  # that one was found further before it is told: to resume may set it there
+TIMES = 2  # how often a scheduler must be found ahead before the warning: resuming may cause it once
 
 
 class Schedulers:
-    """Those that step once for each optimizer step that is taken."""
+    """Schedulers that take one step after each optimizer step."""
 
     def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
         self._schedulers = schedulers
-        self._left: list[int] = []  # where each was, when the last step was over
+        self._left: list[int] = []  # the number of steps of each, after the last `step`
         self._times = 0
 
     def step(self) -> None:
-        """After an optimizer step."""
+        """Step all schedulers, after an optimizer step."""
         found = zip(self._left, self._places(), strict=False)
         is_further = any(place > left for left, place in found)
         for scheduler in self._schedulers:
@@ -38,9 +38,9 @@ class Schedulers:
 
 
 def _place_of(scheduler: LRScheduler) -> int:
-    """How many steps a scheduler has taken. One that chains others has no such number: that of the first is taken.
+    """How many steps a scheduler has taken. For one that chains others, the number of the first one.
 
-    0 where nothing tells it.
+    0 if the number is unknown.
 
     >>> import torch
     >>> from torch.optim.lr_scheduler import ChainedScheduler, StepLR

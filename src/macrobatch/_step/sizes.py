@@ -1,4 +1,4 @@
-"""Notices micro-batches of different sizes that weigh the same, because nobody told their items."""
+"""Warn if micro-batches of different sizes have the same weight, because no items were passed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from macrobatch._cut.label_watch import labels_on_host
 from macrobatch._cut.trees import leaves
 from macrobatch.errors import warn
 
-Sizes = dict[str, int]  # by the path of a tensor, or of the batch itself if it is a list
+Sizes = dict[str, int]  # by the path of a tensor; "batch" for a batch that is a list
 
 
 class SizeWatch:
     """Warns once, when a window without items has micro-batches of different sizes."""
 
     def __init__(self) -> None:
-        self._first: tuple[Sizes, list[tuple[int, int]]] | None = None  # of the window's first: sizes, and its labels
+        self._first: tuple[Sizes, list[tuple[int, int]]] | None = None  # sizes and labels of the first micro-batch
         self._has_warned = False
 
     def begin_window(self) -> None:
-        """The next micro-batch is the first of a window."""
+        """Begin a window: the next micro-batch is its first one."""
         self._first = None
 
     def note(self, batch: object) -> None:
-        """A micro-batch has had its backward, without items."""
+        """Note a micro-batch that had its backward without items."""
         if self._has_warned:
             return
         sizes, labels = _sizes_of(batch), labels_on_host(batch)
@@ -51,10 +51,10 @@ def _sizes_of(batch: object) -> Sizes:
 
 
 def _changed(before: Sizes, now: Sizes) -> tuple[int, int] | None:
-    """How many samples two micro-batches have, where that is certain, and differs.
+    """The numbers of samples of two micro-batches, if they surely differ; None otherwise.
 
-    It is certain of lists of samples, and of tensors of which several, or all, have changed from one size to another:
-    one tensor may belong to other things than samples, such as the nodes of a graph.
+    Lists of samples are a sure sign, and so are several tensors, or all, that changed from one size to another. One
+    tensor of several may hold other things than samples, such as the nodes of a graph.
 
     >>> _changed({"x": 4, "y": 4, "weights": 10}, {"x": 2, "y": 2, "weights": 10})
     (4, 2)

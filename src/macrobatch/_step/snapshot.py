@@ -1,4 +1,4 @@
-"""What a forward and backward change besides gradients: put back as if they had not been."""
+"""Restore what a forward and backward change besides gradients: random number generators and buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from macrobatch._torch.tensors import unobserved, version_of
 
 
 class HostRandom:
-    """The random number generators of the host (torch's, Python's, numpy's), as they are now.
+    """The current state of the host's random number generators (torch, Python, numpy).
 
     >>> before = HostRandom()
     >>> _ = torch.rand(2)
@@ -33,7 +33,7 @@ class HostRandom:
         self._numpy = _numpy_state()
 
     def has_moved(self) -> bool:
-        """Whether anybody has drawn from them since."""
+        """Whether random numbers were drawn since."""
         return (
             not torch.equal(self._torch, torch.get_rng_state())
             or self._python != random.getstate()
@@ -41,11 +41,11 @@ class HostRandom:
         )
 
     def fingerprint(self) -> list[object]:
-        """What can be compared with other ones, or hashed."""
+        """The state in a form that can be compared or hashed."""
         return [_bytes_of(self._torch), self._python, None if self._numpy is None else _comparable(self._numpy)]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the state."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -53,21 +53,21 @@ class HostRandom:
 
 
 class Random:
-    """All random number generators: those of the host, and of some GPUs, as they are now."""
+    """The current state of all random number generators: those of the host, and of some GPUs."""
 
     def __init__(self, gpus: Sequence[torch.device], host: HostRandom | None = None) -> None:
         self.host = HostRandom() if host is None else host
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in gpus]
 
     def restore(self, *, with_host: bool = True) -> None:
-        """Put them back."""
+        """Restore the state."""
         if with_host:
             self.host.restore()
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
 
     def seed(self, number: int) -> int:
-        """A seed that follows from these numbers and another one, the same wherever both are."""
+        """A seed computed from this state and `number`: the same for the same state and number."""
         digest = hashlib.blake2b(repr((number, self.host.fingerprint())).encode(), digest_size=4)
         for _, state in self._cuda:
             digest.update(_bytes_of(state))
@@ -86,7 +86,7 @@ def reseed(seed: int, gpus: Sequence[torch.device]) -> None:
 
 
 class Snapshot:
-    """All random number generators and the buffers of some modules, as they are now.
+    """The current state of all random number generators, and the buffers of some modules.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = Snapshot([model])
@@ -107,20 +107,20 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it all back."""
+        """Restore everything."""
         self._random.restore()
         for module, buffers in self._buffers:
             for name, (buffer, before) in buffers.items():
-                buffers_of(module)[name] = buffer  # it may have been replaced, not written to
+                buffers_of(module)[name] = buffer  # it may have been replaced by another tensor
                 if buffer is not None and before is not None:
                     _put_back(buffer, before)
 
 
 class History:
-    """Random numbers and buffers as they were at some moments, to go back to any of them.
+    """The states of random number generators and buffers at several moments. Any of them can be restored.
 
-    What has not changed between two moments is held once. Buffers that were seen to change go into `changing`; those in
-    it count as changed at every moment, for a recorded forward writes to them unnoticed.
+    A buffer that has not changed between two moments is stored once. Buffers that were seen to change are added to
+    `changing`. Those are copied at every moment, because the writes of a recorded forward cannot be noticed.
 
     >>> model = nn.BatchNorm1d(2)
     >>> history = History([model])
@@ -136,7 +136,7 @@ class History:
         self._changing = set() if changing is None else changing
         modules = [module for module in modules_of(models) if buffers_of(module)]
         self._buffers = [(buffers_of(module), name) for module in modules for name in buffers_of(module)]
-        # The kernels of batch normalisation write to statistics without counting that as a write.
+        # The kernels of batch normalisation write to statistics without a change of their version counters.
         self._untold = [
             module.training and name.startswith("running_") for module in modules for name in buffers_of(module)
         ]
@@ -145,7 +145,7 @@ class History:
         self._now = [_Kept.of(buffers[name]) for buffers, name in self._buffers]
 
     def note(self) -> int:
-        """Remember this moment; returns its number."""
+        """Store the current state. Returns the number of this moment."""
         last = self._random[-1].host if self._random else None
         self._random.append(Random(self._gpus, None if last is None or last.has_moved() else last))
         has_changed = not self._moments
@@ -159,14 +159,14 @@ class History:
 
     @torch.no_grad()
     def restore(self, moment: int) -> None:
-        """Put all back to a moment."""
+        """Restore the state of a moment."""
         is_last = moment == len(self._moments) - 1
-        # Where nobody drew between all of these moments, nobody does when they come again.
+        # If no random numbers were drawn between these moments, none will be drawn when they are repeated.
         self._random[moment].restore(with_host=self._random[0].host is not self._random[-1].host or is_last)
         for index, ((buffers, name), kept) in enumerate(zip(self._buffers, self._moments[moment], strict=True)):
             if self._now[index].value is kept.value and not self._may_have_changed(index):
                 continue
-            buffers[name] = kept.buffer  # it may have been replaced, not written to
+            buffers[name] = kept.buffer  # it may have been replaced by another tensor
             if kept.buffer is not None and kept.value is not None:
                 _put_back(kept.buffer, kept.value)
             self._now[index] = kept.as_of_now()
@@ -179,7 +179,7 @@ class History:
 
 
 class _Kept(NamedTuple):
-    """A buffer, a copy of its value, and how often it had been written to by then."""
+    """A buffer, a copy of its value, and its version counter at that time."""
 
     buffer: Tensor | None
     value: Tensor | None
@@ -198,13 +198,13 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def gpus_of(models: Sequence[nn.Module]) -> list[torch.device]:
-    """Those that their parameters are on."""
+    """The GPUs of the models' parameters."""
     parameters = (p for module in modules_of(models) for p in parameters_of(module).values() if p is not None)
     return list(dict.fromkeys(p.device for p in parameters if p.is_cuda))
 
 
 def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """They and all inside of them, each once. (As `nn.Module.modules`, whose generators take many times as long.)"""
+    """All modules of the models, each once, like `nn.Module.modules`, whose generators are many times slower."""
     found: dict[nn.Module, None] = {}
     pending = list(reversed(models))
     while pending:
@@ -216,12 +216,12 @@ def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _numpy_state() -> Any:
-    """None where nobody has imported numpy."""
+    """The state of numpy's generator; None if numpy is not imported."""
     return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
 
 def _bytes_of(state: Tensor) -> bytes:
-    with unobserved():  # no number that a device has computed
+    with unobserved():  # this reads no result of a device
         return bytes(state.tolist())
 
 
@@ -236,5 +236,5 @@ def _put_back(buffer: Tensor, value: Tensor) -> None:
 
 
 def _copied(buffer: Tensor | None) -> Tensor | None:
-    """None for what nobody can write to: an expanded tensor."""
+    """A copy; None for an expanded tensor, which cannot be written to."""
     return None if buffer is None or 0 in buffer.stride() else buffer.clone()

@@ -1,4 +1,4 @@
-"""Where the time of a window goes, for whoever subscribes; it costs nothing where nobody does."""
+"""The phases ("spans") of a window, for observers that measure their time. They cost nothing without an observer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Spans:
-    """The spans of an engine, and those who watch them.
+    """The spans of an engine, and their observers.
 
     >>> spans, seen = Spans(), []
     >>> @contextlib.contextmanager
@@ -34,18 +34,18 @@ class Spans:
 
     @property
     def are_watched(self) -> bool:
-        """Whether anybody has subscribed."""
+        """Whether there is an observer."""
         return bool(self._observers)
 
     def subscribe(self, observer: Observer) -> None:
-        """Call ``observer(span, loss)`` for every span: it returns a context manager, which is entered around it.
+        """Call ``observer(span, loss)`` for every span. It returns a context manager, which is entered around the span.
 
-        `loss` is what a "backward" starts from, and None for the other spans.
+        `loss` is the loss of a "backward", and None for the other spans.
         """
         self._observers += (observer,)
 
     def of(self, span: Span, loss: Tensor | None = None) -> AbstractContextManager[None]:
-        """The context manager to do this span in."""
+        """The context manager to run this span in."""
         return self._watched(span, loss) if self._observers else _NOTHING
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A micro-batch for ranks that have none of their own, but must do one: it counts for nothing."""
+"""A micro-batch for ranks that have no samples for a window but must run one. It counts for nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from macrobatch._torch.modules import BatchNorm
 
 
 class Spare:
-    """One small micro-batch, kept from an earlier window or got from another rank."""
+    """One small micro-batch, kept from an earlier window or received from another rank."""
 
     def __init__(self, engine: Engine, agreement: Agreement) -> None:
         self._engine = engine
@@ -24,20 +24,20 @@ class Spare:
 
     @property
     def is_there(self) -> bool:
-        """Whether this rank has one."""
+        """Whether this rank has a spare micro-batch."""
         return self._micro_batch is not None
 
     def copy(self) -> Any:
-        """One that a forward may change."""
+        """A copy, which a forward may change."""
         return map_tensors(self._micro_batch, Tensor.clone)
 
     def find(self, rows: list[Row], samples: Samples, parts: list[Part]) -> None:
-        """Have one before a window in which every rank must do a micro-batch. All ranks call this together."""
+        """Get a spare before a window in which every rank must run a micro-batch. All ranks call this together."""
         if not self._engine.backend.abilities.needs_every_rank or not any(row.samples for row in rows):
             return
         if self._micro_batch is None and parts:
             part = parts[-1]._replace(samples=parts[-1].samples[: self._smallest])
-            self._micro_batch = copy_shared(samples.take(part), lambda _: True)  # no view, which would keep the batch
+            self._micro_batch = copy_shared(samples.take(part), lambda _: True)  # a view would keep the whole batch
         if all(row.has_spare for row in rows):
             return
         source = next(rank for rank, row in enumerate(rows) if row.samples)
@@ -47,6 +47,6 @@ class Spare:
 
     @property
     def _smallest(self) -> int:
-        """How many samples a forward needs: normalisation over a batch has no variance with one."""
+        """The number of samples that a forward needs: batch normalisation needs two for a variance."""
         modules = (module for model in self._engine.models for module in model.modules())
         return 2 if any(isinstance(module, BatchNorm) and module.training for module in modules) else 1

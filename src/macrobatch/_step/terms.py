@@ -1,9 +1,10 @@
-"""A window of several terms: each loss is divided by its own denominator, before its backward.
+"""A window whose losses have several terms: each term is divided by its own denominator, before its backward.
 
-The gradient wanted is ``sum over terms of (sum of grad S / sum of n)``. The sums of n are known before the window
-(`Denominators`): each micro-batch makes one scalar of its terms, each weighed n / total. At the close only the scale of
-a scaler, and what a backend averages over, are left to be divided by. The items are counted all the same: they must add
-up to what was said.
+The wanted gradient is ``sum over terms of (sum of grad S / sum of n)``, where S is the summed loss of a term in one
+micro-batch and n its number of items. The sums of n are known before the window (`Denominators`). So each micro-batch
+combines its terms into one scalar, each mean with the weight n / total. At the close only two divisors remain: the
+scale of a scaler, and the number of ranks over which a backend averages. The window still counts the items, to check
+that they add up to the denominators.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from macrobatch.types import Items
 
 
 class Weighed(NamedTuple):
-    """The terms of one micro-batch.
+    """The terms of one micro-batch, combined.
 
     Attributes:
-        loss: one scalar, whose gradient is the micro-batch's share of the window's; None where no term has a loss.
+        loss: one scalar, whose gradient is the micro-batch's part of the window's; None if no term has a loss.
         shares: what each term adds to its mean, on the device; None for a term that adds nothing.
-        items: of each term, on the device where the host does not know them.
-        host: the items that the host knows; None where it does not.
-        rounding: of items that are no whole numbers.
-        lacks: whether a term is absent, or has no items for all the host knows.
+        items: the items of each term; a tensor on the device if the host does not know them.
+        host: the items of each term that the host knows; None for those that it does not know.
+        rounding: the relative error that the items of each term may have; 0 for whole numbers.
+        lacks: whether a term is absent, or has no items as far as the host knows.
     """
 
     loss: Tensor | None
@@ -43,13 +44,13 @@ class Weighed(NamedTuple):
 
 
 class TermBuffers(NamedTuple):
-    """Where a window of terms adds up, one number a term, on the device.
+    """The sums of a window of terms, one number per term, on the device.
 
     Attributes:
-        divisors: the denominators of all ranks; 1 where a term has none: it adds nothing.
+        divisors: the denominators over all ranks; 1 for a term without items, which adds nothing.
         means: the sums of what micro-batches add to each mean.
         items: the sums of items.
-        fewest: the smallest number of items in a micro-batch: a negative one is an error.
+        fewest: the smallest number of items in a micro-batch. A negative one is an error.
     """
 
     divisors: Tensor
@@ -76,7 +77,7 @@ class TermWindow(MeanWindow):
     (tensor(8., dtype=torch.float64), tensor(4), tensor([False, False]))
 
     Args:
-        options: of `Window`: number, length, reduction, scaler, multiplier.
+        options: the arguments of `Window`: number, length, reduction, scaler, multiplier.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -85,10 +86,10 @@ class TermWindow(MeanWindow):
         self._pending: list[Weighed] = []  # micro-batches that are not in the buffers yet
 
     def expect(self, denominators: Denominators, buffers: TermBuffers | None = None) -> None:
-        """What the terms are divided by, before the first of them comes; and where they add up, if not here."""
+        """Set the denominators, before the first micro-batch; and the buffers for the sums, if not new ones."""
         self.denominators = denominators
         self._buffers = TermBuffers.of(denominators) if buffers is None else buffers
-        self._is_static = buffers is not None  # of recordings: their divisors change from window to window
+        self._is_static = buffers is not None  # buffers of recordings: divisors change between windows
         self._divisors: Sequence[Tensor] = self._buffers.divisors.unbind()
         self._pending.clear()
         self._begin_on(denominators.own.device)
@@ -109,16 +110,16 @@ class TermWindow(MeanWindow):
     # ------------------------------------------------------------------------------------------ one micro-batch
 
     def weigh(self, terms: Mapping[str, tuple[Tensor, Items]], *, repeats: bool = False) -> Weighed:
-        """Make one scalar of the terms; nothing is counted yet.
+        """Combine the terms into one scalar. This counts nothing yet.
 
-        `repeats`: the micro-batch counts for nothing, so all of its losses do.
+        `repeats`: the micro-batch and all of its losses have the weight 0.
         """
         given = [terms.get(name) for name in self.names]
         items = [_count_of(term) for term in given]
         counts = [term is not None and not is_zero(n) for term, n in zip(given, items, strict=True)]
         host = tuple(None if isinstance(n, Tensor) else n for n in items)
         lacks, rounding = not all(counts), tuple(map(rounding_of, items))
-        if repeats or not any(counts):  # as one loss without items: what it used gets a gradient of zero
+        if repeats or not any(counts):  # as without items: used parameters get a gradient of zero
             return Weighed(_sum_of(given), (None,) * len(given), (0,) * len(given), host, rounding, lacks)
         numbers = tuple(self._number(n) if isinstance(n, Tensor) else n for n in items)
         shares = [
@@ -130,7 +131,7 @@ class TermWindow(MeanWindow):
         return Weighed(total, detached, numbers, host, rounding, lacks)
 
     def _share(self, index: int, loss: Tensor, items: int | float | Tensor) -> Tensor:
-        """What a loss adds to its mean, at least in float32. As few kernels as can be: small models wait for them."""
+        """What a loss adds to its mean, at least in float32. It uses few kernels, because they delay small models."""
         if loss.dim() or loss.device != self.device or loss.dtype.itemsize < torch.float32.itemsize:
             dtype = torch.promote_types(torch.float32, loss.dtype)
             loss = in_order(loss, self.device).reshape(()).to(self.device, dtype, non_blocking=True)
@@ -138,7 +139,7 @@ class TermWindow(MeanWindow):
         return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
 
     def _divisor(self, index: int) -> float | Tensor:
-        """Of a term; a number where the host knows it."""
+        """The divisor of a term: a number if the host knows it."""
         assert self.denominators is not None
         known = self.denominators.host[index]
         if known is None or self._is_static or self.denominators.total is not self.denominators.own:
@@ -146,12 +147,12 @@ class TermWindow(MeanWindow):
         return known or 1
 
     def _number(self, count: Tensor) -> Tensor:
-        """A copy: the caller may fill the same buffer anew for the next micro-batch."""
+        """A copy of a count, because the caller may reuse the same buffer for the next micro-batch."""
         number = in_order(count.detach(), self.device).reshape(())
         return number.to(self.device, wide(self.device), non_blocking=True, copy=True)
 
     def add(self, loss: Tensor | None, items: Any) -> Tensor:
-        """Count a micro-batch as it was weighed; returns the seed of its backward."""
+        """Count a micro-batch after `weigh`. Returns the seed of its backward."""
         self._note(items.host, items.rounding)
         if not self.counts_for_nothing(items):
             self._pending.append(items)
@@ -161,7 +162,7 @@ class TermWindow(MeanWindow):
         return like if self.multiplier is UNSCALED else (like * self.multiplier).to(like.dtype)
 
     def _fold(self) -> None:
-        """Add to the buffers what is not there yet: one by one as they come would take many more kernels."""
+        """Add pending micro-batches to the buffers. Adding each at once would take many more kernels."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -171,13 +172,13 @@ class TermWindow(MeanWindow):
         means.add_(torch.stack([self._sum([share for share in column if share is not None]) for column in shares]))
         totals = lowest = torch.stack([self._sum(_tensors(column), sum(_numbers(column))) for column in items])
         sums.add_(totals)
-        if len(pending) > 1:  # of items that the host knows, none is negative
+        if len(pending) > 1:  # counts on the host are never negative, so only tensors matter
             columns = map(_tensors, items)
             lowest = torch.stack([torch.stack(column).amin() if column else self._sum([]) for column in columns])
         torch.minimum(fewest, lowest, out=fewest)
 
     def _sum(self, column: Sequence[Tensor], more: float = 0) -> Tensor:
-        """Of these, and more, in a wide dtype, with as few kernels as can be."""
+        """The sum of these tensors and of `more`, in a wide dtype, with few kernels."""
         dtype = wide(self.device)
         if not column:
             return torch.full((), more, device=self.device, dtype=dtype)
@@ -208,7 +209,7 @@ class TermWindow(MeanWindow):
         self._note(host, rounding)
 
     def absorb_buffers(self, buffers: TermBuffers) -> None:
-        """Add what was kept elsewhere."""
+        """Add sums that recordings kept in buffers of their own."""
         self.buffers.means.add_(buffers.means)
         self.buffers.items.add_(buffers.items)
         torch.minimum(self.buffers.fewest, buffers.fewest, out=self.buffers.fewest)
@@ -227,7 +228,7 @@ class TermWindow(MeanWindow):
         return float(self._everyone[3 * len(self.names) + 1 + index])
 
     def _of_all(self) -> tuple[Tensor, Tensor]:
-        """The means and the items, of all ranks."""
+        """The means and the items, of all ranks if they were exchanged."""
         if self._everyone is None:
             return self.buffers.means, self.buffers.items
         count = len(self.names)
@@ -250,8 +251,8 @@ class TermWindow(MeanWindow):
         return (self._of_all()[1] == 0).all()
 
     def items(self) -> Tensor:
-        """Those of the first term."""
-        first: Tensor = self._of_all()[1][:1].sum()  # 0 where no rank ever had a sample: no name is known
+        """The items of the first term."""
+        first: Tensor = self._of_all()[1][:1].sum()  # 0 if no rank ever had a sample, because then no name is known
         return first.to(torch.int64) if self._everyone is None and not any(self._rounding[:1]) else first
 
     def losses(self) -> dict[str, Tensor]:
@@ -280,13 +281,13 @@ class TermWindow(MeanWindow):
 
     @property
     def knows_miscount(self) -> bool:
-        """Whether the host knows that this rank's items do not add up to what was said."""
+        """Whether the host knows that this rank's items do not add up to the denominators."""
         assert self.denominators is not None
         pairs = zip(self.denominators.host, self._host, self._rounding, strict=True)
         return any(said is not None and found is not None and not _agree(said, found, r) for said, found, r in pairs)
 
     def miscounted(self) -> Tensor | None:
-        """Of each term, whether its items differ from what was said, on any rank; None: the host knows none do."""
+        """For each term, whether items and denominator differ on any rank; None if the host knows that all agree."""
         assert self.denominators is not None
         if self._everyone is not None:
             count = len(self.names)
@@ -300,14 +301,14 @@ class TermWindow(MeanWindow):
         said, found = self.denominators.own, self.buffers.items
         apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
         differs = apart != 0
-        if any(self._rounding):  # whole numbers must agree exactly, as long as floats can tell them apart
+        if any(self._rounding):  # whole numbers must agree exactly, if they are small enough for floats to represent
             rounding = torch.tensor(self._rounding, device="cpu").to(said, non_blocking=True)
             is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
             differs &= is_whole | ~(apart <= rounding * largest)
         return differs
 
     def miscount(self) -> str:
-        """Which term, and both numbers. The host waits for them."""
+        """The error message, with the term and both numbers. The host waits for them."""
         assert self.denominators is not None
         miscounted = self.miscounted()
         assert miscounted is not None
@@ -343,7 +344,7 @@ def _count_of(term: tuple[Tensor, Items] | None) -> int | float | Tensor:
 
 
 def _sum_of(given: Sequence[tuple[Tensor, Items] | None]) -> Tensor | None:
-    """A scalar whose backward reaches all that the losses do; None where none reaches anything."""
+    """A scalar whose backward reaches everything that the losses reach; None if no loss has a graph."""
     total = None
     for term in given:
         if term is not None and term[0].requires_grad:

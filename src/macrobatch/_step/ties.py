@@ -1,8 +1,8 @@
-"""Backwards that reach all that a forward has used, even where the loss leaves a part of it out.
+"""Makes a backward reach all outputs of a forward, even if the loss does not use some of them.
 
-Where a term is absent from a rank's micro-batch, its backward would not reach the modules that only that term uses. But
-DDP and FSDP wait for all ranks' gradients of them. So outputs of the model that the loss does not reach are tied to it
-with a gradient of zero.
+If a rank's micro-batch lacks a term, its backward would not reach the modules that only this term uses. But DDP and
+FSDP wait for the gradients of these modules from all ranks. So the outputs of the model that the loss does not reach
+are added to it, with a gradient of zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from macrobatch._ranks.collectives import local_tensor
 
 
 class Output(NamedTuple):
-    """An output of a forward: where it is in the graph, and a scalar made of it that is zero and holds no memory."""
+    """An output of a forward: its node and output number in the graph, and a zero computed from it without memory."""
 
     node: Any
     number: int
@@ -26,7 +26,7 @@ class Output(NamedTuple):
 
 
 class OutputTies:
-    """The outputs of a micro-batch's forwards."""
+    """The outputs of the forwards of a micro-batch."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -34,19 +34,19 @@ class OutputTies:
         self._outputs: list[Output] = []
 
     def begin(self) -> None:
-        """A forward comes."""
+        """Start to note outputs, before a forward."""
         self.end()
         self._hooks = [model.register_forward_hook(self._note) for model in self._models]
 
     def end(self) -> None:
-        """Forget it."""
+        """Stop, and forget the outputs."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._outputs.clear()
 
     def tie(self, loss: Tensor | None) -> Tensor | None:
-        """The same loss, whose backward reaches all outputs; None where there is neither."""
+        """The same loss, but its backward reaches all outputs; None if there is neither a loss nor an output."""
         if not self._outputs:
             return loss
         reached = set() if loss is None else self._reached_by(loss)
@@ -56,7 +56,7 @@ class OutputTies:
         return loss
 
     def _reached_by(self, loss: Tensor) -> set[tuple[Any, int]]:
-        """The edges of the graph behind a loss, up to the outputs: what lies behind those is not walked."""
+        """The edges of the graph behind a loss. The walk stops at the outputs."""
         ends, seen = {output.node for output in self._outputs}, {(loss.grad_fn, 0)}
         pending, expanded = [loss.grad_fn], set(ends)
         while pending:
@@ -72,5 +72,5 @@ class OutputTies:
     def _note(self, _module: nn.Module, _args: Any, output: Any) -> None:
         for _, leaf in leaves(output, "output"):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None and leaf.is_floating_point():
-                zero = local_tensor(leaf).reshape(-1)[:0].sum()  # of nothing, so that its gradient is exactly zero
+                zero = local_tensor(leaf).reshape(-1)[:0].sum()  # of no elements: its gradient is exactly zero
                 self._outputs.append(Output(leaf.grad_fn, leaf.output_nr, zero))

@@ -1,9 +1,9 @@
-"""One window: how many micro-batches it holds, and the totals of their losses and items. Knows no backend.
+"""One window: how many micro-batches it holds, and the totals of their losses and items. It does not use a backend.
 
-The gradient wanted is ``sum of grad S / sum of n`` over the micro-batches, where S is the summed loss of one and n its
-number of items. So a window weighs each loss into its sum, adds up losses and items where they are (`Window.add`), and
-divides nothing: that happens once, when it closes. Items given as ints are added on the host, items given as
-tensors on their device; nothing that lives on a device is read here.
+The wanted gradient is ``sum of grad S / sum of n`` over the micro-batches, where S is the summed loss of one and n its
+number of items. So a window turns each mean into a sum through the seed of its backward, and adds up losses and items
+(`Window.add`). The only division happens when the window closes. Items passed as Python numbers are added on the host,
+and items passed as tensors on their device. The host reads nothing from a device here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
 UNSCALED = 1.0
-WITHOUT_ITEMS = 2.0**20  # what a rank that counts no items adds to the sum over ranks; one that does adds 1
-# The items of a recorded micro-batch that the host knows; of terms, each with its rounding, and None where it does not.
+WITHOUT_ITEMS = 2.0**20  # what a rank without items adds to the sum over ranks; a rank with items adds 1
+# The items of a recorded micro-batch that the host knows. For terms: items (None if unknown) and rounding of each.
 HostItems = int | float | tuple[tuple[int | float | None, float], ...]
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """The dtype for totals: float64, but for Apple's GPUs, which have none."""
+    """The dtype for totals: float64, except on Apple's GPUs, which do not support it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Totals(NamedTuple):
-    """What only the device knows of a window: the sum of its losses, and of its items, where they are tensors."""
+    """The sum of losses of a window on the device, and the sum of those items that are tensors."""
 
     loss: Tensor
     items: Tensor | None
-    lowest: Tensor | None  # of the items of a micro-batch: a negative one is an error
+    lowest: Tensor | None  # the smallest number of items of a micro-batch: a negative one is an error
 
 
 class Window:
@@ -51,15 +51,15 @@ class Window:
     (tensor(4), tensor(3., dtype=torch.float64))
 
     Args:
-        number: which window of its accumulator this is, counted from 1; errors name it.
-        length: how many micro-batches close it.
+        number: the number of this window, counted from 1, for error messages.
+        length: the number of micro-batches in the window.
         reduction: whether losses are means over their items, or sums.
-        scaler: whose scale at the first micro-batch multiplies all losses of the window.
-        typical_items: of a micro-batch, by what is known from before; None: the first one's serve.
-        alone: whether this process is the only one; ranks must multiply alike, whatever their micro-batches are.
-        shrinks: whether gradients are float16 somewhere on their way, in which sums overflow where means do not.
-        multiplier: what losses are multiplied with, where that is known beforehand.
-        seeds: what backwards start with, kept from one window to the next.
+        scaler: the GradScaler. Its scale at the first micro-batch multiplies all losses of the window.
+        typical_items: the typical number of items per micro-batch, from earlier windows; None to use the first one's.
+        alone: whether this is the only process. All ranks must use the same multiplier.
+        shrinks: whether gradients are float16 at some point. Sums overflow there although means do not.
+        multiplier: the multiplier of the losses, if it is known before.
+        seeds: the cache of seeds, shared by all windows.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Window:
     ) -> None:
         self.number = number
         self.length = length
-        self.slots = 0  # how much of its length is past: on some ranks more than they had batches for
-        self.turns = 0  # backwards, those that count for nothing included
+        self.slots = 0  # how many micro-batches of its length have begun; a rank may have fewer batches than that
+        self.turns = 0  # backwards, including those that count for nothing
         self.micro_batches = 0
-        self.counts_samples = False  # whether the items are the samples, for want of others
+        self.counts_samples = False  # whether samples are counted, because no items were passed
         self.average: float = 1  # what the backend has divided the gradients by
         self._reduction = reduction
         self._scaler = scaler
@@ -90,24 +90,24 @@ class Window:
         self._multiplier = multiplier  # chosen at the first micro-batch that has items
         self._seeds = Seeds() if seeds is None else seeds
         self._is_simple = reduction == "mean" and typical_items is None
-        self._counted: bool | None = None  # were items given? decided by the first micro-batch
+        self._counted: bool | None = None  # whether items were passed, as in the first micro-batch
         self._host_items: int | float = 0
         self._device_items: Tensor | None = None
-        self._lowest: Tensor | None = None  # of the items that only the device knows: a negative one is an error
+        self._lowest: Tensor | None = None  # the smallest of the items on the device: a negative one is an error
         self._device: torch.device | None = None
-        self._host_loss = 0.0  # the sum of those that lie in the host's memory, with items that it knows
-        self._loss: Tensor | None = None  # that of the others, in a wide dtype, but for the next
-        self._unweighted: list[tuple[Tensor, Tensor]] = []  # losses with items that only the device knows
+        self._host_loss = 0.0  # the sum of losses in the host's memory, if it knows their items
+        self._loss: Tensor | None = None  # the sum of the other losses, in a wide dtype, without `_unweighted`
+        self._unweighted: list[tuple[Tensor, Tensor]] = []  # loss and items, if only the device knows the items
         self._travelling: Callable[[], Tensor] | None = None
-        self._everyone: Tensor | None = None  # loss, items, micro-batches, who counts, flags: summed over ranks
+        self._everyone: Tensor | None = None  # sums over ranks: loss, items, micro-batches, who passes items, flags
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
     def add(self, loss: Any, items: Items) -> Tensor:
-        """Count a micro-batch; returns the seed of its backward, which makes its gradient that of a sum."""
+        """Count a micro-batch. Returns the seed of its backward, which makes the gradient of a mean that of a sum."""
         if self._is_simple and self._multiplier is UNSCALED and self._counted is (items is not None):
             count = 1 if items is None else items
-            if type(count) is int and count:  # what the lines below come to, for most micro-batches but the first
+            if type(count) is int and count:  # a fast path for most micro-batches after the first, with the same result
                 self.turns += 1
                 self.micro_batches += 1
                 self._host_items += count
@@ -118,17 +118,17 @@ class Window:
         return seed
 
     def _seed(self, loss: Tensor, items: Items) -> Tensor:
-        """What the gradient of this micro-batch is multiplied with."""
+        """The seed: the factor for the gradient of this micro-batch."""
         self._check_counted(items)
         count = 1 if items is None else items
         if not is_zero(items):
             self._choose_multiplier(loss, count)
         weight = self.multiplier
         if isinstance(weight, Tensor) and loss.dtype == torch.float64:
-            weight = weight.double()  # a fraction of an item would be rounded
+            weight = weight.double()  # float32 would round a fractional number of items
         if self._reduction == "mean":
             weight = count if weight is UNSCALED else count * weight
-        # In memory of its own, each time: torch may keep a view of it as a parameter's gradient, and add to that later.
+        # A new tensor each time: torch may keep a view of it as the gradient of a parameter, and add to that later.
         if isinstance(weight, Tensor):
             seed = weight.data.to(loss.device, loss.dtype, non_blocking=True, copy=True)
             return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
@@ -141,11 +141,11 @@ class Window:
         if not isinstance(items, Tensor):
             count = 1 if items is None else items
             self._host_items += count
-            if count or self._reduction == "sum":  # a mean over no items is NaN, and counts for nothing
+            if count or self._reduction == "sum":  # a mean over no items is NaN, and adds nothing
                 self._add_loss(loss, count if self._reduction == "mean" else 1)
             return
         loss = self._as_number(loss)
-        # Copies: the caller may fill the same buffers anew for the next micro-batch.
+        # Copies: the caller may reuse the same buffers for the next micro-batch.
         self._unweighted.append((loss.clone(), self._as_number(items).clone()))
         if len(self._unweighted) == 32:
             self._fold()
@@ -162,19 +162,19 @@ class Window:
         return self._loss
 
     def _total_loss(self) -> Tensor:
-        """Of this rank."""
+        """The sum of this rank's losses."""
         self._fold()
         if self._loss is None:
             return torch.full((), self._host_loss, device=self.device, dtype=wide(self.device))
         return self._loss + self._host_loss if self._host_loss else self._loss
 
     def add_nothing(self, loss: Tensor) -> Tensor:
-        """Count a turn that weighs nothing; returns the seed of its backward."""
+        """Count a micro-batch with the weight 0. Returns the seed of its backward."""
         self._begin_turn(loss)
         return torch.zeros_like(loss)
 
     def add_recorded(self, host_items: HostItems, device_total: Tensor) -> None:
-        """Count a micro-batch whose loss, and items that only the device knows, go to totals kept elsewhere."""
+        """Count a recorded micro-batch. The recording keeps its loss, and items that only the device knows."""
         assert not isinstance(host_items, tuple), "those are of a window of terms"
         self._counted = True
         self.micro_batches += 1
@@ -182,14 +182,14 @@ class Window:
         self._host_items += host_items
 
     def absorb(self, totals: Totals) -> None:
-        """Add what was kept elsewhere."""
+        """Add the totals of recordings."""
         self._device_loss().add_(totals.loss)
         if totals.items is not None and totals.lowest is not None:
             self._fold()
             self._add_items(totals.items, totals.lowest)
 
     def totals(self) -> Totals:
-        """What the device knows of this window."""
+        """The totals of this window on the device."""
         return Totals(self._total_loss(), self._device_items, self._lowest)
 
     @property
@@ -199,26 +199,26 @@ class Window:
 
     def _begin_turn(self, loss: Tensor) -> None:
         self.turns += 1
-        if self.typical is not None:  # what other ranks multiply with must be undone here too
+        if self.typical is not None:  # other ranks use this multiplier, so this rank must use it too
             self._choose_multiplier(loss, self.typical)
         if self._device is None:
             self._device = loss.device
 
     def _as_number(self, tensor: Tensor) -> Tensor:
-        """Without its graph, its shape, or another device than the window's."""
-        number = tensor.data  # only read from here on: cheaper than detach()
+        """A detached scalar on the window's device."""
+        number = tensor.data  # only read after this: cheaper than detach()
         if number.dim():
             number = number.reshape(())
         return number if number.device == self._device else number.to(self._device, non_blocking=True)
 
     def _fold(self) -> None:
-        """Add what only the device can weigh to the totals; one by one as they come would take thrice the kernels."""
+        """Add pending losses and items to the totals. Adding each at once would take three times as many kernels."""
         if not self._unweighted:
             return
         losses, items = (torch.stack(column) for column in zip(*self._unweighted, strict=True))
         self._unweighted.clear()
         losses, items = losses.to(wide(self.device)), items.to(wide_count(items))
-        if self._reduction == "mean":  # one over no items is NaN, and counts for nothing
+        if self._reduction == "mean":  # a mean over no items is NaN, and adds nothing
             losses = losses.masked_fill(items == 0, 0) * items
         self._device_loss().add_(losses.sum())
         self._add_items(items.sum(), items.min())
@@ -228,11 +228,11 @@ class Window:
         self._lowest = lowest if self._lowest is None else torch.minimum(self._lowest, lowest)
 
     def counts_for_nothing(self, items: Items) -> bool:
-        """Whether the host knows that this is a mean over no items: 0 / 0 in itself, and nothing in the window."""
+        """Whether the host knows that this is a mean over no items. Its loss is 0 / 0, and must add nothing."""
         return self._reduction == "mean" and is_zero(items)
 
     def _choose_multiplier(self, loss: Tensor, count: int | float | Tensor) -> None:
-        """For float16: the scale that the scaler wants, shrunk because sums overflow where means do not."""
+        """Choose the scale of the scaler. For float16 it is reduced, because sums overflow although means do not."""
         if self._multiplier is not None:
             return
         is_half = self._shrinks or (loss.dtype == torch.float16 and self._alone)
@@ -255,27 +255,27 @@ class Window:
     # ------------------------------------------------------------------------------------------ between ranks
 
     def send(self, all_reduce: Callable[[Tensor], Callable[[], Tensor]], flags: Sequence[float] = ()) -> None:
-        """Start the totals on their way to all ranks; the window must be complete but for its last backward."""
+        """Start to exchange the totals with all ranks. Only the last backward of the window may still be missing."""
         items = self._own_items().to(wide(self.device))
         if (bad_items := self._own_bad_items()) is not None:
-            items = items.masked_fill(bad_items, math.nan)  # so that all ranks get to know
+            items = items.masked_fill(bad_items, math.nan)  # NaN tells all ranks
         gives_items = self._counted and not self.counts_samples
         counts = 0.0 if self._counted is None else 1.0 if gives_items else WITHOUT_ITEMS
         host = [torch.full_like(items, number) for number in (self.micro_batches, counts, *flags)]
         self._travelling = all_reduce(torch.stack([self._total_loss(), items, *host]))
 
     def receive(self) -> None:
-        """From here on the totals are those of all ranks."""
+        """Wait for the exchange. After this, the totals are those of all ranks."""
         if self._travelling is not None:
             self._everyone, self._travelling = self._travelling(), None
 
     def flag(self, index: int) -> float:
-        """How many ranks have set that flag. The host waits for it."""
+        """How many ranks have set this flag. The host waits for the number."""
         assert self._everyone is not None
         return float(self._everyone[4 + index])
 
     def unlike_ranks(self) -> Tensor | None:
-        """Whether some ranks have given items and others none; None in one process."""
+        """Whether some ranks have passed items and others not; None in one process."""
         if self._everyone is None:
             return None
         return (self._everyone[3] >= WITHOUT_ITEMS) & (self._everyone[3] % WITHOUT_ITEMS > 0)
@@ -284,12 +284,12 @@ class Window:
 
     @property
     def multiplier(self) -> float | Tensor:
-        """What every loss of the window was multiplied with besides its weight: to be undone with the division."""
+        """The factor of every loss of the window besides its weight. The division at the close undoes it."""
         return UNSCALED if self._multiplier is None else self._multiplier
 
     @property
     def knows_multiplier(self) -> bool:
-        """Whether that does not depend on the micro-batch that comes."""
+        """Whether the multiplier does not depend on the next micro-batch."""
         return self._scaler is None or self._multiplier is not None or self.typical is not None
 
     @property
@@ -304,44 +304,44 @@ class Window:
 
     @property
     def has_items(self) -> bool:
-        """Whether the host knows that there are some, and that all counts were good."""
+        """Whether the host knows that there are items, and that all counts are valid."""
         return self._host_items > 0 and not self._on_device
 
     @property
     def _on_device(self) -> bool:
-        """Whether this rank's items are known to the device only."""
+        """Whether only the device knows this rank's items."""
         return self._device_items is not None or bool(self._unweighted)
 
     def lacks_items(self) -> Tensor:
-        """Whether there are none, which only the device knows."""
+        """Whether there are no items, as a tensor on the device."""
         return self.items() == 0
 
     @property
     def knows_miscount(self) -> bool:
-        """Whether the host knows that the window is not what was said of it beforehand: of some that is said."""
+        """Whether the host knows that totals differ from what was announced for the window; for subclasses."""
         return False
 
     def miscounted(self) -> Tensor | None:
-        """Whether they do not, where only the device knows."""
+        """The same as a tensor on the device; None if there is nothing to compare."""
         return None
 
     def miscount(self) -> str:
-        """What differs from what was said, and what to do. The host waits for it."""
+        """The error message: what differs, and what to do. The host waits for it."""
         return (
             f"items must be given on every rank, or on none: in window {self.number} some ranks gave them, others did "
             "not. Without them a micro-batch counts as 1, or as its samples, beside the tokens of the others."
         )
 
     def losses(self) -> dict[str, Tensor] | None:
-        """The mean loss of each term; None where there is one loss without a name."""
+        """The mean loss of each term; None if there is only one loss without a name."""
         return None
 
     def items(self) -> Tensor:
         """The items of the window, on the device."""
-        return self._own_items() if self._everyone is None else self._everyone[1]  # another rank's may be fractions
+        return self._own_items() if self._everyone is None else self._everyone[1]  # other ranks may have fractions
 
     def loss(self) -> Tensor:
-        """The mean loss over the items of the window, on the device; NaN where there are none."""
+        """The mean loss over the items of the window, on the device; NaN if there are none."""
         if self._everyone is not None:
             return self._everyone[0] / self._everyone[1]
         if self._loss is None and self.has_items:
@@ -350,7 +350,7 @@ class Window:
         return self._total_loss() / (self._host_items if self.has_items else self._own_items())
 
     def divisor(self) -> float | Tensor:
-        """What turns the accumulated gradient into that of the mean: a number where the host knows it."""
+        """The divisor that turns the accumulated gradient into that of the mean; a number if the host knows it."""
         items: float | Tensor
         if self._everyone is not None:
             items = self._everyone[1]
@@ -362,7 +362,7 @@ class Window:
         return items * multiplier / self.average if self.average != 1 else items * multiplier
 
     def typical_items(self) -> float | Tensor:
-        """The mean number of items of a micro-batch; what was typical before where that is no positive number."""
+        """The mean number of items per micro-batch. If it is not a positive number, the earlier typical number."""
         if self._everyone is not None:
             mean = self._everyone[1] / self._everyone[2]
         elif self.has_items:
@@ -381,7 +381,7 @@ class Window:
         return host if self._device_items is None else host + self._device_items
 
     def bad_items(self) -> Tensor | None:
-        """Whether a count was negative or not finite, on any rank; None where the host knows that none was."""
+        """Whether a count was negative or not finite, on any rank; None if the host knows that none was."""
         return self._own_bad_items() if self._everyone is None else ~torch.isfinite(self._everyone[1])
 
     def _own_bad_items(self) -> Tensor | None:
@@ -398,5 +398,5 @@ def is_zero(items: Items) -> bool:
 
 
 def wide_count(items: Tensor) -> torch.dtype:
-    """The dtype in which counts like `items` add up without loss."""
+    """The dtype in which counts like `items` can be summed without loss."""
     return wide(items.device) if items.is_floating_point() else torch.int64

@@ -1,8 +1,8 @@
-"""Which turns a rank takes in an epoch: its batches, where windows close, and what it does when it has run out.
+"""Plans the micro-batches ("turns") of a rank in an epoch: which of them close windows, and which repeat a batch.
 
-A window is so many *slots* long, on all ranks alike. A rank that has no batch left for a slot skips it; but in each
-window of each epoch it takes at least one turn, if need be with its last batch once more, because a forward and a
-backward may hold something that all ranks do together.
+A window has a number of *slots*, the same on all ranks. A rank that has no batch left for a slot skips it. But it takes
+at least one turn in each window of each epoch, if necessary with its last batch again. The reason is that a forward and
+a backward may contain operations that all ranks must run together.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Turn(NamedTuple):
     """One micro-batch of one rank.
 
     Attributes:
-        last: whether it closes the window; None: the window's length decides.
-        ends: whether this rank's part of the epoch ends with it, so that it closes a window of any length.
-        repeat: whether the batch was handed out before, and counts for nothing now.
-        slots: how many slots of the window are past after it.
-        is_told: whether the user has said so.
-        flags: what the other ranks are told when it closes the window: 1.0 if this one has more batches after it, and
-            1.0 if it had one for every slot.
+        last: whether it closes the window; None if the window's length decides.
+        ends: whether it is this rank's last one in the epoch, so that it closes a window of any length.
+        repeat: whether the batch was used before, and counts for nothing now.
+        slots: by how many slots the window advances with it.
+        is_told: whether the user has set `last`.
+        flags: numbers for the other ranks when it closes the window: 1.0 if this rank has more batches, and 1.0 if this
+            rank had a batch for every slot.
     """
 
     last: bool | None = None
@@ -45,9 +45,9 @@ LAST_OF_ALL = Turn(last=True, ends=True)
 
 
 def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
-    """How long every rank's loader is; None for those that do not know."""
+    """The lengths of the loaders of all ranks; None for those that do not know."""
     length = length_of(loader)
-    if length is None:  # whether there is a first batch must be known all the same
+    if length is None:  # the other ranks must still know whether there is a first batch
         assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
         length = -1 if loader.has_more() else 0
     lengths = gather(length)
@@ -60,14 +60,14 @@ def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]
 def plan_turns(
     loader: Iterable[Batch], longest: int | None, window: Callable[[], Window], *, remainder: Remainder, lockstep: bool
 ) -> Iterator[tuple[Batch, Turn]]:
-    """The turns of a rank that knows how long the longest rank's loader is.
+    """The turns of a rank that knows how long the longest loader of all ranks is.
 
     Args:
-        loader: the rank's own.
-        longest: that length; None in one process, whose loader may have none.
-        window: the open window, or a new one.
-        remainder: what becomes of a short last window.
-        lockstep: whether all ranks take equally many turns.
+        loader: the loader of this rank.
+        longest: that length; None in one process, whose loader may have no length.
+        window: returns the open window, or a new one.
+        remainder: what to do with a short last window.
+        lockstep: whether all ranks must take the same number of turns.
     """
     own = length_of(loader)
     if own is not None and longest is None and remainder == "step":
@@ -80,10 +80,10 @@ def plan_turns(
     while longest is None or slot < longest:
         current = window()
         room = current.length - current.slots
-        if own is None:  # in one process: reading ahead tells where it ends
+        if own is None:  # in one process: reading ahead shows the last batch
             fetched = next(source)
             longest = slot + 1 if fetched[1] == 0 else None
-        part = room if longest is None else min(room, longest - slot)  # the slots from here on, in this epoch
+        part = room if longest is None else min(room, longest - slot)  # the remaining slots of the window in this epoch
         closes = part == room or remainder == "step"
         if remainder == "drop" and not closes:
             return
@@ -99,11 +99,11 @@ def plan_turns(
         slots = part if last or not lockstep else 1
         slot += slots
         yield fetched[0], Turn(last, last and slot == longest and remainder == "step", mine < 1, slots)
-    next(source, None)  # complains if there is more than the length said
+    next(source, None)  # raises an error if there are more batches than the length said
 
 
 def _plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
-    """In one process, where a short last window is closed: the window's length decides, or the end of the loader."""
+    """In one process with `remainder="step"`: windows close at their length, or at the end of the loader."""
     for batch, left in with_remaining(loader):
         yield batch, LAST_OF_ALL if left == 0 else PLAIN
 
@@ -111,13 +111,13 @@ def _plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, Turn]]:
 def negotiate_turns(
     loader: Iterable[Batch], window: Callable[[], Window], others_go_on: Callable[[], bool], *, lockstep: bool
 ) -> Iterator[tuple[Batch, Turn]]:
-    """The turns of one of several ranks that do not know how many batches there are: flags tell the others.
+    """The turns of one of several ranks that do not know the number of batches. Flags tell the other ranks.
 
     Args:
-        loader: the rank's own.
-        window: the open window, or a new one.
-        others_go_on: whether, as of the last window closed, another rank has batches left.
-        lockstep: whether all ranks take equally many turns.
+        loader: the loader of this rank.
+        window: returns the open window, or a new one.
+        others_go_on: whether another rank had batches left when the last window closed.
+        lockstep: whether all ranks must take the same number of turns.
     """
     source = with_remaining(loader if isinstance(loader, ReadAhead) else iter(loader))
     (batch, left), has_batch = next(source), True

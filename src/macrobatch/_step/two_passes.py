@@ -1,11 +1,12 @@
 """Losses of the whole batch, in two passes over its micro-batches.
 
-First each is encoded without a graph. Of all ranks' encodings comes the loss, and its gradient for every encoding. Then
-each micro-batch goes forward again, with the random numbers and buffers that it had, and backward from the gradients of
-its encodings. `TwoPasses.run` is the main path.
+The first pass computes the encodings of each micro-batch without a graph. From the encodings of all ranks, `joint`
+computes the loss, and its backward the gradient of every encoding. The second pass runs the forward of each micro-batch
+again, with the same random numbers and buffers as before, and its backward from the gradients of its encodings.
+`TwoPasses.run` is the main path.
 
-The second pass takes the micro-batches from the last to the first: in this order the backward of one graph of all of
-them would come to them, so that gradients add up to the same bits.
+The second pass goes from the last micro-batch to the first. The backward of one graph of the whole batch would have the
+same order, so the gradients add up to the same bits.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from macrobatch._torch.tensors import version_of
 from macrobatch.errors import BackendError, BatchError, FitError, UsageError, counted
 from macrobatch.types import Encoded, Items
 
-# What torch says of gradients under no_grad, and of changes to what has them.
+# Parts of torch's error messages about gradients under no_grad, and about changes in place to leaves with gradients.
 NO_GRAPH, IN_PLACE = "does not require grad", "leaf Variable that requires grad"
 CHANGED = "joint changes {} in place: the second pass would not find it again. Make a copy first, with clone()."
 
 Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
-# Those of these parts of the batch, each with its number of samples. Without a part, one that counts for nothing.
+# Yields the micro-batch of each part, with its number of samples. For None it yields one that counts for nothing.
 MicroBatches = Callable[[Sequence[Part | None]], Iterable[tuple[Any, int]]]
 
 
 class Recorded(Protocol):
-    """A recorded first pass."""
+    """The recorded first pass of a micro-batch."""
 
     def encode(self, micro_batch: object) -> Encoded:
-        """The encodings of a micro-batch, valid until the next."""
+        """The encodings of a micro-batch, valid until the next call."""
 
 
 class FirstRecordings(Protocol):
@@ -62,49 +63,49 @@ class FirstRecordings(Protocol):
     def open_first(
         self, parameters: Sequence[nn.Parameter], layout: Layout, upcoming: Coming, *, few_shapes: bool
     ) -> None:
-        """Record shapes of the window that begins. Encodings look as `layout` says."""
+        """Record the shapes of the window that begins. `layout` describes the encodings."""
 
     def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any:
         """The recording for a micro-batch; None if it must run eagerly."""
 
 
 class SecondRecordings(Protocol):
-    """The recordings of second passes, whose micro-batches are `Bundle`."""
+    """The recordings of second passes. Their micro-batches are of type `Bundle`."""
 
     def open(self, gradients: Gradients, upcoming: Coming, *, few_shapes: bool) -> None:
-        """Record shapes of the window that begins, and attach the gradient buffers."""
+        """Record the shapes of the window that begins, and attach the gradient buffers."""
 
     def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any:
         """The recording for a micro-batch; None if it must run eagerly."""
 
     def close(self, gradients: Gradients, window: Window | None) -> None:
-        """Add what they counted to the window."""
+        """Add what the recordings counted to the window."""
 
 
 class Recordings(Protocol):
-    """Those of both passes."""
+    """The recordings of both passes."""
 
     @property
     def first(self) -> FirstRecordings:
-        """Of first passes."""
+        """The recordings of first passes."""
 
     @property
     def second(self) -> SecondRecordings:
-        """Of second passes."""
+        """The recordings of second passes."""
 
 
 class TwoPasses:
-    """Does windows whose loss is one of the whole batch.
+    """Runs windows whose loss is one of the whole batch.
 
     Args:
-        engine: on which they are done.
+        engine: the engine that accumulates the windows.
         encode: ``encode(micro_batch)`` returns an `Encoded`.
         joint: ``joint(encoded)`` returns the loss of the whole batch.
-        agree: called by all ranks of a held window before they exchange anything: it raises if one has failed.
-        recordings: of passes, where they can be recorded. That begins with the second window: the first shows what
-            encodings look like, and which of them have gradients.
+        agree: a function that all ranks of a held window call before they exchange anything. It raises if one failed.
+        recordings: the recordings of both passes, if these can be recorded. Recording begins with the second window,
+            because the first one shows what encodings look like, and which of them have gradients.
         few_shapes: whether batches are cut into few different shapes.
-        kept: graphs of first passes, where memory allows some to be kept.
+        kept: graphs of first passes that are kept for the second pass, if memory allows.
     """
 
     def __init__(
@@ -142,16 +143,16 @@ class TwoPasses:
         self._kept = kept
         self._batch_norm = BatchNormWarning(engine.models)
         self._changing: set[tuple[int, str]] = set()  # buffers that forwards write to
-        self._layout: Layout | None = None  # of the last window's encodings
+        self._layout: Layout | None = None  # the layout of the last window's encodings
         self._used: list[bool] = []  # whether each field got a gradient in the last window
 
     def run(self, cut: Cut, micro_batches: MicroBatches, coming: Coming) -> None:
-        """Both passes over a batch, up to the last backward.
+        """Run both passes over a batch, up to the last backward.
 
         Args:
-            cut: how it is cut.
-            micro_batches: its parts.
-            coming: of each micro-batch its key, and how to get it before its turn.
+            cut: how the batch is cut.
+            micro_batches: yields the micro-batches of given parts.
+            coming: for each micro-batch, its key and a function that returns it before its turn.
         """
         turns = cut.part_per_turn()
         history, frozen = History(self._engine.models, self._changing), Frozen(self._engine.models)
@@ -165,7 +166,7 @@ class TwoPasses:
         gradients = self._differentiate(whole)
         self._engine.note_frozen(frozen)
         self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
-        history.note()  # what the loss did to buffers stays, and in one process what it drew
+        history.note()  # what the loss changed in buffers stays, and in one process also the random numbers it drew
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
             self._pull(cut, micro_batches(turns), history, own, whole.layout, gradients)
@@ -178,7 +179,7 @@ class TwoPasses:
         self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming, history: History
     ) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
-        torch.clear_autocast_cache()  # it may hold casts of weights as they were before the last step
+        torch.clear_autocast_cache()  # it may hold casts of the weights before the last step
         engine, own = self._engine, OwnEncodings()
         recordings = None if self._recordings is None or self._layout is None else self._recordings.first
         if recordings is not None and self._layout is not None:
@@ -200,8 +201,8 @@ class TwoPasses:
                     with engine.spans.of("replay"):
                         encoded = recording.encode(micro_batch)
                 else:
-                    # What the model keeps from its first call of a window on, such as a cache of parametrisations,
-                    # has a graph in the second pass as well.
+                    # What the model keeps from its first call of a window, such as a cache of parametrisations,
+                    # needs a graph in the second pass.
                     has_graph = kept is not None or (index == 0 and engine.backend.abilities.confines)
                     with kept.measuring(samples) if kept is not None else contextlib.nullcontext():
                         encoded = self._forward(micro_batch, has_graph=has_graph)
@@ -209,12 +210,12 @@ class TwoPasses:
                     own.add(encoded, samples)
                 if kept is not None and isinstance(encoded, Encoded):
                     kept.keep(index, encoded)
-                del encoded  # its graph, if it has one
-        torch.clear_autocast_cache()  # weights that were cast without a graph would get no gradient
+                del encoded  # frees its graph, if it has one
+        torch.clear_autocast_cache()  # casts of weights without a graph would get no gradient
         return own
 
     def _forward(self, micro_batch: Any, *, has_graph: bool) -> object:
-        """The encodings of a micro-batch. Weights that were cast with a graph are not used without, or vice versa."""
+        """The encodings of a micro-batch. Casts of weights with a graph are not used without one, and vice versa."""
         if has_graph:
             torch.clear_autocast_cache()
         try:
@@ -234,7 +235,7 @@ class TwoPasses:
     # ------------------------------------------------------------------------------------------ the whole batch
 
     def _differentiate(self, whole: WholeBatch) -> list[Tensor | None]:
-        """The gradients of this rank's rows, and of totals; those of parameters are added to the window's."""
+        """The gradients of this rank's rows and of totals. Those of parameters are added to the window's."""
         engine = self._engine
         engine.expect_second(whole.counted)
         leaves = [
@@ -283,7 +284,7 @@ class TwoPasses:
         ]
 
     def _joint_loss(self, layout: Layout, leaves: list[Tensor]) -> Tensor:
-        """What `joint` makes of all encodings, which it must leave as they are."""
+        """The loss that `joint` computes from all encodings. An error if it changes them in place."""
         versions = list(map(version_of, leaves))
         try:
             found = self._joint(layout.encoded(leaves))
@@ -299,7 +300,7 @@ class TwoPasses:
     # ------------------------------------------------------------------------------------------ the second pass
 
     def _open_second(self, cut: Cut, coming: Coming, own: OwnEncodings, layout: Layout) -> None:
-        """Record second passes, before there is any gradient."""
+        """Record second passes, before any gradient exists."""
         if self._recordings is None or self._layout != layout:
             return
         device = self._engine.device
@@ -323,7 +324,7 @@ class TwoPasses:
         layout: Layout,
         gradients: list[Tensor | None],
     ) -> None:
-        """The forward and backward of every micro-batch, from the gradients of its encodings."""
+        """Run the forward and backward of every micro-batch, from the gradients of its encodings."""
         engine, recordings = self._engine, None if self._recordings is None else self._recordings.second
         if not cut.turns:
             engine.join_empty()
@@ -347,7 +348,7 @@ class TwoPasses:
                         engine.replay(recording, bundle)
                     else:
                         share = self._share(bundle, samples, layout, items, graph)
-                        graph = None  # it goes with its backward
+                        graph = None  # the backward frees it
                         engine.backward(share)
             if not is_final:
                 engine.close()
@@ -360,7 +361,7 @@ class TwoPasses:
             )
 
     def _share(self, bundle: Bundle, samples: int, layout: Layout, items: Items, encoded: object = None) -> Share:
-        """The forward of a micro-batch again, unless it is there."""
+        """The encodings of a micro-batch with a graph, and their gradients. If `encoded` is None, run the forward."""
         if encoded is None:
             with self._engine.spans.of("forward"):
                 encoded = self._encode_one(bundle.micro_batch)
@@ -371,6 +372,6 @@ class TwoPasses:
 
 
 def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:
-    """The gradients of a micro-batch's rows; those of totals are of every micro-batch's statistics alike."""
+    """The gradients of a micro-batch's rows. The gradient of a total is the same for every micro-batch's statistic."""
     pairs = zip(gradients, layout.fields, strict=True)
     return [g if g is None or f.is_sum else rows_at(g, places) for g, f in pairs]

@@ -1,6 +1,6 @@
-"""What users hand over, checked: each function returns its argument in the form used inside, or raises.
+"""Checks what users pass: each function returns its argument in the form used inside, or raises an error.
 
-A message says what was wrong, what was found, and what to do.
+An error message says what was wrong, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Encoded, Items
 
 T = TypeVar("T")
-MOST_ITEMS = 2**53  # of a micro-batch: more are not counted exactly
+MOST_ITEMS = 2**53  # per micro-batch: floats cannot count more exactly
 
 
 # ---------------------------------------------------------------------------------------------- of a micro-batch
 
 
 def checked_loss(loss: object) -> Tensor:
-    """`loss` as handed to `backward`, or an error that says what is wrong with it."""
+    """The loss passed to `backward`, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
         if torch.is_inference_mode_enabled():
             raise UsageError("a backward under torch.inference_mode(): call it outside of that block.")
@@ -64,7 +64,7 @@ def checked_loss(loss: object) -> Tensor:
 
 
 def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
-    """An ordinary loss beside encodings, or an error."""
+    """The ordinary loss of an `Encoded`, or an error."""
     if not needs_graph and isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
         return full_tensor(loss)
     try:
@@ -74,7 +74,7 @@ def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
 
 
 def checked_joint_loss(loss: object) -> Tensor:
-    """What `joint` returned, or an error that says what is wrong with it."""
+    """The loss that `joint` returned, or an error that says what is wrong with it."""
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
         return full_tensor(loss)
     if not isinstance(loss, Tensor):
@@ -105,7 +105,7 @@ def checked_joint(joint: T, counts: object) -> T:
 
 
 def checked_items(items: object) -> Items:
-    """`items` as handed to `backward`, or an error. A tensor's value is left to the device."""
+    """The items passed to `backward`, or an error. The value of a tensor is checked later, on the device."""
     if items is None or (isinstance(items, int) and not isinstance(items, bool) and 0 <= items <= MOST_ITEMS):
         return items
     if isinstance(items, Tensor):
@@ -143,19 +143,19 @@ def checked_items(items: object) -> Items:
 
 
 def is_countable(number: Any) -> bool:
-    """Whether a sum may be divided by it, or by several like it."""
+    """Whether a sum can be divided precisely by this number."""
     return bool(number == 0 or FEWEST_ITEMS <= number <= MOST_ITEMS)
 
 
 def items_on_host(items: Items) -> Items:
-    """As a number, where that takes no waiting; left to the device where it is wrong, so that all ranks get to know."""
+    """The items as a number, if no wait is needed. Invalid ones stay a tensor, so that all ranks get the error."""
     if type(items) is not Tensor or (number := number_on_host(items)) is None:
         return items
     return number if is_countable(number) else items
 
 
 def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[str, tuple[Tensor, Items]]:
-    """A dict of terms as handed to `backward`, each a loss with its items, or an error that names the term."""
+    """A dict of terms passed to `backward`, each a loss with its items, or an error that names the term."""
     if not isinstance(terms, Mapping):
         found = "one loss" if isinstance(terms, Tensor) else type(terms).__name__
         raise BatchError(
@@ -174,7 +174,7 @@ def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[st
         loss, number = term if isinstance(term, tuple | list) and len(term) == 2 else (term, None)
         try:
             number = checked_items(number)
-            if not isinstance(loss, Tensor) or not _is_nothing(number):  # without items, even a graph is not needed
+            if not isinstance(loss, Tensor) or not _is_nothing(number):  # without items, a loss needs no graph
                 loss = checked_loss(loss)
         except BatchError as error:
             raise BatchError(f"the term {name!r}: {error}") from None
@@ -187,7 +187,7 @@ def _is_nothing(items: Items) -> bool:
 
 
 def checked_count(name: object, count: object) -> int | float | Tensor:
-    """What `counts` says of a term, or an error that names the term."""
+    """The count of a term from `counts`, or an error that names the term."""
     if not isinstance(name, str):
         raise BatchError(f"counts(batch) must return the items of each term by name: got {name!r} as a name.")
     try:
@@ -225,7 +225,7 @@ def checked_switch(name: str, value: object) -> bool:
 
 
 def require_options(given: Iterable[str], known: Iterable[str]) -> None:
-    """An error if there is no such option."""
+    """Raise an error if an option is unknown."""
     for name in given:
         if name not in known:
             alike = difflib.get_close_matches(name, known, n=1)
@@ -234,7 +234,7 @@ def require_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
-    """One or several of a kind, as a tuple."""
+    """One or several objects of this type, as a tuple."""
     several = tuple(given) if isinstance(given, list | tuple) else (given,)
     _require_each_once(several, name)
     for one in several:
@@ -278,7 +278,7 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def checked_state(state: Mapping[str, int | float]) -> tuple[int, int, float | None]:
-    """The steps taken, the windows, and the typical items, if any, that an Accumulator's `state_dict` gave."""
+    """The steps taken, the windows, and the typical items (or None) of an Accumulator's `state_dict`."""
     if not isinstance(state, Mapping):
         raise UsageError(f"the state of an Accumulator is what state_dict() gave: got {type(state).__name__}.")
     counts = [state.get(name) for name in ("optimizer_step", "windows")]
@@ -302,7 +302,7 @@ def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 
 
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    """One or several; any object with a `step` that wants no argument will do."""
+    """One or several schedulers. Any object with a `step` that needs no argument is accepted."""
     schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     _require_each_once(schedulers, "scheduler")
     for scheduler in schedulers:
@@ -317,7 +317,7 @@ def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[
 
 
 def require_gradients_of_samples(models: Sequence[nn.Module]) -> None:
-    """An error for layers whose gradient of a sample depends on which others are in its micro-batch."""
+    """Raise an error for layers whose gradient for a sample depends on the other samples of its micro-batch."""
     for name, module in (named for model in models for named in model.named_modules()):
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue

@@ -1,4 +1,4 @@
-"""Whether a closing window may take its step: what the device knows first, and the host only where it must."""
+"""Whether a closing window may take its step. The device computes the answer; the host reads it only if necessary."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from macrobatch._step.scaling import FEWEST_ITEMS
 from macrobatch._step.totals import Window
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError, UsageError
 
-# Why a step must not be taken, as bits of one number.
+# The reasons not to take a step, as bits of one number.
 NONFINITE, NO_ITEMS, BAD_ITEMS, TOUCHED, MISCOUNTED = 1, 2, 4, 8, 16
 
 
 class Verdict:
-    """Whether a window's step may be taken: one small number, which the device knows first. 0 means yes.
+    """Whether a window's step may be taken: one number on the device. 0 means yes.
 
-    It is the sum of the reasons that hold, kept as what fused optimizers and scalers want: float32.
+    The number is the sum of the reasons against the step. It is float32, as fused optimizers and scalers require.
     """
 
     def __init__(self, window: Window, reasons: dict[int, Tensor]) -> None:
         self.window = window.number
-        self._miscounting = window if MISCOUNTED in reasons else None  # it knows which term, or what else
+        self._miscounting = window if MISCOUNTED in reasons else None  # this window can tell what differs
         self._simple = list(reasons) == [NONFINITE]
         numbers = [holds.float() if bit == 1 else holds.float() * bit for bit, holds in reasons.items()]
         self._number = self._host = numbers[0] if self._simple else torch.stack(numbers).sum()
         self._arrival: torch.cuda.Event | None = None
-        self.needs_host = TOUCHED in reasons  # whether a skipped step would not tell by itself that it is an error
+        self.needs_host = TOUCHED in reasons  # whether the host must read it: a skipped step would hide the error
         self.may_be_miscounted = MISCOUNTED in reasons
 
     @property
     def found_inf(self) -> Tensor:
-        """What fused optimizers want: exactly 0.0 or 1.0."""
+        """The value for fused optimizers: exactly 0.0 or 1.0."""
         return self._number if self._simple else (self._number != 0).float()
 
     @property
     def overflow(self) -> Tensor:
-        """What scalers want. A window without items is no overflow, whatever it computed."""
+        """The value for scalers. A window without items is no overflow, whatever it computed."""
         return self._number if self._simple else (self._number == NONFINITE).float()
 
     @property
     def on_host(self) -> bool:
-        """Whether reading it waits for nothing."""
+        """Whether the host can read it without waiting."""
         return self._number.device.type == "cpu"
 
     def send(self) -> Verdict:
-        """Start it on its way to the host, without waiting."""
+        """Start to copy the number to the host, without waiting."""
         if self._number.device.type == "cuda":
             self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._host.copy_(self._number, non_blocking=True)
@@ -56,17 +56,17 @@ class Verdict:
         return self
 
     def read(self) -> int:
-        """The reasons, after waiting for them where they are not on the host yet."""
+        """The reasons. The host waits for them if they have not arrived yet."""
         if self._arrival is None:
             self.send()
         if self._arrival is not None:
             self._arrival.synchronize()
-        # It lies in host memory by now. `item()` would be counted as a read of the device by whoever watches for those.
+        # The number is in host memory now. `item()` would look like a read of the device to modes that watch for reads.
         host = self._host.cpu()
         return int(ctypes.c_float.from_address(host.data_ptr()).value)
 
     def error(self, reasons: int) -> MacrobatchError | None:
-        """What to raise for them."""
+        """The error to raise for these reasons; None if there is none."""
         if reasons & TOUCHED:
             return UsageError(
                 f"somebody else changed the gradients of the open window {self.window}, so its step was not taken. "
@@ -90,18 +90,18 @@ class Verdict:
 
 
 def verdict_on_ranks(window: Window) -> Verdict | None:
-    """Whether all ranks give items, or none; None in one process."""
+    """Whether some ranks pass items and others do not; None in one process."""
     unlike = window.unlike_ranks()
     return None if unlike is None else Verdict(window, {MISCOUNTED: unlike})
 
 
 def verdict_on(window: Window, *, nonfinite: Tensor | None = None, writes: Tensor | None = None) -> Verdict | None:
-    """The verdict on a closing window; None where the host knows that its step may be taken.
+    """The verdict on a closing window; None if the host knows that its step may be taken.
 
     Args:
-        window: whose items may be known to the device only.
-        nonfinite: whether a gradient is infinite or NaN, where that matters.
-        writes: whether somebody else wrote to one.
+        window: the window. Its items may be known only to the device.
+        nonfinite: whether a gradient is infinite or NaN; None if that does not matter.
+        writes: whether somebody else wrote to a gradient; None if the host has checked that.
     """
     reasons = {}
     if writes is not None:

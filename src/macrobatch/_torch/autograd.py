@@ -1,4 +1,4 @@
-"""Autograd: running a backward without its checks, and knowing which one is under way."""
+"""Autograd: run a backward without its checks, and find out which backward is running."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import Tensor
 
 from macrobatch.errors import UsageError
 
-# The end of a graph: what adds to the gradient of a leaf.
+# The type of node that adds to the gradient of a leaf, at the end of a graph.
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# The last line of `torch.autograd.backward`; None where torch has no such function any more.
+# The last line of `torch.autograd.backward`; None if torch has no such function any more.
 engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Let this run when the backward that is under way ends. Callbacks run in the order in which they were queued."""
+    """Run this when the current backward ends. Callbacks run in the order in which they were queued."""
     queue = getattr(torch.autograd.graph, "queue_callback", None)  # public since torch 2.15
     (queue or torch.autograd.Variable._execution_engine.queue_callback)(callback)
 
 
 def backward_under_way() -> int:
-    """The number of the backward that this code runs in; -1 outside of all."""
+    """The number of the backward that runs this code; -1 outside of any backward."""
     return torch._C._current_graph_task_id()
 
 
 def python_function_of(node: type) -> Any:
-    """The `torch.autograd.Function` whose backward nodes of this type are; None where they are of another kind."""
+    """The `torch.autograd.Function` of a type of backward nodes; None for other nodes."""
     return getattr(node, "_forward_cls", None)
 
 
 def factor_of(product: Tensor) -> Tensor | None:
-    """What a product was multiplied by, where its graph knows: the second factor."""
+    """The second factor of a product, if its graph has saved it."""
     factor = getattr(product.grad_fn, "_saved_other", None)
     return factor if isinstance(factor, Tensor) else None
 
 
 def is_mapped() -> bool:
-    """Whether `torch.func.vmap` is at work: no tensor has values then."""
+    """Whether this code runs inside `torch.func.vmap`. Then no tensor has values."""
     vmap = torch._C._functorch.TransformType.Vmap
     return any(transform.key() == vmap for transform in torch._C._functorch.get_interpreter_stack() or ())
 
@@ -49,11 +49,11 @@ def is_mapped() -> bool:
 def only_first(
     gradients: Iterable[Tensor | None], inputs: Sequence[Tensor | None], message: str
 ) -> list[Tensor | None]:
-    """First derivatives that depend on these inputs; differentiating them is an error with this message.
+    """First derivatives that depend on these inputs. Differentiating them again is an error with this message.
 
-    torch's `once_differentiable` would take them for constants wherever the seed of the backward is one.
+    With torch's `once_differentiable`, they would count as constants if the seed of the backward is a constant.
     """
-    if not torch.is_grad_enabled():  # no create_graph=True
+    if not torch.is_grad_enabled():  # without create_graph=True
         return list(gradients)
     return [
         gradient if gradient is None else _OnlyFirst.apply(gradient, message, *inputs)  # type: ignore[no-untyped-call]

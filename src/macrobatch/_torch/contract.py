@@ -1,6 +1,6 @@
-"""The contract: every private name of torch that this folder touches, and what happens where torch has it no more.
+"""The contract: every private name of torch that this folder uses, and what happens if torch no longer has it.
 
-`tests/contract/test_torch.py` probes each of them, that it is there and that it does what is relied on.
+`tests/contract/test_torch.py` checks for each name that it exists and behaves as expected.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class PrivateName:
 
     Attributes:
         path: module, class and name.
-        since, until: the first and the last version of torch that have it; None: all that were tested.
-        successor: the public way, which is used wherever torch has it.
-        without: what happens where it is missing.
-        needs_cuda: only builds of torch for CUDA have it.
-        example: makes an object that has it, where its class cannot be found by a path.
+        since, until: the first and the last version of torch that have it; None if all tested versions do.
+        successor: the public replacement, which is used if torch has it.
+        without: what happens if the name is missing.
+        needs_cuda: whether only builds of torch for CUDA have it.
+        example: makes an object that has it, if its class cannot be found by a path.
     """
 
     path: str
@@ -237,14 +237,14 @@ CONTRACT: tuple[PrivateName, ...] = (
 
 
 def is_there(private: PrivateName) -> bool | None:
-    """Whether this torch has it; None where nobody has loaded the module that would have it."""
+    """Whether this torch has the name; None if its module is not loaded."""
     if private.example is not None:
         return hasattr(private.example(), private.name)
     parts = private.path.split(".")[:-1]
     loaded = max(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in sys.modules)
     owner: Any = sys.modules[".".join(parts[:loaded])]
     for number, part in enumerate(parts[loaded:], start=loaded + 1):
-        if part not in vars(owner):  # not hasattr: torch would load some modules for the question
+        if part not in vars(owner):  # hasattr would make torch load some modules
             is_module = isinstance(owner, ModuleType) and part.lstrip("_")[:1].islower()
             return None if is_module and find_spec(".".join(parts[:number])) is not None else False
         owner = vars(owner)[part]
@@ -252,7 +252,7 @@ def is_there(private: PrivateName) -> bool | None:
 
 
 def _mentioned_in(owner: Any) -> Iterator[str]:
-    """The attributes that a class, or the functions of a module, set on objects."""
+    """The names of the attributes that a class, or the functions of a module, use on objects."""
     for kind in owner.__mro__ if isinstance(owner, type) else (owner,):
         yield from getattr(kind, "__annotations__", ())
         for function in filter(inspect.isfunction, vars(kind).values()):
@@ -260,7 +260,7 @@ def _mentioned_in(owner: Any) -> Iterator[str]:
 
 
 def missing_names() -> list[PrivateName]:
-    """What this torch does not have, and nothing public does instead."""
+    """The names that this torch does not have, and that have no public replacement."""
     return [one for one in CONTRACT if one.until is None and one.successor is None and is_there(one) is False]
 
 
@@ -273,7 +273,7 @@ _reported: set[str] = set()
 
 
 def warn_about_unknown_torch() -> None:
-    """On a torch newer than those tested, warn of each private name that it has no more, once."""
+    """If torch is newer than the tested versions, warn once of each private name that it no longer has."""
     if not _is_newer(torch.__version__):
         return
     lost = [one for one in missing_names() if one.path not in _reported]

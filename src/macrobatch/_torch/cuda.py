@@ -1,7 +1,7 @@
-"""CUDA: letting all threads allocate from one pool of memory.
+"""CUDA: make all threads allocate from one memory pool.
 
-By the functions behind ``torch.cuda.use_mem_pool``, which itself serves the calling thread alone: backwards have
-another. Builds of torch without CUDA do not have them.
+These are the functions behind ``torch.cuda.use_mem_pool``. That context affects only the calling thread, but a backward
+runs on another thread. Builds of torch without CUDA do not have these functions.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 
 
 def begin_allocating(device: int, pool: Any) -> None:
-    """From now on memory comes from this pool, whatever the thread. The pool has one more claim on it."""
+    """Start allocating from this pool, on all threads. This adds a reference to the pool."""
     torch._C._cuda_beginAllocateToPool(device, pool)
 
 
 def end_allocating(device: int, pool: Any) -> None:
-    """Memory comes from where it came from before. An error where nobody had begun."""
+    """Stop allocating from this pool. An error if `begin_allocating` was not called."""
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def release_pool(device: int, pool: Any) -> None:
-    """Take one claim off a pool: one without any is gone."""
+    """Remove one reference to a pool. A pool without references is freed."""
     torch._C._cuda_releasePool(device, pool)

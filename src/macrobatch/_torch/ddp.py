@@ -1,4 +1,4 @@
-"""DistributedDataParallel: what its reducer knows, and what its forward does together with other ranks."""
+"""DistributedDataParallel: the parameters of its reducer, and the communication in its forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 
 def prepare_forward(model: Any) -> None:
-    """Do now what the next forward would do together with the other ranks, and keep it from doing so again."""
+    """Do now what the next forward would do together with the other ranks, so that it does not do it again."""
     model.reducer._rebuild_buckets()
     if model.will_sync_module_buffers():
         model._sync_buffers()
@@ -28,22 +28,22 @@ def knows_static_graph(model: Any) -> bool:
 
 
 def parameters_in_care(model: Any) -> Sequence[nn.Parameter]:
-    """The parameters that DistributedDataParallel looks after, frozen ones too."""
+    """The parameters that DistributedDataParallel manages, including frozen ones."""
     parameters: Sequence[nn.Parameter] = model._module_parameters
     return parameters
 
 
 def ignored_parameters(models: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """The parameters that DistributedDataParallel was told to leave alone."""
+    """The parameters that DistributedDataParallel was told to ignore."""
     named = ((model.parameters_to_ignore, found) for model in models for found in model.module.named_parameters())
     return {name: parameter for ignored, (name, parameter) in named if name in ignored}
 
 
 def reduced_parameters(models: Sequence[Any]) -> set[int] | None:
-    """The ids of the parameters that the reducers know: those that were trained when they were made.
+    """The ids of the parameters that the reducers know: those that were trained when DDP was made.
 
-    The buckets tell, which are laid out once for the question: as much memory as the gradients will take. None where
-    torch does not tell: nothing is known then of parameters that were thawed since.
+    The buckets show them. This allocates the buckets once, which takes as much memory as the gradients. None if torch
+    has no such function: then nothing is known of parameters that were unfrozen since.
     """
     try:
         buckets = [bucket for model in models for bucket in model.reducer._get_zeros_like_grad_buckets()]
@@ -53,7 +53,7 @@ def reduced_parameters(models: Sequence[Any]) -> set[int] | None:
 
 
 def may_compress_to_half(model: Any) -> bool:
-    """Whether a communication hook may make gradients float16: any but that of bfloat16 may."""
+    """Whether a communication hook may convert gradients to float16. Any hook but that for bfloat16 may."""
     hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
     built_in = str(model._get_ddp_logging_data().get("comm_hook", ""))
     return any(hook is not bf16_compress_hook for hook in hooks) or "FP16" in built_in.upper()

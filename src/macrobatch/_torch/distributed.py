@@ -1,4 +1,4 @@
-"""Process groups: their backends, the store of a job, and ending all of it at once."""
+"""Process groups: their backends, the store of a job, and aborting all groups at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def has_cpu_backend(group: Any) -> bool:
-    """Whether tensors on the host can travel in this group."""
+    """Whether this group can exchange tensors on the host."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -23,7 +23,7 @@ def default_store() -> Any:
 
 
 def abort_process_groups() -> None:
-    """End all groups of this process now: collectives under way fail, also those of other ranks that wait for it."""
+    """Abort all groups of this process now. Running collectives fail, also those of ranks that wait for this one."""
     dist.distributed_c10d._abort_process_group()
 
 

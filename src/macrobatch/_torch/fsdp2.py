@@ -1,7 +1,7 @@
-"""`fully_shard`: its groups of parameters, the gradients that they hold back, and reducing those when asked.
+"""`fully_shard`: its parameter groups, the gradients that they hold back, and how to reduce these on demand.
 
-Up to torch 2.14 a held gradient moves from the gathered parameter to a place of its own, and has to be reduced by the
-callback that ends a backward. From 2.15 on it stays where it is, and `FSDPModule.finalize_backward` reduces it.
+Up to torch 2.14, a held gradient moves from the gathered parameter to a separate attribute, and only the callback at
+the end of a backward can reduce it. From 2.15 on, it stays in place, and `FSDPModule.finalize_backward` reduces it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def modules_of(models: Iterable[Any]) -> Iterator[Any]:
 
 
 def states_of(models: Iterable[Any]) -> Iterator[Any]:
-    """What it keeps of those modules."""
+    """The states that `fully_shard` keeps for those modules."""
     return (module._get_fsdp_state() for module in modules_of(models))
 
 
 def param_groups(models: Iterable[Any]) -> Iterator[Any]:
-    """Its groups of parameters, which communicate together."""
+    """Its parameter groups. The parameters of a group are communicated together."""
     return (group for state in states_of(models) for group in _groups_of(state))
 
 
 def _groups_of(state: Any) -> list[Any]:
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; before it, one or none
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # a list in newer versions; before, one group or none
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return groups
@@ -51,40 +51,40 @@ def _parameters(models: Iterable[Any]) -> Iterator[Any]:
 
 
 def gathered_parameters(models: Iterable[Any]) -> list[Tensor]:
-    """The whole parameters, which the graph of a loss ends in: those that were gathered at least once."""
+    """The unsharded parameters, which are the leaves of graphs, if they were gathered at least once."""
     return [leaf for p in _parameters(models) if (leaf := _leaf_of(p)) is not None]
 
 
 def _leaf_of(parameter: Any) -> Tensor | None:
-    """A parameter while it is gathered; None before the first time."""
+    """The unsharded form of a parameter; None before it was first gathered."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def trained_groups(models: Iterable[Any]) -> list[list[Tensor]]:
-    """The gathered parameters of each group that gradients may arrive at."""
+    """For each parameter group, the gathered parameters that are trained."""
     found = (map(_leaf_of, group.fsdp_params) for group in param_groups(models))
     return [[leaf for leaf in leaves if leaf is not None and leaf.requires_grad] for leaves in found]
 
 
 def shards_of(models: Iterable[Any]) -> list[Tensor]:
-    """This rank's parts of the parameters."""
+    """This rank's shards of the parameters."""
     return [parameter.sharded_param for parameter in _parameters(models)]
 
 
 def gathered_by_shard(models: Iterable[Any]) -> dict[int, Tensor]:
-    """The same by the ids of the shards that users see."""
+    """The gathered parameters, by the ids of their shards, which users see."""
     found = ((p.sharded_param, _leaf_of(p)) for p in _parameters(models))
     return {id(shard): leaf for shard, leaf in found if leaf is not None}
 
 
 def parameters_in_care(models: Iterable[Any]) -> set[int]:
-    """The ids of all that it shards, gathered or not."""
+    """The ids of all parameters that it shards, both of the shards and of the gathered parameters."""
     models = list(models)
     return {id(p.sharded_param) for p in _parameters(models)} | set(map(id, gathered_parameters(models)))
 
 
 def initialize(models: Iterable[Any]) -> None:
-    """What the first forward does else, which changes the flags of the root."""
+    """Do the initialization of the first forward, which changes the flags of the root."""
     for model in models:
         model._get_fsdp_state()._lazy_init()
 
@@ -93,7 +93,7 @@ def initialize(models: Iterable[Any]) -> None:
 
 
 class Flags:
-    """The flags that say when models communicate, reshard and end a backward, as they are now."""
+    """The current flags that decide when models communicate, reshard and end a backward."""
 
     def __init__(self, models: Iterable[Any]) -> None:
         models = list(models)
@@ -103,13 +103,13 @@ class Flags:
         self._saved = [(owner, flag, getattr(owner, flag)) for owner, flag in owners if hasattr(owner, flag)]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the flags."""
         for owner, flag, value in self._saved:
             setattr(owner, flag, value)
 
 
 def finish_every_backward(models: Iterable[Any]) -> None:
-    """Let each backward wait for what it has reduced, whatever the program has set."""
+    """Make each backward wait for its reductions, whatever flags the program has set."""
     for root in _roots(models):
         (module,) = root._modules
         module.set_is_last_backward(True)
@@ -118,10 +118,10 @@ def finish_every_backward(models: Iterable[Any]) -> None:
 
 
 def reduce_unused_too(models: Iterable[Any]) -> None:
-    """Let each rank reduce all parameters of a group, with zeros for those that it has not used: others may have.
+    """Make each rank reduce all parameters of a group, with zeros for those that it has not used. Other ranks may have.
 
-    Else ranks that have used different ones would reduce different lists, and torch would add one parameter's gradient
-    to another's of the same shape.
+    Otherwise ranks that have used different parameters would reduce different lists, and torch would add the gradient
+    of one parameter to that of another with the same shape.
     """
     for module in modules_of(models):
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -135,7 +135,7 @@ def reduce_unused_too(models: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
-    """The same for a while."""
+    """The same inside a block."""
     models = list(models)
     before = [(group, getattr(group, _REDUCES_UNUSED, False)) for group in param_groups(models)]
     reduce_unused_too(models)
@@ -147,7 +147,7 @@ def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
 
 
 def fill_unused(models: Iterable[Any]) -> None:
-    """Put zeros beside gradients that are held in the dtype that they are reduced in: a group must have one dtype."""
+    """Add zeros for missing gradients, in the dtype of the group's held ones: a group must have one dtype."""
     for group in param_groups(models):
         apart = [parameter for parameter in group.fsdp_params if _holds_apart(parameter)]
         held = next((p.unsharded_accumulated_grad for p in apart if p.unsharded_accumulated_grad is not None), None)
@@ -157,14 +157,14 @@ def fill_unused(models: Iterable[Any]) -> None:
 
 
 def _is_unused(parameter: Any) -> bool:
-    """Whether a parameter that is trained has no gradient that waits to be reduced."""
+    """Whether a trained parameter has no gradient to reduce."""
     leaf = _leaf_of(parameter)
     is_held = parameter.unsharded_accumulated_grad is not None
     return leaf is not None and leaf.requires_grad and leaf.grad is None and not is_held
 
 
 def _backport_unused(group: Any) -> None:
-    """Before torch 2.13 a group has no such flag: zeros are put where a gradient is missing, just before it reduces."""
+    """Do the same before torch 2.13, which has no such flag: add zeros for missing gradients before each reduction."""
     reduce = group.post_backward
 
     def post_backward(*arguments: Any) -> None:
@@ -187,7 +187,7 @@ def has_replicas(models: Iterable[Any]) -> bool:
 
 
 def divisors_of(models: Iterable[Any]) -> set[float]:
-    """What its groups divide gradients by."""
+    """The numbers by which its groups divide gradients."""
     return {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in param_groups(models)}
 
 
@@ -200,12 +200,12 @@ def precisions_of(models: Iterable[Any]) -> list[Any]:
 
 
 def _holds_apart(parameter: Any) -> bool:
-    """Whether a held gradient has a place of its own. (Later that became a name for the gathered parameter's.)"""
+    """Whether held gradients have an attribute of their own. (Later, it became a property for the gathered one's.)"""
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
-    """Every place that may hold gradients that were not, or not wholly, reduced."""
+    """All tensors that may hold gradients that are not reduced, or only in part."""
     held: list[Tensor | None] = []
     for group in param_groups(models):
         held.append(group._partial_reduce_output)
@@ -218,17 +218,17 @@ def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
 
 
 def sharded_gradients(models: Iterable[Any]) -> list[Tensor | None]:
-    """Those that were reduced."""
+    """The gradients that were reduced."""
     return [shard.grad for shard in shards_of(models)]
 
 
 def can_recover(models: Iterable[Any]) -> bool:
-    """Whether torch clears away what an aborted forward or backward leaves everywhere."""
+    """Whether torch can clear the state that an aborted forward or backward leaves."""
     return all(hasattr(model, "reset_iter_state") for model in models)
 
 
 def drop_held_gradients(models: Iterable[Any]) -> None:
-    """Drop what is held back, and what an aborted forward or backward has left. `zero_grad()` reaches neither."""
+    """Drop held gradients, and the state that an aborted forward or backward has left: `zero_grad()` does neither."""
     models = list(models)
     for model in models:
         if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
@@ -243,13 +243,13 @@ def drop_held_gradients(models: Iterable[Any]) -> None:
 
 
 def reduce_held_gradients(models: Iterable[Any]) -> None:
-    """Reduce what backwards have held back, by the flags as they are now. All ranks take part."""
+    """Reduce the gradients that backwards have held back, by the current flags. All ranks take part."""
     for root in _roots(models):
         (module,) = root._modules
         if not hasattr(module, "finalize_backward"):
             root._root_post_backward_final_callback()
             continue
-        module.set_manual_backward_finalization(True)  # backwards that are over leave the choice
+        module.set_manual_backward_finalization(True)  # allowed, because no backward is running
         try:
             module.finalize_backward()
         finally:
@@ -257,6 +257,6 @@ def reduce_held_gradients(models: Iterable[Any]) -> None:
 
 
 def _roots(models: Iterable[Any]) -> list[Any]:
-    """The states that end a backward for all inside of them, each once; initialised."""
+    """The root states, each once. A root ends the backward for all modules inside of it."""
     states = [model._get_fsdp_state() for model in models]
     return list({id(root): root for state in states for root in state._state_ctx.all_states[:1]}.values())

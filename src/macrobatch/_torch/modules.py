@@ -1,7 +1,8 @@
-"""Modules: what wraps a model (`torch.compile`, DDP, FSDP1, checkpointing), and what torch keeps inside each module.
+"""Modules: wrappers of a model (`torch.compile`, DDP, FSDP1, checkpointing), and the private dicts of a module.
 
-Wrappers are recognised by their class, never by the names of their children: a user's own module may have children
-called `module` or `_orig_mod`, too. Nothing is imported for it: who has no compiled model need not load dynamo.
+Wrappers are recognised by their class, never by the names of their children: a user's own module may also have children
+called `module` or `_orig_mod`. The classes are not imported, so that programs without a compiled model do not load
+dynamo.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Wrapper = Literal["OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "ActivationWrapper"]
-CHILD_OF: dict[Wrapper, str] = {  # classes of torch, and the name under which each holds what it wraps
+CHILD_OF: dict[Wrapper, str] = {  # classes of torch, and the attribute under which each holds the wrapped module
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
@@ -31,7 +32,7 @@ DATA_PARALLEL: tuple[DataParallel, ...] = ("DistributedDataParallel", "FullyShar
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of dimensions, synchronised or not
 
-# Functions of C, for loops over all modules: the dictionaries themselves, to read and to write.
+# Functions in C, for fast loops over all modules. They return the dicts themselves, to read and to write.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
@@ -51,24 +52,24 @@ def _classes_of_torch_in(kind: type) -> tuple[str, ...]:
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
-    """The class of torch that makes this very module a wrapper; None for a plain one."""
+    """The name of the wrapper class of this module; None for a plain module."""
     classes = _classes_of_torch(module)
     return next((wrapper for wrapper in WRAPPERS if wrapper in classes), None)
 
 
 def data_parallel_of(model: nn.Module) -> DataParallel | None:
-    """Which data-parallel class a model has, compiled or not."""
+    """The data-parallel class of a model, compiled or not."""
     classes = _classes_of_torch(without_compile(model))
     return next((kind for kind in DATA_PARALLEL if kind in classes), None)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to this very module."""
+    """Whether `fully_shard` was applied to this module itself."""
     return "FSDPModule" in _classes_of_torch(module)
 
 
 def layers_around(model: nn.Module, wrappers: tuple[Wrapper, ...] = WRAPPERS) -> list[Any]:
-    """The model, what it wraps, what that wraps, and so on, as far as these wrappers go."""
+    """The model, the module that it wraps, the module inside that, and so on, through these wrappers."""
     layers: list[nn.Module] = [model]
     while (wrapper := wrapper_of(layers[-1])) in wrappers:
         layers.append(cast(nn.Module, getattr(layers[-1], CHILD_OF[wrapper])))
@@ -87,17 +88,17 @@ def unwrapped(model: nn.Module, wrappers: tuple[Wrapper, ...] = WRAPPERS) -> Any
 
 
 def without_compile(model: nn.Module) -> Any:
-    """The module that `torch.compile` was given."""
+    """The module that was passed to `torch.compile`."""
     return unwrapped(model, ("OptimizedModule",))
 
 
 def without_ddp(model: nn.Module) -> Any:
-    """The module that `DistributedDataParallel` was given."""
+    """The module that was passed to `DistributedDataParallel`."""
     return unwrapped(model, ("DistributedDataParallel",))
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer without those under which wrappers hold their modules.
+    """The name of a parameter or buffer without the attributes under which wrappers hold their modules.
 
     >>> model = nn.Sequential(nn.Linear(2, 1))
     >>> model._orig_mod = nn.Linear(1, 1)
@@ -108,7 +109,7 @@ def plain_name(model: nn.Module, name: str) -> str:
     kept = []
     for part in name.split("."):
         while module is not None and (wrapper := wrapper_of(module)) is not None and part != CHILD_OF[wrapper]:
-            module = children_of(module)[CHILD_OF[wrapper]]  # some wrappers leave their child's name out themselves
+            module = children_of(module)[CHILD_OF[wrapper]]  # some wrappers leave out this name themselves
         if module is None or wrapper_of(module) is None:
             kept.append(part)
         module = None if module is None else children_of(module).get(part)
@@ -116,12 +117,12 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether any part of it is, by `torch.compile(part)` or `part.compile()`."""
+    """Whether any part of a model is compiled, by `torch.compile(part)` or `part.compile()`."""
     return any(wrapper_of(module) == "OptimizedModule" or has_compiled_call(module) for module in model.modules())
 
 
 def can_have_compiled() -> bool:
-    """Whether anything can be compiled yet: who asks must not load the compiler for it, which takes seconds."""
+    """Whether anything can be compiled yet. This does not load the compiler, which takes seconds."""
     return "torch._dynamo" in sys.modules
 
 
