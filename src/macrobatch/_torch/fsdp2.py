@@ -39,7 +39,7 @@ def param_groups(models: Iterable[Any]) -> Iterator[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # a list in newer versions; before, one group or none
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # older versions have one or none
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return groups
