@@ -289,10 +289,13 @@ def test_what_belongs_to_a_model_cannot_be(make, model, copied):
             copied(one)
 
 
-def test_an_optimizer_that_takes_no_hooks(model):
+@pytest.mark.parametrize("has_dict", [False, True])
+def test_an_optimizer_that_takes_no_hooks(model, has_dict):
     class Wraps(torch.optim.Optimizer):
         def __init__(self, base):
             self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+            if has_dict:  # which nothing can refer to weakly
+                self._optimizer_step_pre_hooks = {}
 
     with pytest.raises(UsageError, match=r"Wraps takes no hooks.*or hand over the optimizer that it wraps"):
         Accumulator(model, Wraps(torch.optim.SGD(model.parameters(), lr=0.1)), steps=2)

@@ -431,6 +431,21 @@ def test_samples_of_several_windows_are_mentioned(windows):
     assert report.causes[-1].evidence == f"{twice}."
 
 
+def test_a_sum_with_items_and_no_shift():
+    """It is weighted by labels, but they are not counted before any shift."""
+    tokens = torch.randint(30, (12, 9))
+    labels = tokens.masked_fill(torch.arange(9) >= torch.randint(2, 9, (12, 1)), -100)
+    model = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30)).double()
+
+    def summed(model, batch):
+        logits, labels = model(batch["tokens"]), batch["labels"]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+    report = verify(model, summed, {"tokens": tokens, "labels": labels})
+    assert [cause.name for cause in report.causes][:1] == ["items that do not fit the loss"]
+    assert verify(model, summed, {"tokens": tokens, "labels": labels}, reduction="sum").ok
+
+
 def test_two_optimizers_may_use_the_same_samples():
     """As those of a GAN do."""
 
@@ -475,6 +490,9 @@ def test_a_macro_step_as_it_is():
 
     train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro=4)
     assert verify(model, loss_fn, (torch.randn(10, 3), torch.randn(10, 1)), step=train).ok
+    for nothing in ({}, [], ()):
+        with pytest.raises(UsageError, match=r"an empty one \(.*whose first dimension is the samples"):
+            verify(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).mean(), nothing)
     with pytest.raises(UsageError, match="no batch was given"):
         verify(model, loss_fn)
     with pytest.raises(UsageError, match="micro"):

@@ -57,7 +57,7 @@ def test_the_rooms_inside_have_one_name():
 
 def test_it_reads_like_any_function():
     assert list(inspect.signature(macrobatch.verify).parameters)[:3] == ["model", "loss_fn", "batch"]
-    assert "Compare the gradient that a training step accumulates" in pydoc.render_doc(verify)
+    assert "Check whether a training step uses the right gradient" in pydoc.render_doc(verify)
     assert pickle.loads(pickle.dumps(verify)) is verify
     report = Report(ok=True, max_relative_error=0.0, bound=1.0, reference="", worst=(), windows=())
     assert pickle.loads(pickle.dumps(report)) == report

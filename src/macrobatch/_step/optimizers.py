@@ -72,7 +72,7 @@ class StepGuard:
         self.is_open = False  # whether steps are allowed
         try:
             handle = optimizer.register_step_pre_hook(self)
-        except AttributeError:
+        except (AttributeError, TypeError):  # it has no table of hooks, or another than torch's
             raise UsageError(
                 f"{type(optimizer).__name__} takes no hooks, because its class does not call Optimizer.__init__(). "
                 "Call it there, or hand over the optimizer that it wraps."

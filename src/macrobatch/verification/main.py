@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -129,8 +129,11 @@ def verify(
         checked_micro(micro)
     arguments.checked_joint(joint, arguments.checked_counts(counts))
     ranks = Ranks.of(model)
-    if batch is None and ranks.group is None:
-        raise UsageError("no batch was given: call verify(model, loss_fn, batch).")
+    if ranks.group is None and (batch is None or (isinstance(batch, Mapping | list | tuple) and not batch)):
+        raise UsageError(
+            f"no batch was given, or an empty one ({batch!r}): call verify(model, loss_fn, batch), with tensors whose "
+            "first dimension is the samples."
+        )
     with contextlib.ExitStack() as afterwards:
         dropout = DropoutSwitch(model)
         afterwards.callback(dropout.restore)

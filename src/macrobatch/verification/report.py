@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 RETURN_ITEMS = (
-    "Let loss_fn return what it divides by: return loss, (labels != -100).sum(), after any shift. A loss that is no "
-    "mean, such as a maximum, needs joint=."
+    "Let loss_fn return what it divides by: return loss, (labels != -100).sum(), after any shift. A sum needs "
+    'reduction="sum". A loss that is neither, such as a maximum, needs joint=.'
 )
 
 

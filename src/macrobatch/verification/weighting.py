@@ -107,6 +107,9 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
     for before, after in _label_counts(case, parts):
         if not ranks.largest(len({n / len(part) for n, part in zip(before, parts, strict=True)}) - 1):
             continue  # equally many in every sample: the same as weighting by samples
+        right = case.weighted_gradient(parts, after).only(held)
+        if right.distance(window.expected) > window.tolerance * window.expected.largest:
+            continue  # the loss is not a mean over the labels after the shift
         yield Hypothesis(
             "labels counted before the shift",
             case.weighted_gradient(parts, before).only(held),
