@@ -397,8 +397,9 @@ def test_a_loss_that_depends_on_padding_is_told_once():
     assert len(told) == 1
     assert Path(told[0].filename).name == "trainers.py"  # where train() was called
     with pytest.warns(UserWarning, match="depends on padding"):
-        assert not verify(trainer("bert", exact(MeanOverPositions), data)).ok
-    assert not verify(trainer("bert", MeanOverPositions, data)).ok
+        report = verify(trainer("bert", exact(MeanOverPositions), data))
+    assert [cause.name for cause in report.causes] == ["loss that couples samples"]
+    assert "its padding: the gradient is right if all batches" in report.causes[0].evidence
     with pytest.warns(UserWarning, match="depends on padding"):
         train(trainer("bert", exact(MeanOverPositions, micro=by_tokens(40)), data))
 

@@ -77,12 +77,18 @@ def run_first_window(given: Any, verify: Verify) -> None:
         def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, Items] | Tensor:
             return _loss_of(trainer, model, batch)
 
-        def step(_: nn.Module, batch: Any) -> None:
+        def window_of(batch: Any) -> list[Any]:
             samples = samples_of(batch)
-            rehearsal.run(narrowed([samples.take(part) for part in parts], batches))
+            return [samples.take(part) for part in parts]
+
+        def step(_: nn.Module, batch: Any) -> None:
+            rehearsal.run(narrowed(window_of(batch), batches))
+
+        def wide_step(_: nn.Module, batch: Any) -> None:
+            rehearsal.run(window_of(batch))
 
         batch = joined(batches, padding_for(module), None)
-        verify(rehearsal.notes, model=module, loss_fn=loss_fn, batch=batch, step=step)
+        verify(rehearsal.notes, model=module, loss_fn=loss_fn, batch=batch, step=step, wide_step=wide_step)
 
     rehearsal.at_first_window(act)
 

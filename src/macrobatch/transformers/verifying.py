@@ -28,7 +28,7 @@ def is_trainer(given: object) -> bool:
 
 
 def case_of(trainer: Any) -> dict[str, Any]:
-    """The arguments of `verify` for a trainer as it stands, exact or not: its first window, in its own way.
+    """The arguments of `verified` for a trainer as it stands, exact or not: its first window, in its own way.
 
     Raises:
         UsageError: it has no batch to try, or its batches come only with training.
@@ -50,13 +50,19 @@ def case_of(trainer: Any) -> dict[str, Any]:
             loss, items = meaning.loss(trainer, trainer.compute_loss, model, dict(inputs))
         return meaning.weighed(loss, items, outputs, inputs)
 
-    def step(model: nn.Module, inputs: Inputs) -> None:
+    def window_of(inputs: Inputs) -> list[Inputs]:
         starts = [sum(rows[:index]) for index in range(len(rows))]
-        window = [layout.select(inputs, range(at, at + count)) for at, count in zip(starts, rows, strict=True)]
-        run_window(trainer, model, narrowed(window, batches))
+        return [layout.select(inputs, range(at, at + count)) for at, count in zip(starts, rows, strict=True)]
+
+    def step(model: nn.Module, inputs: Inputs) -> None:
+        run_window(trainer, model, narrowed(window_of(inputs), batches))
+
+    def wide_step(model: nn.Module, inputs: Inputs) -> None:
+        run_window(trainer, model, window_of(inputs))
 
     joint = None if meaning.balance is None else meaning.balance.joint
-    return {"model": model, "loss_fn": loss_fn, "batch": joined(batches, padding), "step": step, "joint": joint}
+    case = {"model": model, "loss_fn": loss_fn, "batch": joined(batches, padding), "joint": joint}
+    return {**case, "step": step, "wide_step": wide_step}
 
 
 def run_window(trainer: Any, model: nn.Module, batches: list[Inputs]) -> None:

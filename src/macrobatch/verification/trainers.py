@@ -8,10 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from macrobatch.verification.report import Report
+from macrobatch.verification.report import Cause, Report
 from macrobatch.verification.saved_state import SavedState
 
 Verify = Callable[..., Report]
+PADDED_ALONE = Cause(
+    name="loss that couples samples",
+    evidence="the loss of a sample depends on how wide the other samples of its batch are, i.e. on its padding: the "
+    "gradient is right if all batches of the window are padded to one width.",
+    cure="Leave padded positions out of the loss, pad all batches to the same width, or let Macrobatch pad each window "
+    "to one width with micro=.",
+)
 
 
 def verification_of(given: object) -> Callable[[Verify], Report] | None:
@@ -23,13 +30,26 @@ def verification_of(given: object) -> Callable[[Verify], Report] | None:
         from macrobatch.transformers.verifying import case_of, is_trainer
 
         if is_trainer(given):
-            return lambda verify: verify(**case_of(given))
+            return lambda verify: verified(verify, **case_of(given))
     if "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules:
         from macrobatch.lightning import verifying
 
         if verifying.is_of_lightning(given):
             return partial(_verify_lightning, given)
     return None
+
+
+def verified(verify: Verify, *, wide_step: Callable[[Any, Any], None], **arguments: Any) -> Report:
+    """The report on a window whose batches have different widths, as the trainer pads them.
+
+    If it is wrong, `wide_step`, in which all batches are as wide as one big batch, tells why: its samples can be
+    identified, and if it is right, the padding makes the difference.
+    """
+    report = verify(**arguments)
+    if report.ok:
+        return report
+    wide = verify(**arguments | {"step": wide_step})
+    return replace(report, causes=(PADDED_ALONE,)) if wide.ok else wide
 
 
 def _verify_lightning(given: object, verify: Verify) -> Report:
@@ -39,7 +59,7 @@ def _verify_lightning(given: object, verify: Verify) -> Report:
     reports: list[Report] = []
 
     def add_report(notes: Sequence[str], **arguments: Any) -> None:
-        report = verify(**arguments)
+        report = verified(verify, **arguments)
         reports.append(replace(report, notes=(*report.notes, *notes)))
 
     before = SavedState(verifying.module_of(given))
