@@ -1,6 +1,6 @@
-"""The file of results of `gpu.py`: a case for each shape, measured now or in an earlier run, and the targets.
+"""The file of results of `gpu.py`: one case per shape, measured now or in an earlier run, and the targets.
 
-A case has a date of its own, and `source`, a fingerprint of the package: cases with the same one ran the same code.
+Each case has its own date, and `source`, a fingerprint of the package: cases with the same one ran the same code.
 """
 
 import json
@@ -13,19 +13,19 @@ import record
 from loops import ACCELERATE, COMPILED, COMPILED_GRAPHS, EAGER, GRAPHS
 from models import DEVICE
 
-# Times the speed of Accelerate as people run it, not compiled, by the title of a shape. Others are below.
+# The wanted speed relative to Accelerate, not compiled, by the title of a shape. Other targets are below.
 TARGETS = {
     "Llama 110M, 1 x 512 x 16": {GRAPHS: 4.5, COMPILED_GRAPHS: 8.0},
     "Llama 41M, 2 x 256 x 16": {GRAPHS: 6.0, COMPILED_GRAPHS: 12.0},
     "Llama 110M, 4 x 1024 x 8": {GRAPHS: 1.6, COMPILED_GRAPHS: 2.8},
     "Llama 110M, 64 samples of up to 2048": {EAGER: 5.0, GRAPHS: 8.0, COMPILED_GRAPHS: 12.0},
 }
-TIME_OF_HAND_WRITTEN = 1.01  # at most, eager
-MEMORY_OF_EAGER = 1.15  # at most, with graphs
+TIME_OF_HAND_WRITTEN = 1.01  # the largest time relative to it, eager
+MEMORY_OF_EAGER = 1.15  # the largest memory relative to it, with graphs
 
 
 def targets_of(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached, with what was found; only of loops that ran. With a wrong gradient nothing is reached."""
+    """The targets and what was measured, only for loops that ran. With a wrong gradient a target is not reached."""
     found = []
 
     def add(name: str, row: dict[str, Any], bound: str, wanted: float, ratio: float | None) -> None:
@@ -52,15 +52,15 @@ def targets_of(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Results:
-    """A file of results, with the shapes that are in it."""
+    """A file of results, with the shapes in it."""
 
     output: Path
     head: dict[str, Any]
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name of the shape
-    ran: list[dict[str, Any]] = field(default_factory=list)  # now
+    ran: list[dict[str, Any]] = field(default_factory=list)  # cases of this run
 
     def read(self) -> None:
-        """Keep the shapes that are there, if they were measured with the same versions on such a machine."""
+        """Keep the shapes in the file, if they were measured with the same versions on the same kind of machine."""
         there = json.loads(self.output.read_text())
         for what in ("versions", "processor"):
             if there[what] != self.head[what]:
@@ -68,7 +68,7 @@ class Results:
         self.cases = {case["shape"]: {"date": there["date"], **case} for case in there["cases"]}
 
     def case_of(self, shape: str) -> dict[str, Any]:
-        """A case that must be there, as a part of it is measured anew."""
+        """A case that must exist, because only a part of it is measured again."""
         if shape not in self.cases:
             raise SystemExit(f"--memory: {self.output} has no {shape}. Measure it first, or choose others with --only.")
         return self.cases[shape]

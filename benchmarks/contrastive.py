@@ -1,18 +1,19 @@
-"""Contrastive training on a GPU with batches that do not fit: pairs a second, and memory, beside other ways.
+"""Contrastive training on a GPU with batches that do not fit: pairs per second and memory, compared with other ways.
 
-A BERT-like encoder under bfloat16 autocast, AdamW, and a loss in which each text finds its partner among all. The ways:
+It trains a BERT-like encoder under bfloat16 autocast with AdamW, and with a loss in which each text finds its partner
+among all texts. The ways are:
 
 - Macrobatch: `MacroStep(joint=...)` with `contrastive_loss`, eagerly, and with `cuda_graph=True`;
-- by hand: two passes as GradCache has them, with the random numbers replayed, and the matrix of all pairs;
-- cached loss: the way of sentence-transformers' CachedMultipleNegativesRankingLoss (the loss by blocks of rows, the
-  second pass in a hook of its backward), written here, so that nothing but torch is needed;
-- one big batch, where it fits.
+- by hand: the two passes of GradCache, with the same random numbers in both, and the matrix of all pairs;
+- cached loss: the method of sentence-transformers' CachedMultipleNegativesRankingLoss (the loss by blocks of rows, the
+  second pass in a hook of its backward), written here, so that only torch is needed;
+- one big batch, if it fits.
 
-The gradients of all ways are compared: ours with one big batch in float64 on a tiny model, and each with the loop by
-hand on the case itself, in its own precision.
+The gradients of all ways are checked: ours against one big batch in float64 on a tiny model, and each of them against
+the loop by hand on the case itself, in its own precision.
 
     python benchmarks/contrastive.py              # prints tables, and writes results/contrastive.json
-    python benchmarks/contrastive.py --only sizes # the three sizes with peers; `--only pairs`: 1,024 to 65,536 pairs;
+    python benchmarks/contrastive.py --only sizes # three sizes, with the other ways; `--only pairs`: 1,024 to 65,536;
                                                   # `--only kept`: what keeping the graphs that fit saves
     python benchmarks/contrastive.py --tiny       # tiny models, on a CPU too: does it run?
     python benchmarks/contrastive.py --figure     # docs/figures/retrieval.png, from examples/contrastive.py, on a CPU
@@ -65,7 +66,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Texts of token ids, (samples, length), to one row each."""
+    """Encodes texts of token ids, (samples, length), as one row each."""
 
     def __init__(self, width: int, layers: int, heads: int, length: int, words: int, dropout: float) -> None:
         super().__init__()
@@ -108,20 +109,20 @@ class Case:
         return [{side: rows[start : start + self.micro] for side, rows in batch.items()} for start in starts]
 
 
-# The three sizes at which peers were measured before, with what to reach: times the cached loss, with graphs.
+# The three sizes at which other libraries were measured before, with the wanted speed relative to the cached loss.
 SIZES = (
     (Case(name="12 layers, 1,024 pairs of 64, micro 16", layers=12, pairs=1024, length=64, micro=16), 3.5),
     (Case(name="12 layers, 4,096 pairs of 64, micro 64", layers=12, pairs=4096, length=64, micro=64), 1.7),
     (Case(name="6 layers, 2,048 pairs of 32, micro 8", layers=6, pairs=2048, length=32, micro=8), 6.0),
 )
-# One size of micro-batch, more and more pairs: memory should grow by the encodings alone.
+# One size of micro-batch, with more and more pairs: memory should only grow by the encodings.
 PAIRS = tuple(
     Case(name=f"6 layers, {pairs:,} pairs of 32, micro 256", layers=6, pairs=pairs, length=32, micro=256)
     for pairs in (1024, 4096, 16_384, 65_536)
 )
 LARGE = Case(name="6 layers, 4,096 pairs of 32, micro 2,048", layers=6, pairs=4096, length=32, micro=2048)
-MOST_OF_ONE_BIG_BATCH = 1.4  # the time, at large micro-batches
-MOST_MEMORY = 1.3  # of that at 1,024 pairs, plus the encodings
+MOST_OF_ONE_BIG_BATCH = 1.4  # the largest time relative to one big batch, at large micro-batches
+MOST_MEMORY = 1.3  # the largest memory: so many times that at 1,024 pairs, plus the encodings
 TINY = Case(name="tiny", layers=2, pairs=24, length=8, micro=5, width=32, heads=2, words=50, dropout=0.1)
 
 
@@ -135,12 +136,12 @@ def encode(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Rows of length 1, at least in float32."""
+    """Rows of length 1, in float32 or wider."""
     return F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
 
 def cross_entropy(a: Tensor, b: Tensor) -> Tensor:
-    """With the matrix of all pairs."""
+    """The loss with the matrix of all pairs."""
     logits = SCALE * unit(a) @ unit(b).T
     return F.cross_entropy(logits, torch.arange(len(logits), device=a.device))
 
@@ -168,19 +169,19 @@ def recorded(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> St
 
 
 def whatever_fits(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
-    """Graphs of the first pass that fit are kept, and need no second forward."""
+    """Macrobatch that keeps as many graphs of the first pass as fit, which need no second forward."""
     return ours(case, model, optimizer, auto=True)
 
 
 def whatever_fits_twice(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
-    """The same, with every micro-batch run twice."""
+    """The same with every micro-batch run twice."""
     with mock.patch.dict(kept_graphs.ROOMS, clear=True):
         return ours(case, model, optimizer, auto=True)
 
 
 @contextmanager
 def random_numbers(states: tuple[Tensor, ...]) -> Iterator[None]:
-    """Those of an earlier moment, inside the block."""
+    """A context with the random states of an earlier moment."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.set_rng_state(states[0])
         for state in states[1:]:
@@ -203,7 +204,7 @@ def first_pass(case: Case, model: Encoder, batch: Batch) -> tuple[list[Batch], l
 
 
 def by_hand(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
-    """GradCache's two passes."""
+    """The two passes of GradCache."""
 
     def step(batch: Batch) -> None:
         parts, states, encoded = first_pass(case, model, batch)
@@ -223,7 +224,7 @@ def by_hand(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Ste
 
 
 def cached_loss(case: Case, model: Encoder, optimizer: torch.optim.Optimizer) -> Step:
-    """The way of sentence-transformers."""
+    """The method of sentence-transformers."""
 
     def step(batch: Batch) -> None:
         parts, states, encoded = first_pass(case, model, batch)
@@ -290,7 +291,7 @@ def synchronise(device: str) -> None:
 
 
 def measured(case: Case, name: str, device: str, seconds: float) -> dict[str, Any]:
-    """Pairs a second over at least two windows, and the most memory reserved."""
+    """Pairs per second over at least two windows, and the peak of reserved memory."""
     fresh(device)
     row: dict[str, Any] = {"case": case.name, "way": name, "pairs_per_second": None, "reserved_gib": None, "error": ""}
     try:
@@ -314,7 +315,7 @@ def measured(case: Case, name: str, device: str, seconds: float) -> dict[str, An
 
 
 def gradients_of(case: Case, name: str, device: str, dtype: torch.dtype = torch.float32, windows: int = 1) -> Gradients:
-    """Those of the last of some windows with the same random numbers, as the optimizer gets them; nothing is learnt."""
+    """The gradients that the optimizer gets in the last of some equal windows, with a learning rate of 0."""
     model, batch = case.model(device).to(dtype), case.batch(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found: Gradients = []
@@ -336,13 +337,13 @@ def apart(found: Gradients, expected: Gradients) -> float:
 
 
 def exactness(device: str) -> float:
-    """Ours against one big batch, in float64, without dropout."""
+    """The error of ours against one big batch, in float64, without dropout."""
     case = replace(TINY, dropout=0.0)
     return apart(*(gradients_of(case, name, device, torch.float64) for name in ("Macrobatch", "one big batch")))
 
 
 def differences(case: Case, device: str) -> dict[str, float]:
-    """Each way's gradient against the loop by hand, with the same dropout. (One big batch has other masks.)"""
+    """The error of each way against the loop by hand, with the same dropout. (One big batch has other masks.)"""
     expected = gradients_of(case, "by hand", device)
     names = ["Macrobatch", "cached loss", *["Macrobatch, cuda_graph"] * (device == "cuda")]
     return {name: apart(gradients_of(case, name, device, windows=3), expected) for name in names}
@@ -385,7 +386,7 @@ def pairs_table(device: str, seconds: float, cases: Any = PAIRS, large: Case = L
 
 
 def kept_table(device: str, seconds: float, cases: Any) -> dict[str, Any]:
-    """What it saves to keep the graphs that fit. No bound: how much fits is the machine's."""
+    """How much time it saves to keep the graphs that fit. There is no target: how much fits depends on the machine."""
     rows = [measured(case, name, device, seconds) for case in cases for name in KEEPING]
     for kept, twice in zip(rows[::2], rows[1::2], strict=True):
         if kept["pairs_per_second"] and twice["pairs_per_second"]:
@@ -413,7 +414,7 @@ def show(title: str, table: dict[str, Any], where: str) -> None:
 
 
 def draw_retrieval(output: Path) -> None:
-    """The accuracy of the example by the size of the batch, with the same memory and the same number of steps."""
+    """Draw the accuracy of the example over the batch size, with the same memory and the same number of steps."""
     import matplotlib.pyplot as plt
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -3,7 +3,7 @@
     python benchmarks/figures.py                                        # into docs/figures
     python benchmarks/figures.py --results FOLDER --out FOLDER
 
-A loop whose gradient did not agree with the reference is hatched, and says so.
+A loop whose gradient did not agree with the reference is hatched, with a note.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from typing import Any
 
 from tables import days_of
 
-# One colour a loop, in every figure: ours are blue, dark with graphs; a loop by hand and the big batch are grey. Those
-# that are compiled are darker, those that are grouped lighter.
+# One colour per loop, in every figure: ours are blue, dark with graphs; a loop by hand and the big batch are grey.
+# Compiled loops are darker, grouped ones lighter.
 COLOURS = {
     "Macrobatch, compiled, cuda_graph": "#08306b",
     "Macrobatch, cuda_graph": "#1f6fb4",
@@ -47,13 +47,13 @@ def rows_of(case: Case) -> list[Row]:
 
 
 def by_micro_batch_size(cases: list[Case], caption: str) -> Any:
-    """Tokens a second and memory: one line a loop. The big batch is one point, drawn as the level that it sets."""
+    """Tokens per second and memory, one line per loop. The big batch is a single point, drawn as a horizontal line."""
     figure, panels = _blank(1, 2, (10, 4.4))
     for panel, key, label in (
         (panels[0], "per_second", "tokens a second"),
         (panels[1], "reserved_gib", "reserved memory at most, GiB"),
     ):
-        for name in reversed(COLOURS):  # ours last: where lines lie upon each other, on top
+        for name in reversed(COLOURS):  # ours last, so that they are on top
             points = [(case["micro_batch"], row) for case in cases for row in rows_of(case) if row["name"] == name]
             points = [(size, row) for size, row in points if row[key] is not None]
             if name == "one big batch":
@@ -82,7 +82,7 @@ def by_micro_batch_size(cases: list[Case], caption: str) -> Any:
 
 
 def bars(cases: list[Case], titles: list[str], caption: str) -> Any:
-    """Tokens a second of every loop: a panel a case, with how many times Accelerate's at each bar."""
+    """Tokens per second of every loop, one panel per case. Each bar has its ratio to Accelerate."""
     names = [name for name in COLOURS if any(row["name"] == name for case in cases for row in rows_of(case))]
     figure, panels = _blank(1, len(cases), (4.2 + 2.8 * len(cases), 0.9 + 0.32 * len(names)), sharey=True)
     for panel, case, title in zip(panels, cases, titles, strict=True):
@@ -91,7 +91,7 @@ def bars(cases: list[Case], titles: list[str], caption: str) -> Any:
             if name in rows:
                 _bar(panel, position, rows[name])
         panel.set_yticks(range(len(names)), names, fontsize=8)
-        panel.margins(x=0.32)  # room for what stands behind a bar
+        panel.margins(x=0.32)  # room for the text behind a bar
         panel.set_xlim(left=0)
         panel.set_title(title, fontsize=9, loc="left")
         panel.xaxis.set_major_formatter(_thousands)
@@ -138,7 +138,7 @@ def _blank(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 
 
 def figures_of(result: dict[str, Any]) -> dict[str, Any]:
-    """By the names of their files; only of sections that were measured."""
+    """The figures by the names of their files, only for sections that were measured."""
 
     def measured(cases: Sequence[Case]) -> str:
         machine = f"{result['processor']}, {days_of({**result, 'cases': cases})}"
@@ -187,7 +187,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         path = arguments.out / f"{name}.png"
-        figure.savefig(path, metadata={"Software": None})  # the same figures give the same file
+        figure.savefig(path, metadata={"Software": None})  # so that equal figures give equal files
         print(f"Written to {path}")
     return 0
 

@@ -1,25 +1,25 @@
-"""Samples a second and memory on a GPU: Llama, GPT-2, LoRA, ViT, ResNet, BERT and 1.1B, in turns with the peers.
+"""Samples per second and memory on a GPU: Llama, GPT-2, LoRA, ViT, ResNet, BERT and 1.1B, in turns with the peers.
 
-Every shape has a loop by hand, Accelerate and `MacroStep` without and with CUDA graphs, each of them eager and with
-`torch.compile(model)`; eager Lightning Fabric, where samples are of equal length; and one big batch, where that fits
-and has the same gradient. All train on the same windows under bf16 autocast over float32 weights, clip at 1.0, and
-step with fused AdamW. The data are in pinned host memory, cut and padded beforehand for the peers; `MacroStep` gets the
-whole window, and its cutting is timed. Samples of unequal lengths (BERT, chats) are cut by tokens; the peers take as
-many at a time as could all be of the longest length in such a micro-batch (8 and 2), in the order in which they come
-and, "grouped", sorted by length inside the window.
+Every shape is trained by a loop written by hand, by Accelerate, and by `MacroStep` without and with CUDA graphs, each
+eager and with `torch.compile(model)`; by eager Lightning Fabric, if all samples have the same length; and as one
+big batch, if that fits and has the same gradient. All train on the same windows under bf16 autocast with float32
+weights, clip at 1.0, and step with fused AdamW. The data are in pinned host memory. For the peers they are cut and
+padded in advance; `MacroStep` gets the whole window, and its cutting is timed. Samples of different lengths (BERT,
+chats) are cut by tokens. The peers use micro-batches of as many samples as fit if all have the longest length (8 and
+2), in the original order and, "grouped", sorted by length inside the window.
 
-Each loop first runs alone: two windows for the memory that is reserved, then anew, without learning, for its gradients
-of two windows, before clipping. They are compared with those of one big batch in float32. The error is max |difference|
-/ max |gradient|; it may be three times that of one big batch under the same autocast. With BatchNorm the gradient
-depends on the cut: the reference is cut in the same way. With dropout it depends on random numbers too, and rounding
-may leave nothing of the gradient of a deep network with random weights: then the reference is the loop by hand from the
-same seeds, compiled for compiled loops. Then all loops of a shape are timed in turns, window by window, in an order
-that rotates; ratios are taken within a round.
+Each loop first runs alone: two windows to measure the reserved memory; then again, with a learning rate of 0, for its
+gradients of two windows, before clipping. These are compared with one big batch in float32. The error is max
+|difference| / max |gradient|. It may be three times the error of one big batch under the same autocast. With BatchNorm
+the gradient depends on the cut, so the reference is cut in the same way. With dropout it also depends on random
+numbers; and in a deep network with random weights, rounding may change the gradient completely. Then the reference is
+the loop by hand with the same seeds, compiled for compiled loops. After that, all loops of a shape are timed in turns,
+window by window, in an order that rotates. Ratios are computed within a round.
 
     python benchmarks/gpu.py                            # everything, to results/gpu.json; the sweep to gpu_sweep.json
     python benchmarks/gpu.py --only bert 1.1B --add     # some shapes; the others stay in the file as they are
-    python benchmarks/gpu.py --add --memory Macrobatch  # its memory alone, of rows that are there; all else stays
-    python benchmarks/gpu.py --within 500 --compile-within 300      # shapes that begin later are not compiled, or left
+    python benchmarks/gpu.py --add --memory Macrobatch  # only its memory again, for existing rows; the rest stays
+    python benchmarks/gpu.py --within 500 --compile-within 300      # later shapes are not compiled, or skipped
     python benchmarks/gpu.py --tiny                     # tiny models, on a CPU too: does it run?
 """
 
@@ -49,12 +49,12 @@ from torch import Tensor, nn
 from macrobatch.bench import plain_table
 
 MAX_NORM = 1.0
-ALLOWED = 3.0  # times the error that one big batch has itself
-TOO_FAR = 0.2  # an error of one big batch itself: loops are compared with each other instead
-AMONG_LOOPS = 0.05  # their operations are the same
-FLOOR = 1e-6  # an error below it is rounding, however exact the big batch was (Llama normalises in float32, always)
-WINDOWS = 2  # different ones of a shape
-ORDER = (0, 1, 0)  # of windows, of a loop that runs alone: a graph is replayed with other data, and with the same
+ALLOWED = 3.0  # the largest error, relative to that of one big batch under autocast
+TOO_FAR = 0.2  # above this error of one big batch, loops are compared with each other instead
+AMONG_LOOPS = 0.05  # the largest error then: all loops run the same operations
+FLOOR = 1e-6  # a smaller error always counts as rounding (Llama always normalises in float32)
+WINDOWS = 2  # different windows per shape
+ORDER = (0, 1, 0)  # of windows when a loop runs alone: a graph is replayed with other data, and with the same
 Gradients = list[Tensor]
 LATE = "not run: no time was left to compile it"
 
@@ -64,19 +64,19 @@ LATE = "not run: no time was left to compile it"
 
 @dataclass(kw_only=True)
 class Row:
-    """What one loop did. `agrees`: whether its gradient is right; None: not compared, for a reason in `note`."""
+    """The results of one loop. `agrees`: whether its gradient is right; None: not compared, see `note`."""
 
     name: str
     per_second: float | None = None  # median over the windows
     quartiles: tuple[float, float] | None = None
-    windows: int = 0  # timed
-    over_accelerate: float | None = None  # of the Accelerate that is compiled if this is; median over the rounds
-    over_hand: float | None = None  # the same of the loop by hand
-    reserved_gib: float | None = None  # at most, alone
+    windows: int = 0  # number of timed windows
+    over_accelerate: float | None = None  # speed relative to Accelerate, compiled if this is; median over the rounds
+    over_hand: float | None = None  # the same relative to the loop by hand
+    reserved_gib: float | None = None  # peak while it runs alone
     micro_batches: int | None = None
     first_window_seconds: float | None = None  # compiling and capturing included
     gradient_error: float | None = None
-    gradient_scale: float | None = None  # that of the window where it is farthest from 1
+    gradient_scale: float | None = None  # of the window in which it is farthest from 1
     agrees: bool | None = None
     note: str = ""
     error: str = ""
@@ -84,10 +84,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two gradients of a whole model."""
+    """The difference between two gradients of a whole model."""
 
     error: float  # max |difference| / max |gradient|
-    scale: float  # how long the one is along the other: rounding averages out here, so that a small wrong factor shows
+    scale: float  # the best factor between them: rounding averages out here, so that a small wrong factor is visible
 
 
 def difference(found: Iterable[Tensor], expected: Gradients) -> Difference:
@@ -105,7 +105,7 @@ def difference(found: Iterable[Tensor], expected: Gradients) -> Difference:
 
 @dataclass
 class Bench:
-    """One shape with its windows; references are taken before loops are judged."""
+    """One shape with its windows. References are computed before loops are judged."""
 
     shape: Shape
     rows: dict[str, Row] = field(default_factory=dict)
@@ -119,14 +119,14 @@ class Bench:
         exact = [self._reference(index, precise) for index in range(WINDOWS)]
         own = max(difference(self._reference(index, None), exact[index]).error for index in range(WINDOWS))
         self.allowed = max(ALLOWED * own, FLOOR)
-        self.expected: dict[bool, list[Gradients]] = {False: exact, True: exact}  # by whether it is compiled
+        self.expected: dict[bool, list[Gradients]] = {False: exact, True: exact}  # by whether a loop is compiled
         if own > TOO_FAR:
             self.allowed = AMONG_LOOPS
         if self.shape.depends_on == "dropout" or own > TOO_FAR:
-            self.expected = {False: [], True: []}  # until the loop by hand has run
+            self.expected = {False: [], True: []}  # filled when the loop by hand has run
 
     def _reference(self, index: int, precise: torch.dtype | None) -> Gradients:
-        """The gradient of a window in plain torch, without dropout; under autocast where no precision is given."""
+        """The gradient of a window in plain torch, without dropout; under autocast if `precise` is None."""
         shape, window = self.shape, self.windows[index]
         model = shape.model(precise or torch.float32)
         if shape.depends_on == "dropout":
@@ -142,7 +142,7 @@ class Bench:
         return [gradient.cpu() for gradient in gradients_of(model)]  # what they leave free between them would not count
 
     def run(self, ways: Sequence[Way], windows: int, deadline: float) -> None:
-        """Judge each loop alone, then time those that ran in turns. What a loop raises is its row."""
+        """Judge each loop alone, then time all that ran, in turns. An error of a loop goes into its row."""
         for way in ways:
             row = self.rows[way.name] = Row(name=way.name)
             with self._catching(row):
@@ -155,7 +155,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _catching(self, row: Row) -> Iterator[None]:
-        """What a loop raises, or says of its graphs, goes into its row."""
+        """A context that writes errors of a loop, and its warnings about graphs, into its row."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", message="cuda_graph")
@@ -169,7 +169,7 @@ class Bench:
 
     def _job(self, way: Way, learning_rate: float, max_norm: float) -> Job:
         model: Any = self.shape.model()
-        if way.is_compiled:  # on a CPU nothing is gained: only that it runs
+        if way.is_compiled:  # on a CPU it only has to run
             backend = "inductor" if DEVICE == "cuda" else "eager"
             model = torch.compile(model, dynamic=self.shape.budget is not None, backend=backend)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -178,9 +178,10 @@ class Bench:
         return Job(shape=self.shape, model=model, optimizer=optimizer, max_norm=max_norm, **options)
 
     def weigh(self, way: Way) -> tuple[float | None, float]:
-        """The GiB that a loop reserves as people run it, nobody looking at its gradients; seconds of its first window.
+        """The GiB that a loop reserves in normal use, without a check of its gradients; and the seconds of its first
+        window.
 
-        Compiling and capturing are in both.
+        Both include compiling and capturing.
         """
         fresh()
         before = torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
@@ -195,7 +196,7 @@ class Bench:
         return round((torch.cuda.max_memory_reserved() - before) / 2**30, 3) if DEVICE == "cuda" else None, seconds
 
     def _judge(self, way: Way, row: Row) -> None:
-        """Compare the gradients of a loop that learns nothing."""
+        """Compare the gradients of a loop, with a learning rate of 0."""
         fresh()
         job = self._job(way, learning_rate=0.0, max_norm=math.inf)
         run, found, seen = way.build(job), list[Difference](), list[Gradients]()
@@ -207,7 +208,7 @@ class Bench:
             divisor = getattr(job.optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel
             own = (gradient if divisor is None else gradient / divisor for gradient in gradients_of(job.model))
             if is_reference:
-                seen.append([gradient.cpu().clone() for gradient in own])  # on the host, as its memory is measured
+                seen.append([gradient.cpu().clone() for gradient in own])  # on the host: device memory is measured
             elif expected:
                 found.append(difference(own, expected[window]))
 
@@ -229,7 +230,7 @@ class Bench:
             row.agrees = row.gradient_error <= self.allowed
 
     def _time(self, ways: Sequence[Way], windows: int, deadline: float) -> None:
-        """Window by window in turns, after every loop has been through all windows. At the deadline it ends early."""
+        """Time the loops window by window, in turns, after each has run all windows once. Stop at the deadline."""
         run: Run | None
         runs: dict[str, Run] = {}
         seconds: dict[str, list[float]] = {}
@@ -239,7 +240,7 @@ class Bench:
                 for index in range(WINDOWS):
                     run(index)
                 runs[way.name], seconds[way.name] = run, []
-            run = None  # if it failed, nothing of it stays in memory
+            run = None  # so that nothing of a failed loop stays in memory
         gc.collect()
         for number in range(windows):
             if number and time.perf_counter() > deadline:
@@ -263,14 +264,14 @@ class Bench:
 
 
 def ratio_of(own: list[float], theirs: list[float] | None) -> float | None:
-    """How much faster one was than another, within a round."""
+    """The median ratio of the times of two loops within a round: above 1 if the first one is faster."""
     if theirs is None:
         return None
     return round(record.quartiles([their / mine for mine, their in zip(own, theirs, strict=True)])[0], 3)
 
 
 def gradients_of(model: nn.Module) -> Iterator[Tensor]:
-    """Of the parameters that are trained."""
+    """The gradients of the trained parameters."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None
@@ -278,7 +279,7 @@ def gradients_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def fresh() -> None:
-    """Nothing of a loop is left for the next one."""
+    """Clear everything that a loop has left, before the next one."""
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 
@@ -288,7 +289,7 @@ def fresh() -> None:
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # small, but in the midst of large blocks, which could not be given back
+        torch._C._cuda_clearCublasWorkspaces()  # small, but they would keep large blocks from being freed
         torch.cuda.empty_cache()
 
 
@@ -302,7 +303,7 @@ def now() -> float:
 
 
 def said_of(row: Row, allowed: float) -> str:
-    """The line that follows the run of a loop by itself."""
+    """The line to print after a loop has run alone."""
     if row.error:
         return f"  {row.name}: FAILED, {row.error}"
     words = {True: "ok", False: "WRONG", None: "not compared"}[row.agrees]
@@ -323,7 +324,7 @@ def cells_of(row: Row) -> list[str]:
 
 
 def measure(shape: Shape, windows: int, compiles: bool, deadline: float) -> dict[str, Any]:
-    """The rows of a shape, in groups whose models fit into memory."""
+    """Measure the rows of a shape, in groups whose models fit into memory."""
     print(f"\n{shape.title}", flush=True)
     described: dict[str, Any] = {
         "name": shape.title,
@@ -343,7 +344,7 @@ def measure(shape: Shape, windows: int, compiles: bool, deadline: float) -> dict
     try:
         bench = Bench(shape)
         bench.take_references()
-    except Exception as error:  # such as a package that is not there
+    except Exception as error:  # e.g. a package that is not installed
         traceback.print_exc()
         return described | {"error": f"{type(error).__name__}: {error}"[:200]}
     compiled = list(ways_of(shape, is_compiled=True)) if shape.section != "sweep" else []
@@ -363,7 +364,7 @@ def measure(shape: Shape, windows: int, compiles: bool, deadline: float) -> dict
 
 
 def weigh(shape: Shape, case: dict[str, Any], loops: Sequence[str], compiles: bool) -> dict[str, Any]:
-    """Take the memory of some loops anew; all else in their rows stays."""
+    """Measure the memory of some loops again. Everything else in their rows stays."""
     print(f"\n{shape.title}", flush=True)
     bench, rows = Bench(shape), {row["name"]: row for row in case["rows"]}
     for is_compiled in (False, True) if compiles and shape.section != "sweep" else (False,):
@@ -414,10 +415,10 @@ def parsed() -> argparse.Namespace:
 
 
 def load_peers() -> list[str]:
-    """All before anything is timed: what imports leave behind makes every later collection of garbage slow."""
+    """Import all peers before anything is timed: objects of later imports would slow down garbage collection."""
     loaded = []
     for name in ("torch", "transformers", "accelerate", "lightning", "peft"):
-        with contextlib.suppress(ImportError):  # its shapes and loops will say so
+        with contextlib.suppress(ImportError):  # its shapes and loops will report it
             importlib.import_module(name)
             importlib.metadata.version(name)
             loaded.append(name)
@@ -431,7 +432,7 @@ def main() -> int:
     if DEVICE == "cpu" and not arguments.tiny:
         print("It needs a CUDA device; --tiny shows that it runs.", file=sys.stderr)
         return 2
-    warnings.filterwarnings("ignore")  # the peers' advice
+    warnings.filterwarnings("ignore")  # of the peers
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference; under autocast nothing is float32
     torch.backends.cudnn.allow_tf32 = False
     head: dict[str, Any] = {

@@ -16,12 +16,12 @@ from macrobatch import MacroStep, by_tokens
 HAND, ACCELERATE, FABRIC, BIG_BATCH = "hand-written", "Accelerate", "Lightning Fabric", "one big batch"
 EAGER, GRAPHS = "Macrobatch", "Macrobatch, cuda_graph"
 COMPILED, COMPILED_GRAPHS = "Macrobatch, compiled", "Macrobatch, compiled, cuda_graph"
-Run = Callable[[int], int]  # trains on the window of that number; returns how many micro-batches it made
+Run = Callable[[int], int]  # trains on the window with this number; returns its number of micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a loop gets."""
+    """The arguments of a loop."""
 
     shape: Shape
     model: nn.Module
@@ -32,13 +32,13 @@ class Job:
     is_compiled: bool
 
     def loaders(self) -> list[Any]:
-        """For each window the micro-batches of the peers."""
+        """A loader of the peers' micro-batches for each window."""
         size = self.shape.micro_batch
         return [loader(map(pinned, cut(window, size, self.is_grouped))) for window in self.windows]
 
 
 def loader(batches: Iterable[Batch]) -> Any:
-    """Hands out batches as they are. It has a generator of its own: a loader draws a seed, also if it needs none."""
+    """Returns batches as they are. It has its own generator, because a loader always draws a seed."""
     return DataLoader(list(batches), collate_fn=itemgetter(0), generator=Generator())  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def hand_written(job: Job) -> Run:
 
 
 def accelerate(job: Job) -> Run:
-    """Under `accumulate`; its recipe for "training samples of variable size" where lengths vary."""
+    """Accelerate with `accumulate`; if lengths vary, its recipe for "training samples of variable size"."""
     from accelerate import Accelerator
     from accelerate.utils import AutocastKwargs, DataLoaderConfiguration
 
@@ -151,7 +151,7 @@ def macro_step(job: Job, cuda_graph: bool = False) -> Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One row. The first of its kind, compiled or not, is the loop by hand."""
+    """One row. The first one among the compiled ones, and among the others, is the loop by hand."""
 
     name: str
     build: Callable[[Job], Run]
@@ -167,12 +167,12 @@ def ways_of(shape: Shape, is_compiled: bool) -> Iterator[Way]:
         yield Way(name=f"{HAND}, grouped{end}", build=hand_written, is_compiled=is_compiled, is_grouped=True)
         yield Way(name=f"{ACCELERATE}, grouped{end}", build=accelerate, is_compiled=is_compiled, is_grouped=True)
     yield Way(name=EAGER + end, build=macro_step, is_compiled=is_compiled)
-    # The loop by hand, with another forward around the model: that is seen once.
+    # Lightning Fabric is the loop by hand with a wrapper around the model, so it is measured only once.
     if not is_compiled and shape.budget is None and shape.section != "sweep":
         yield Way(name=FABRIC, build=fabric, is_compiled=False)
     graphs = f"{EAGER}{end}{GRAPHS.removeprefix(EAGER)}"
     yield Way(name=graphs, build=lambda job: macro_step(job, True), is_compiled=is_compiled)
     is_once = shape.section != "sweep" or shape.micro_batches == 1
-    is_worth_it = not is_compiled or shape.section == "fixed"  # compiling it takes as long as half of the other loops
-    if is_once and is_worth_it and shape.together is None and not shape.depends_on:  # it fits, and is as exact
+    is_worth_it = not is_compiled or shape.section == "fixed"  # compiling it takes half as long as all other loops
+    if is_once and is_worth_it and shape.together is None and not shape.depends_on:  # it fits, and is exact
         yield Way(name=BIG_BATCH + end, build=one_big_batch, is_compiled=is_compiled)

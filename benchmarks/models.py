@@ -14,7 +14,7 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor]
 
 IGNORED = -100
-SPREAD = 0.8  # of the logarithms of log-normal lengths
+SPREAD = 0.8  # standard deviation of the logarithm of lengths
 ATTENTION = "sdpa_without_mask"
 LLAMAS = {  # width, layers, heads, words
     "110M": (768, 12, 12, 32_000),
@@ -30,7 +30,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, beside a shortcut."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, with a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ def resnet(width: int, depths: Sequence[int], classes: int) -> nn.Module:
 
 
 def attention() -> str:
-    """One that needs no mask: padding is at the end, where no real token sees it.
+    """An attention that needs no mask, because padding is at the end, where no real token sees it.
 
-    transformers' own looks at the positions in every eager forward, whether samples were packed: the host waits for
-    the device. Compiled or recorded it cannot look, and takes a slower way with a mask of zeros.
+    In every eager forward, transformers' own attention checks the positions to see whether samples are packed, and the
+    host waits for the device. Compiled or recorded it cannot check, and uses a slower kernel with a mask of zeros.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -73,7 +73,7 @@ def attention() -> str:
 
 
 def gpt2(tiny: bool) -> nn.Module:
-    """With its usual dropout of 0.1."""
+    """GPT-2 with its usual dropout of 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64} if tiny else {}
@@ -121,7 +121,7 @@ def vit(tiny: bool) -> nn.Module:
 
 
 def bert(tiny: bool) -> nn.Module:
-    """Without dropout, so that its gradient can be compared with one big batch."""
+    """BERT without dropout, so that its gradient can be compared with one big batch."""
     from transformers import BertConfig, BertForMaskedLM
 
     sizes = {**SMALL, "vocab_size": 64} if tiny else {}
@@ -143,7 +143,7 @@ def images(side: int, classes: int, samples: int, draw: torch.Generator) -> Batc
 
 
 def masked_texts(words: int, longest: int, samples: int, draw: torch.Generator) -> Batch:
-    """Log-normal lengths, padded to the longest; 15 % of the tokens are to be found."""
+    """Texts of log-normal lengths, padded to the longest. 15 % of the tokens have to be predicted."""
     drawn = torch.empty(samples).log_normal_(math.log(longest / 4), SPREAD, generator=draw)
     lengths = drawn.clamp(8, longest).int()
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -154,11 +154,11 @@ def masked_texts(words: int, longest: int, samples: int, draw: torch.Generator) 
 
 
 def chats(words: int, longest: int, samples: int, draw: torch.Generator) -> Batch:
-    """Log-normal lengths, padded at the end to the longest, where no real token sees it; labels are not shifted."""
+    """Texts of log-normal lengths, with padding at the end, where no real token sees it. Labels are not shifted."""
     batch = masked_texts(words, longest, samples, draw)
     mask, ids = batch["attention_mask"].bool(), torch.randint(words, batch["labels"].shape, generator=draw)
     labels = ids.masked_fill(~mask, IGNORED)
-    labels[:, 0] = IGNORED  # nothing predicts it
+    labels[:, 0] = IGNORED  # no token predicts the first one
     return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": batch["attention_mask"], "labels": labels}
 
 
@@ -169,7 +169,7 @@ def next_token_loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
 
 
 def chat_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Nobody passes a mask: it would be one of zeros, and a slower kernel."""
+    """The loss without an attention mask, which would be a mask of zeros with a slower kernel."""
     logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, (labels != IGNORED).sum()
@@ -192,7 +192,7 @@ def masked_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is trained, and on which windows. `micro_batch` and `micro_batches` are those of the peers."""
+    """A model and its windows. `micro_batch` and `micro_batches` are those of the peers."""
 
     name: str
     title: str
@@ -200,12 +200,12 @@ class Shape:
     micro_batch: int
     micro_batches: int
     make: Callable[[], nn.Module]
-    draw: Callable[[int, torch.Generator], Batch]  # a window of so many samples
-    loss: Callable[[Any, Batch], tuple[Tensor, Any]]  # the sum, and its items
-    depends_on: str = ""  # what makes the gradient depend on the cut
-    longest: int | None = None  # sample, if lengths vary
-    together: int | None = None  # samples of the reference that fit at once; None: all
-    alive: int = 12  # loops whose models fit into memory at once
+    draw: Callable[[int, torch.Generator], Batch]  # draws a window with this number of samples
+    loss: Callable[[Any, Batch], tuple[Tensor, Any]]  # the summed loss, and its number of items
+    depends_on: str = ""  # the layer because of which the gradient depends on the cut
+    longest: int | None = None  # tokens of the longest sample, if lengths vary
+    together: int | None = None  # number of samples of the reference that fit at once; None: all
+    alive: int = 12  # number of loops whose models fit into memory together
 
     @property
     def samples(self) -> int:
@@ -213,7 +213,7 @@ class Shape:
 
     @property
     def budget(self) -> int | None:
-        """Tokens and padding of the largest micro-batch that the peers can have; by tokens there are no more."""
+        """The tokens, with padding, of the peers' largest micro-batch; the limit for `by_tokens`."""
         return None if self.longest is None else self.micro_batch * self.longest
 
     @property
@@ -221,7 +221,7 @@ class Shape:
         return "images" if self.loss is image_loss else "tokens"
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """With the same weights every time."""
+        """The model, with the same weights every time."""
         torch.manual_seed(0)
         with torch.device(DEVICE):
             return self.make().to(DEVICE, dtype).train()
@@ -231,21 +231,21 @@ class Shape:
 
 
 def size_of(window: Batch) -> int:
-    """Tokens without padding, or images."""
+    """The number of tokens without padding, or of images."""
     if "attention_mask" in window:
         return int(window["attention_mask"].sum())
     return window["input_ids"].numel() if "input_ids" in window else len(window["labels"])
 
 
 def items_of(shape: Shape, batch: Batch) -> Any:
-    """What a micro-batch on the host is averaged over."""
+    """The number of items of a micro-batch on the host."""
     if "attention_mask" in batch:
         return (batch["labels"] != IGNORED).sum()
     return len(batch["labels"]) if shape.unit == "images" else batch["input_ids"][:, 1:].numel()
 
 
 def cut(window: Batch, size: int, is_grouped: bool = False) -> list[Batch]:
-    """Micro-batches of so many samples, sorted by length first if they are to be grouped; padding is trimmed."""
+    """Micro-batches of `size` samples with trimmed padding; if grouped, samples are sorted by length first."""
     mask = window.get("attention_mask")
     if mask is None:
         starts = range(0, len(next(iter(window.values()))), size)
@@ -267,7 +267,7 @@ def moved(batch: Batch) -> Batch:
 
 
 def autocast(is_compiled: bool = False) -> contextlib.AbstractContextManager[object]:
-    """Compiled code does without the cache of autocast: it would be compiled again where recordings turn that off."""
+    """Autocast; for compiled code without its cache, which recordings turn off: the code would be compiled again."""
     if DEVICE == "cpu":
         return contextlib.nullcontext()
     return torch.autocast("cuda", torch.bfloat16, cache_enabled=False if is_compiled else None)
@@ -303,7 +303,7 @@ def of_many_lengths(size: str, micro_batches: int, longest: int, together: int) 
 
 
 def swept(size: str, sizes: Sequence[int], length: int) -> list[Shape]:
-    """The same window in micro-batches of these sizes, of which the last is all of it."""
+    """The same window in micro-batches of these sizes. The last size is the whole window."""
     return [of_equal_length(size, number, length, sizes[-1] // number, "sweep") for number in reversed(sizes)]
 
 

@@ -1,17 +1,17 @@
-"""Seconds a window between two hosts on a slow link: what a library's way of synchronising gradients costs.
+"""Seconds per window between two hosts on a slow link: the cost of how a library synchronises gradients.
 
-Two network namespaces stand for the hosts. A veth pair joins them, shaped by `tc` to 1 Gbit/s, then to 200 Mbit/s; the
-two processes that torchrun starts, one in each, can reach each other through nothing else. All loops live in these
-processes; in every round each of them trains one window, in an order that rotates from round to round. Ratios are taken
-within a round, so that slow spells of the machine hit both. The bytes are those that the link's own counter saw.
+Two network namespaces simulate the hosts. A veth pair connects them, limited by `tc` to 1 Gbit/s, then to 200 Mbit/s.
+torchrun starts one process in each, and the processes can only communicate through this link. All loops run in these
+processes. In every round each loop trains one window, in an order that rotates from round to round. Ratios are computed
+within a round, so that slow phases of the machine affect both. The numbers of bytes come from the link's own counter.
 
-Checked as well: the gradient of the first window against one big batch of all samples of both ranks, in plain torch;
-and the weights after the last window against those of the loop that synchronises at every backward.
+It also checks the gradient of the first window against one big batch of all samples of both ranks, in plain torch; and
+the weights after the last window against those of the loop that synchronises at every backward.
 
     sudo python benchmarks/network.py            # prints tables, writes results/network.json
     sudo python benchmarks/network.py --quick    # two rounds at 1 Gbit/s
 
-It needs root, for the namespaces, and Linux with iproute2. It removes what it made, also after Ctrl-C.
+It needs root, for the namespaces, and Linux with iproute2. It removes the namespaces again, also after Ctrl-C.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -45,20 +45,20 @@ from torch.nn.parallel import DistributedDataParallel
 from macrobatch import Accumulator
 
 WIDTH, LAYERS = 2048, 5  # 21 million parameters
-LEARNING_RATE = 5.0  # the weights then travel about as far as they are long: a wrong gradient shows, rounding does not
+LEARNING_RATE = 5.0  # weights then change by about their own norm: a wrong gradient is visible, rounding is not
 TOLERANCE = 1e-4  # on gradients and weights, float32
-AT_LEAST, AT_MOST = 3.0, 1.03  # targets: over sync at every backward at 1 Gbit/s; of the best peer's time
+AT_LEAST, AT_MOST = 3.0, 1.03  # targets: speed over sync at every backward at 1 Gbit/s; part of the best peer's time
 EVERY, MACROBATCH = "sync every backward", "Macrobatch"
 
-INTERFACE, ADDRESSES, PORT = "link0", ("10.77.0.1", "10.77.0.2"), 29511  # known inside the namespaces only
-BURST, LATENCY = "256kb", "50ms"  # of the shaper: what may leave at once, how long a packet may wait
-PRIORITY = -15  # as of nice: other work of the machine would hit one loop more than another
+INTERFACE, ADDRESSES, PORT = "link0", ("10.77.0.1", "10.77.0.2"), 29511  # only inside the namespaces
+BURST, LATENCY = "256kb", "50ms"  # of the shaper: bytes that may be sent at once, the longest delay of a packet
+PRIORITY = -15  # niceness, because other work of the machine would affect some loops more than others
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was run. `samples` are those of one micro-batch on one rank."""
+    """The settings of the run. `samples`: those of one micro-batch on one rank."""
 
     micro_batches: int
     samples: int
@@ -80,25 +80,25 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the two processes found on one link."""
+    """The measurements of the two processes on one link."""
 
-    seconds: dict[str, list[float]]  # of each loop, one figure a round, of the slower rank
+    seconds: dict[str, list[float]]  # of each loop, one number per round, of the slower rank
     bytes_sent: dict[str, list[int]]  # by rank 0
     gradient_errors: dict[str, float]
     weight_errors: dict[str, float]
-    all_reduce: float  # seconds that the gradients alone take, median
+    all_reduce: float  # median seconds of an all-reduce of the gradients alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Seconds a window: median and quartiles. Ratios are medians of the ratios within a round."""
+    """Seconds per window: median and quartiles. Ratios are medians of the ratios within a round."""
 
     name: str
     seconds: float
     quartiles: tuple[float, float]
     megabytes_sent: float
     speedup: float  # over sync at every backward
-    macrobatch_to_this: float  # Macrobatch's time as a part of this one's
+    macrobatch_to_this: float  # Macrobatch's time divided by this one's
     gradient_error: float
     weight_error: float
 
@@ -108,7 +108,7 @@ class Figures:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops. Each is what its library's documentation tells a user to write; all use DDP with its defaults.
+# The loops. Each is written as its library's documentation recommends; all use DDP with its defaults.
 
 
 def data(settings: Settings, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -223,7 +223,7 @@ LOOPS = (at_every_backward, accelerate, fabric, no_sync_by_hand, accumulator)
 
 
 def work(settings: Settings, folder: Path) -> None:
-    """What torchrun starts. Rank 0 leaves in `folder` how far it is, and at the end what was found."""
+    """The program that torchrun starts. Rank 0 writes the progress into `folder`, and at the end the measurements."""
     go_first()
     warnings.filterwarnings("ignore")  # the peers' advice about workers and loggers
     torch.set_num_threads(1)
@@ -246,7 +246,7 @@ def work(settings: Settings, folder: Path) -> None:
 
 def go_first() -> None:
     os.nice(PRIORITY)
-    with contextlib.suppress(OSError):  # where Linux groups processes by session, only the group's own value counts
+    with contextlib.suppress(OSError):  # if Linux schedules by session, only the priority of the session counts
         Path("/proc/self/autogroup").write_text(str(PRIORITY))
 
 
@@ -254,13 +254,13 @@ def measure(loops: Sequence[Loop], settings: Settings, tick: Callable[[], None])
     start = weights(problem()[0])
     expected = after_one_big_batch(settings) - start
     gradient_errors = {}
-    for loop in loops:  # the first window warms up, and gives the gradient to be checked
+    for loop in loops:  # a warm-up, whose gradient is checked
         loop.run()
         gradient_errors[loop.name] = worst((weights(loop.model) - start - expected).abs().max() / expected.abs().max())
         tick()
     all_reduce = gradients_alone(start)
     gc.collect()
-    gc.freeze()  # what the peers' imports left behind would make every later collection slow
+    gc.freeze()  # objects of the peers' imports would slow down every later collection
 
     seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
     bytes_sent: dict[str, list[int]] = {loop.name: [] for loop in loops}
@@ -287,7 +287,7 @@ def measure(loops: Sequence[Loop], settings: Settings, tick: Callable[[], None])
 
 
 def after_one_big_batch(settings: Settings) -> Tensor:
-    """The weights after one step on all samples of both ranks at once, without any of the machinery under test."""
+    """The weights after one step on all samples of both ranks at once, in plain torch."""
     model, optimizer = problem()
     micro_batches = [pair for rank in range(dist.get_world_size()) for pair in data(settings, rank)]
     x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
@@ -297,7 +297,7 @@ def after_one_big_batch(settings: Settings) -> Tensor:
 
 
 def gradients_alone(like: Tensor) -> float:
-    """Seconds of an all-reduce of as many numbers as there are gradients: what the link can do."""
+    """Seconds of an all-reduce of as many numbers as there are gradients: the limit of the link."""
     seconds = []
     buffer = torch.zeros_like(like)
     for _ in range(3):
@@ -309,7 +309,7 @@ def gradients_alone(like: Tensor) -> float:
 
 
 def worst(value: Tensor) -> float:
-    """The larger of the two ranks' figures."""
+    """The larger of the two ranks' numbers."""
     value = value.double()
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
@@ -320,7 +320,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def sent_so_far() -> int:
-    """Bytes that have left this host."""
+    """The bytes that this host has sent."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
@@ -330,7 +330,7 @@ def sent_so_far() -> int:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces that are joined by a veth pair. It exists in no other namespace."""
+    """The names of two network namespaces that a veth pair connects. The pair exists in no other namespace."""
     names = (f"macrobatch-{os.getpid()}-a", f"macrobatch-{os.getpid()}-b")
     try:
         for name in names:
@@ -344,7 +344,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         yield names
     finally:
         there = {line.split()[0] for line in command("ip", "netns", "list").splitlines()}
-        for name in there.intersection(names):  # the veth pair goes with the first
+        for name in there.intersection(names):  # the first deletion also removes the veth pair
             command("ip", "netns", "delete", name)
 
 
@@ -355,7 +355,7 @@ def shape(names: Sequence[str], rate: str) -> None:
 
 
 def run_on(names: Sequence[str], settings: Settings, tick: Callable[[], None]) -> Measured:
-    """Start `work` on both hosts with torchrun, and wait for what it finds."""
+    """Start `work` on both hosts with torchrun, and wait for the measurements."""
     with tempfile.TemporaryDirectory(prefix="macrobatch-network-") as temporary:
         folder = Path(temporary)
         (folder / "settings.json").write_text(json.dumps(asdict(settings)))
@@ -366,8 +366,8 @@ def run_on(names: Sequence[str], settings: Settings, tick: Callable[[], None]) -
                 agents.append(torchrun(name, node, folder))
             while any(agent.poll() is None for agent in agents):
                 if any(agent.poll() for agent in agents):
-                    break  # one failed: the other would wait for it
-                with contextlib.suppress(FileNotFoundError, ValueError):  # not there yet, or half written
+                    break  # one has failed, and the other would wait for it
+                with contextlib.suppress(FileNotFoundError, ValueError):  # not written yet, or only half
                     done = int((folder / "progress").read_text())
                     for _ in range(done - shown):
                         tick()
@@ -393,12 +393,12 @@ def torchrun(name: str, node: int, folder: Path) -> subprocess.Popen[bytes]:
             env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends those
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends them
         )
 
 
 def end(agent: subprocess.Popen[bytes]) -> None:
-    """Ask torchrun to end, which ends its worker."""
+    """Ask torchrun to end. It then ends its worker."""
     if agent.poll() is None:
         agent.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -406,7 +406,7 @@ def end(agent: subprocess.Popen[bytes]) -> None:
 
 
 def end_all_in(names: Sequence[str]) -> None:
-    """What is still alive in our own namespaces was started here, and would keep them from going away."""
+    """End all processes in our own namespaces. They were started here, and would keep the namespaces alive."""
     for name in names:
         for process in command("ip", "netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
@@ -414,7 +414,7 @@ def end_all_in(names: Sequence[str]) -> None:
 
 
 def command(*words: str) -> str:
-    # A session of its own: Ctrl-C must not stop what cleans up.
+    # In a new session, because Ctrl-C must not stop the cleanup.
     done = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
@@ -449,7 +449,7 @@ def evaluate(measured: Measured) -> list[Figures]:
 
 
 def targets(rate: str, rows: Sequence[Figures]) -> dict[str, Any]:
-    """How Macrobatch stands to the loop at every backward, and to the best of the others."""
+    """The ratios of Macrobatch to the loop that synchronises at every backward, and to the best other loop."""
     own = next(row for row in rows if row.name == MACROBATCH)
     best = max((row for row in rows if row.name not in (EVERY, MACROBATCH)), key=lambda row: row.macrobatch_to_this)
     found: dict[str, Any] = {
@@ -484,7 +484,7 @@ def cells(row: Figures) -> list[str]:
 
 
 def obstacle() -> str | None:
-    """Why it cannot run here, if it cannot."""
+    """The reason why it cannot run here; None if it can."""
     if sys.platform != "linux" or not (shutil.which("ip") and shutil.which("tc")):
         return "It needs Linux with iproute2 (the commands ip and tc)."
     if os.geteuid() != 0:
@@ -499,7 +499,7 @@ def obstacle() -> str | None:
 
 def interrupted(number: int, _: object) -> NoReturn:
     for stop in STOPS:
-        signal.signal(stop, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning up
+        signal.signal(stop, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleanup
     raise SystemExit(128 + number)
 
 

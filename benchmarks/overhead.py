@@ -1,9 +1,9 @@
 """Microseconds that a library adds to one micro-step of a hand-written accumulation loop.
 
-The model is one 32x32 Linear, so that almost nothing but Python is timed. All loops live in one process and see the
-same data; in every round each of them passes over it once, in an order that rotates from round to round. A loop's
-overhead is the median, over the rounds, of its time less that of the hand-written loop in the same round: slow spells
-of the machine hit both. The weights that every loop ends with are compared with those of the hand-written one.
+The model is one 32x32 Linear, so that almost only Python is timed. All loops run in one process on the same data. In
+every round each of them passes over the data once, in an order that rotates from round to round. A loop's overhead is
+the median, over the rounds, of its time minus that of the hand-written loop in the same round, so that slow phases of
+the machine affect both. The final weights of every loop are compared with those of the hand-written one.
 
     python benchmarks/overhead.py                    # prints a table, writes results/overhead.json
     python benchmarks/overhead.py --loader list      # without the DataLoader: smaller times, less noise
@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import macrobatch.accelerate
 from macrobatch import Accumulator
 
-WIDTH = 32  # of the Linear, in and out
-LEARNING_RATE = 0.01  # small enough that no loop converges: a wrongly scaled gradient stays visible in the weights
-TOLERANCE = 1e-4  # of the distance that the weights travelled, in float32 over some thousand steps
-TARGET = 0.25  # of Lightning Fabric's overhead
-FACADE_TARGET = 0.5  # of Accelerate's, for the facade that runs the same program
+WIDTH = 32  # input and output size of the Linear
+LEARNING_RATE = 0.01  # so small that no loop converges, and a wrongly scaled gradient is visible in the weights
+TOLERANCE = 1e-4  # relative to the change of the weights, in float32 over some thousand steps
+TARGET = 0.25  # wanted part of Lightning Fabric's overhead
+FACADE_TARGET = 0.5  # wanted part of Accelerate's overhead, for macrobatch.accelerate, which runs the same program
 FABRIC = "Lightning Fabric"
 ACCELERATE = "Accelerate"
 FACADE = "macrobatch.accelerate"
@@ -41,7 +41,7 @@ FACADE = "macrobatch.accelerate"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was run. `micro_batches` are those of one pass, and every loop makes one pass a round."""
+    """The settings of the run. `micro_batches`: those of one pass. Every loop makes one pass per round."""
 
     steps: int
     micro_batches: int
@@ -71,7 +71,7 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Microseconds a micro-step: median, and the quartiles around it."""
+    """Microseconds per micro-step: the median and its quartiles."""
 
     name: str
     against: str
@@ -87,14 +87,14 @@ class Figures:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops. Each is what its library's documentation tells a user to write.
+# The loops. Each is written as its library's documentation recommends.
 
 
 def problem(settings: Settings) -> tuple[nn.Linear, torch.optim.SGD, Any]:
     """The same weights, optimizer and data for every loop."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(settings.micro_batches * settings.samples, WIDTH, generator=generator)
-    y = 4 * x @ torch.randn(WIDTH, WIDTH, generator=generator)  # far off: max_norm=1.0 clips every window
+    y = 4 * x @ torch.randn(WIDTH, WIDTH, generator=generator)  # so large that max_norm=1.0 clips every window
     torch.manual_seed(1)
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -121,7 +121,7 @@ def hand_written(settings: Settings, name: str = "hand-written", max_norm: float
 
 
 def accumulator(settings: Settings, name: str, against: str, items: Tensor | None = None, **options: Any) -> Loop:
-    """`items`: handed over as this tensor; without it as an int."""
+    """`items`: this tensor is passed as items; if None, an int is."""
     model, optimizer, loader = problem(settings)
     acc = Accumulator(model, optimizer, steps=settings.steps, **options)
 
@@ -141,7 +141,7 @@ def accumulator(settings: Settings, name: str, against: str, items: Tensor | Non
 
 
 def accelerate(settings: Settings, name: str, against: str, accelerator_class: Any) -> Loop:
-    """One loop for Accelerate and for the facade: that is what the facade is for."""
+    """The same loop for Accelerate and for macrobatch.accelerate, which is made for that."""
     accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=settings.steps)
     plain_model, plain_optimizer, plain_loader = problem(settings)
     model, optimizer = accelerator.prepare(plain_model, plain_optimizer)
@@ -205,13 +205,13 @@ def all_loops(settings: Settings) -> list[Loop]:
 
 
 def measure(loops: Sequence[Loop], rounds: int, tick: Callable[[], None]) -> dict[str, list[float]]:
-    """Microseconds that each loop took for one pass, one figure a round; the first pass only warms up."""
+    """Microseconds of one pass of each loop, one number per round. The first pass is a warm-up."""
     times: dict[str, list[float]] = {loop.name: [] for loop in loops}
     for loop in loops:
         loop.run()
         tick()
     gc.collect()
-    gc.freeze()  # what the peers' imports left behind would make every later collection slow
+    gc.freeze()  # objects of the peers' imports would slow down every later collection
     for round_number in range(rounds):
         first = round_number % len(loops)
         for loop in (*loops[first:], *loops[:first]):
@@ -223,7 +223,7 @@ def measure(loops: Sequence[Loop], rounds: int, tick: Callable[[], None]) -> dic
 
 
 def gradient_error(loop: Loop, reference: Loop, start: Tensor) -> float:
-    """How far the weights ended from those of `reference`, as a part of the way that those went."""
+    """The largest difference to the final weights of `reference`, relative to how far these have changed."""
     found, expected = weights(loop.model), weights(reference.model)
     return float((found - expected).abs().max() / (expected - start).abs().max())
 
@@ -314,7 +314,7 @@ def main() -> int:
         loader=arguments.loader,
     )
 
-    warnings.filterwarnings("ignore")  # the peers' advice about workers and loggers
+    warnings.filterwarnings("ignore")  # of the peers, about workers and loggers
     torch.set_num_threads(1)
     start = weights(problem(settings)[0])
     try:

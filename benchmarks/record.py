@@ -1,12 +1,12 @@
-"""What every benchmark says of itself and of the machine, and how its figures are shown and kept.
+"""What all benchmarks share: descriptions of run and machine, tables, and files of results.
 
-A benchmark is a file of this folder whose docstring begins with one line of what it measures, and that has a `main`
-which returns 0, 1 where a gradient was wrong or a loop failed, or 2 where it cannot run here. With `--out FILE` it
-leaves its results there. `macrobatch bench` runs them all, and finds in these files, however deep:
+A benchmark is a file in this folder. The first line of its docstring says what it measures. Its `main` returns 0; 1 if
+a gradient was wrong or a loop failed; or 2 if it cannot run here. With `--out FILE` it writes its results there.
+`macrobatch bench` runs all benchmarks, and finds in these files, at any depth:
 
 - targets: mappings with `reached`, and a bound: `at_least...` or `at_most...` of `found`, or `X_at_least` of `X`;
-- rows: mappings with `exact`, whether the gradient agreed with the reference, or `agrees`, where something else was
-  compared, None where nothing was.
+- rows: mappings with `exact`, whether the gradient agreed with the reference; or with `agrees`, if something else was
+  compared, None if nothing was.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from macrobatch.bench import plain_table
 
 
 def stamp(what: str, *packages: str) -> dict[str, Any]:
-    """How a file of results begins: what was measured, when, and with which versions."""
+    """The beginning of a file of results: what was measured, when, and with which versions."""
     numbers = {name: version(name) for name in packages}
     return {
         "what": what,
@@ -69,7 +69,7 @@ def machine(device: str = "cpu") -> str:
 
 
 def started(command: Sequence[str], seconds: float, **variables: str) -> str:
-    """What a program printed, which finds this package, installed or not, and no hub; its errors end this one."""
+    """Run a program, and return what it prints. It finds this package, and no hub. If it fails, end this process."""
     package = str(Path(macrobatch.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | variables
@@ -92,7 +92,7 @@ def quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    """A table on the screen: the first column is a name, the others are figures. Plain where rich is not there."""
+    """Print a table. The first column is a name, the others are numbers. It is plain text without rich."""
     try:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
@@ -112,7 +112,7 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], cap
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar, where rich is there: yields what to call after each of `total` pieces of work.
+    """A progress bar, if rich is installed. Yields a function to call after each of `total` pieces of work.
 
     No thread refreshes it: it is drawn between the pieces, never while one is timed.
     """
@@ -127,7 +127,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def add_output(parser: argparse.ArgumentParser, name: str) -> None:
-    """The option that says where the results go."""
+    """Add the option for the file of results."""
     parser.add_argument(
         "--out",
         "--output",

@@ -1,10 +1,10 @@
-"""What two terms cost on a GPU, each with its own denominator, beside the same loss as one.
+"""The cost of two terms on a GPU, each with its own denominator, compared with the same loss as one.
 
 Both train the same model on the same batches, and compute the same two losses: cross-entropy over the tokens, and a
-penalty over the sequences. `one` adds them up and returns one loss with one count, which is what people write (and is
-another gradient where sequences differ in length); `two` returns a dict. Windows are timed in turns, so that slow
-spells of the machine hit both. The gradient of `two` is compared with one big batch in plain torch, in float64 on a
-small model. Host reads are counted by torch's own watch on synchronisation, over a whole window with its step.
+penalty over the sequences. `one` adds them and returns one loss with one count, as is usual (its gradient differs if
+sequences have different lengths); `two` returns a dict. Windows are timed in turns, so that slow phases of the machine
+affect both. The gradient of `two` is compared with one big batch in plain torch, in float64 on a small model. torch's
+own debug mode for synchronisations counts the reads of the host, over a whole window with its step.
 
     python benchmarks/terms.py            # prints a table, and writes results/terms.json
     python benchmarks/terms.py --tiny     # a tiny model, on a CPU too: does it run?
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from macrobatch import MacroStep
 
-MOST = 1.01  # of the time of one loss
+MOST = 1.01  # the largest time relative to one loss
 Batch = dict[str, Tensor]
 
 
@@ -70,7 +70,7 @@ class Case:
     width: int
     layers: int
     heads: int
-    samples: int  # of a micro-batch
+    samples: int  # in a micro-batch
     length: int
     micro_batches: int
     words: int = 32_000
@@ -97,7 +97,7 @@ TINY = Case(name="tiny", width=32, layers=2, heads=2, samples=2, length=16, micr
 
 
 def losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean over the tokens, how many there are, and the mean over the sequences."""
+    """The mean over the tokens, their number, and the mean over the sequences."""
     device = batch["tokens"].device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits, mask = model(batch["tokens"]), batch["mask"]
@@ -142,7 +142,7 @@ def synchronise(batch: Batch) -> None:
 
 
 def host_reads(step: Callable[[Batch], object], batch: Batch) -> int | None:
-    """In one window; None on a CPU, where nobody waits."""
+    """The number of synchronisations in one window; None on a CPU, where there are none."""
     if not batch["tokens"].is_cuda:
         return None
     with warnings.catch_warnings(record=True) as caught:

@@ -1,25 +1,26 @@
-"""`macrobatch train` beside transformers' Trainer and a loop with Accelerate: tokens a second, memory, losses.
+"""`macrobatch train` compared with transformers' Trainer and a loop with Accelerate: tokens per second, memory, losses.
 
-All train the default model of `macrobatch train` on its default data, functions of the Python standard library, for the
-same optimizer steps: the same initial weights, the same samples in the same batches, the same AdamW, clipping and
+All train the default model of `macrobatch train` on its default data, functions of the Python standard library, with
+the same optimizer steps: the same initial weights, the same samples in the same batches, the same AdamW, clipping and
 learning rates.
 
-- macrobatch: the command itself, `macrobatch train`, with its defaults; its numbers are those of its metrics.jsonl;
-- Trainer: transformers' own, 8 samples at a time, as many such micro-batches as make the batch, padded to the longest;
-- Trainer, grouped: the same with samples of about the same length put together (train_sampling_strategy), which makes
-  other batches of the same samples: they are sorted, 50 micro-batches' worth at a time, so a batch holds samples of one
-  length only, and its losses are not comparable. It is shown for what it is, and is no part of the target;
-- Accelerate: its loop for samples of variable size, at the same micro-batches as the Trainer, with the tokens counted
-  after the shift (as documented, before it, the gradient is off by several per cent).
+- macrobatch: the command `macrobatch train` with its defaults; the numbers come from its metrics.jsonl;
+- Trainer: transformers' own, with micro-batches of 8 samples, padded to the longest;
+- Trainer, grouped: the same with samples of similar lengths together (train_sampling_strategy). This makes other
+  batches of the same samples: it sorts 50 micro-batches of samples at a time, so a batch holds samples of one length
+  only, and its losses are not comparable. It is only shown, and is not part of the target;
+- Accelerate: its loop for samples of variable size, with the same micro-batches as the Trainer. Tokens are counted
+  after the shift (the documented loop counts before it, and its gradient is wrong by several per cent).
 
-`tuning.py` does the same on a GPU, for chats, beside SFTTrainer too.
+`tuning.py` does the same on a GPU, for chats, and with SFTTrainer.
 
-Each run is a process of its own, so that its peak of memory is its own. Rounds go through all of them, in an order that
-rotates; a step takes the median of its times in all rounds, so that a slow spell of the machine counts for nothing. A
-token is one of a sample; padding costs time and counts for nothing. The first step of each run is not timed.
+Each run has its own process, so that its peak memory can be measured. Each round runs all of them, in an order that
+rotates. The time of a step is the median over all rounds, so that slow phases of the machine have no effect. Only
+tokens of samples count; padding costs time, but does not count. The first step of each run is not timed.
 
-The learning rate is lower than that of the command, and changes no time: at the default one, the first steps of so
-small a model magnify the rounding of float32 ten thousand times, in all of them alike, and losses would tell nothing.
+The learning rate is lower than that of the command; this does not change any time. With the default, the first steps of
+such a small model amplify the rounding of float32 ten thousand times, in all runs, so that losses could not be
+compared.
 
     python benchmarks/train.py                  # prints a table, writes results/train.json
     python benchmarks/train.py --quick          # one round of a tiny model: does it run?
@@ -52,23 +53,23 @@ from macrobatch.train import Settings
 
 MACROBATCH, TRAINER, GROUPED, ACCELERATE = "macrobatch", "Trainer", "Trainer, grouped", "Accelerate"
 IGNORED = -100
-TARGET = 1.5  # times the tokens a second of the faster peer that takes the same batches
+TARGET = 1.5  # wanted speed relative to the faster peer with the same batches
 LEARNING_RATE = 1e-3
-TOLERANCE = 1e-5  # on losses, relative: float32, and AdamW magnifies its rounding from step to step
+TOLERANCE = 1e-5  # relative, of losses: float32, and AdamW amplifies its rounding from step to step
 WARM_UP = 1  # steps that are not timed
-SECONDS = 1800  # that a run may take
+SECONDS = 1800  # time limit of a run
 
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What was run."""
+    """The settings of the run."""
 
     model: str
     steps: int
     batch: int  # samples in an optimizer step
-    micro_batch: int  # samples that the peers take at a time
+    micro_batch: int  # samples in a micro-batch of the peers
     rounds: int
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one run did; a figure a step."""
+    """The measurements of one run, one number per step."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -95,12 +96,12 @@ class Measured:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The problem: what `macrobatch train` trains, taken apart for the peers.
+# The problem: what `macrobatch train` trains, in parts for the peers.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The same weights, samples, optimizer and learning rates as the command has."""
+    """The same weights, samples, optimizer and learning rates as those of the command."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -120,7 +121,7 @@ def problem(settings: Settings) -> Problem:
     data = Data.read(settings)
     plan = Plan.made(settings, data, world)
     model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
-    model.config.use_cache = False  # type: ignore[union-attr]  # keys and values that no later token will ask for
+    model.config.use_cache = False  # type: ignore[union-attr]  # no later token needs the keys and values
     (optimizer,) = optimizers_of(model, settings, models.learning_rate(settings))
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]
     return Problem(
@@ -137,7 +138,7 @@ def settings_of(sizes: Sizes) -> Settings:
 
 
 class Watch:
-    """Counts what goes through a model, and takes the time of each optimizer step."""
+    """Counts the tokens that go through a model, and measures the time of each optimizer step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.measured = Measured()
@@ -154,7 +155,7 @@ class Watch:
         self._begin = time.perf_counter()
 
     def step(self) -> None:
-        """An optimizer step has ended."""
+        """End an optimizer step."""
         now, measured = time.perf_counter(), self.measured
         measured.seconds.append(now - self._begin)
         measured.tokens.append(self._tokens)
@@ -165,15 +166,15 @@ class Watch:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The runs. Each peer is set up as its documentation tells a user.
+# The runs. Each peer is set up as its documentation recommends.
 
 
 def macrobatch_train(sizes: Sizes, folder: Path) -> Measured:
-    """The command, and what it says of itself."""
+    """Run the command, and read its metrics."""
     command = [sys.executable, "-m", "macrobatch", "train", "--out", str(folder / "run"), "--device", "cpu"]
     options: dict[str, object] = {"model": sizes.model, "steps": sizes.steps, "batch-size": sizes.batch}
     options |= {"lr": LEARNING_RATE}
-    options |= {"validate-every": 0, "save-every": 0, "sample-tokens": 0}  # none before the last step has ended
+    options |= {"validate-every": 0, "save-every": 0, "sample-tokens": 0}  # none of them before the last step has ended
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     record.started(command + flags, SECONDS, CUDA_VISIBLE_DEVICES="")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -233,7 +234,7 @@ def trainer(sizes: Sizes, strategy: str) -> Measured:
 
 
 def accelerate(sizes: Sizes) -> Measured:
-    """Accelerate's accumulation "with training samples of variable size", with its count of tokens put right."""
+    """Accelerate's accumulation "with training samples of variable size", with a correct count of tokens."""
     from accelerate import Accelerator
 
     from macrobatch.train.corpus import collated
@@ -275,17 +276,17 @@ SAME_BATCHES = (MACROBATCH, TRAINER, ACCELERATE)
 
 
 def be_a_peer(name: str, sizes: Sizes) -> None:
-    """What a peer's own process does; the last line that it prints is what it measured."""
+    """The program of a peer's process. The last line that it prints has its measurements."""
     from macrobatch.train.record import peak_memory
 
-    warnings.filterwarnings("ignore")  # the peer's advice
+    warnings.filterwarnings("ignore")  # of the peer
     measured = PEERS[name](sizes)
     measured.peak_bytes = peak_memory(torch.device("cpu"))
     print(json.dumps(asdict(measured)))
 
 
 def run(name: str, sizes: Sizes) -> Measured:
-    """One run, in a process of its own."""
+    """One run, in its own process."""
     if name == MACROBATCH:
         with tempfile.TemporaryDirectory() as folder:
             return macrobatch_train(sizes, Path(folder))
@@ -300,7 +301,7 @@ def run(name: str, sizes: Sizes) -> Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Medians over the rounds; the range is that of whole rounds, from the slowest to the fastest."""
+    """Medians over the rounds. The range is from the slowest to the fastest whole round."""
 
     name: str
     same_batches: bool
@@ -308,11 +309,11 @@ class Figures:
     range: tuple[float, float]
     macrobatch_over_this: float
     peak_mib: float
-    micro_batches: float  # a step, on average
-    padded_to_real: float  # tokens that were computed, as a multiple of those that count
+    micro_batches: float  # per step, on average
+    padded_to_real: float  # computed tokens divided by those that count
     first_loss: float
     last_loss: float
-    loss_difference: float | None  # the largest from macrobatch's of any step, relative; None for other batches
+    loss_difference: float | None  # the largest relative difference of a step to macrobatch; None for other batches
 
     @property
     def agrees(self) -> bool | None:
@@ -350,13 +351,13 @@ def evaluate(measured: dict[str, list[Measured]]) -> list[Figures]:
 
 
 def typical_speed(runs: Sequence[Measured]) -> float:
-    """Tokens a second, each step at the median of its times."""
+    """Tokens per second, with the median time of each step."""
     seconds = [statistics.median(times) for times in zip(*(one.seconds for one in runs), strict=True)]
     return float(sum(runs[0].tokens[WARM_UP:]) / sum(seconds[WARM_UP:]))
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative one of any step."""
+    """The largest relative difference of any step."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 

@@ -1,15 +1,17 @@
-"""The trainers that people use, and the same ones under `exact`, on data of unequal lengths.
+"""The usual trainers, and the same ones under `exact`, on data of different lengths.
 
-Each trainer gets the same model, data, batches and arguments. A trainer as it is and under `exact` train at the same
-time, a window each in turns: a machine has slow spells, and they fall on both. Ratios are taken window by window. The
-windows 1, 2, 4, 8, ... in which `exact` looks again at what the loss is a mean over, do not count there; what they take
-is written beside. cuDNN plans its attention for each shape that a thread has not seen, which takes longer than the
-attention: so both train on two windows of data again and again, and the first round does not count. The other rows run
-alone, on data that do not come again, after a run on the same data that brings the shapes, and a window that is not
-timed; those that record take four times as many windows before. Tokens are those that are not padding. Rows:
-transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with ``micro=by_tokens``, and with recorded
-micro-steps; Lightning's Trainer with ``accumulate_grad_batches`` beside `ExactStrategy`. Losses of windows, over their
-tokens, are compared with those of the trainer as it is.
+All trainers get the same model, data, batches and arguments. A trainer as it is and the same one under `exact` train at
+the same time, one window each in turns, so that slow phases of the machine affect both. Ratios are computed window by
+window. In the windows 1, 2, 4, 8, ... `exact` checks again what the loss is a mean over; these windows do not count,
+and their times are written separately. cuDNN plans its attention for each shape that is new in a thread, which takes
+longer than the attention itself: so both train on two windows of data again and again, and the first round does not
+count.
+
+The other rows run alone, on data that do not repeat. Before, each of them runs on the same data once, so that all
+shapes are known, and one window is not timed; rows that record run four times as many windows before. Only tokens that
+are not padding count. The rows are: transformers' Trainer and TRL's SFTTrainer as they are, under `exact`, with
+``micro=by_tokens``, and with recorded micro-batches; Lightning's Trainer with ``accumulate_grad_batches``, and with
+`ExactStrategy`. The losses of windows, over their tokens, are compared with those of the trainer as it is.
 
     python benchmarks/trainers.py            # prints a table, and writes results/trainers.json
     python benchmarks/trainers.py --tiny     # a tiny model, on a CPU too: does it run?
@@ -42,14 +44,14 @@ from macrobatch import by_tokens
 from macrobatch.lightning import ExactStrategy
 from macrobatch.transformers import exact
 
-PADDED = 4_096  # tokens in a micro-batch
+PADDED = 4_096  # tokens in a micro-batch, with padding
 LONGER = 4
-DIFFERENT = 2  # windows of those that run in turns
+DIFFERENT = 2  # different windows of the trainers that run in turns
 IN_TURNS = ("as it is", "exact")
 BRING_SHAPES = ("as it is", "exact", "by tokens")
 TARGETS = {"by tokens": 3.0, "by tokens, graphs": 8.0, "exact": 0.98}
 Sample = dict[str, list[int]]
-Train = Callable[["Size", int, "Stopwatch"], None]  # so many windows
+Train = Callable[["Size", int, "Stopwatch"], None]  # trains for this number of windows
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Size:
     budget: int = PADDED
     per_device: int = 2
     accumulate: int = 16
-    different: int | None = None  # windows, after which the data come again
+    different: int | None = None  # number of windows after which the data repeat
 
     def model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
@@ -80,10 +82,10 @@ class Size:
         )
 
     def samples(self, windows: int) -> list[Sample]:
-        """Those of so many windows, or of all that are different: many short ones, few long ones, as in chats."""
+        """The samples of these windows, or of all different ones: many short ones and few long ones, as in chats."""
         draw, samples = torch.Generator().manual_seed(0), list[Sample]()
         windows = min(windows, self.different or windows)
-        for _ in range(windows * self.per_device * self.accumulate):  # one by one: more begin with the same ones
+        for _ in range(windows * self.per_device * self.accumulate):  # one by one, so that longer runs begin equally
             length = torch.randn((), generator=draw).mul(0.8).add(4.6).exp().clamp(8, self.longest).int().item()
             ids = torch.randint(1, self.words, (int(length),), generator=draw).tolist()
             samples.append({"input_ids": ids, "labels": ids})
@@ -104,11 +106,11 @@ def collate(samples: list[Sample]) -> dict[str, Tensor]:
 
 
 class Turns:
-    """Lets trainings, each on a thread of its own, run one window each in turns."""
+    """Runs several trainings in threads, one window each in turns."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._changed = threading.Condition()
-        self._waiting = list(names)  # the first of them has its turn
+        self._waiting = list(names)  # it is the turn of the first one
 
     def await_own(self, name: str) -> None:
         with self._changed:
@@ -124,15 +126,15 @@ class Turns:
 
 @dataclass
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """How long each window took, and its loss."""
+    """The time of each window, and its loss."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    between: Callable[[], None] = lambda: None  # what happens between windows, untimed
+    between: Callable[[], None] = lambda: None  # is called between windows, and not timed
     begin: float = field(default_factory=time.perf_counter)
 
     def note(self) -> None:
-        """A window ends here."""
+        """End a window."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.begin)
@@ -201,7 +203,7 @@ def with_sft(wrap: Callable[[type], type]) -> Train:
 
 
 def words_tokenizer(words: int) -> Any:
-    """SFTTrainer wants one, though the data are tokens already."""
+    """A tokenizer, which SFTTrainer requires, though the data are already tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -212,7 +214,7 @@ def words_tokenizer(words: int) -> Any:
 
 
 def with_lightning(**options: Any) -> Train:
-    """Without options Lightning's own accumulation."""
+    """Lightning's Trainer with `ExactStrategy`; without options, with its own accumulation."""
 
     def run(size: Size, steps: int, watch: Stopwatch) -> None:
         import lightning.pytorch as lightning
@@ -230,7 +232,7 @@ def with_lightning(**options: Any) -> Train:
                 return loss
 
             def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters(), lr=1e-4)  # Lightning does not clip for a fused one
+                return torch.optim.AdamW(self.parameters(), lr=1e-4)  # not fused, because Lightning does not clip then
 
             def on_train_batch_end(self, _: Any, __: Any, index: int) -> None:
                 if (index + 1) % size.accumulate:
@@ -240,7 +242,7 @@ def with_lightning(**options: Any) -> Train:
                 summed.clear()
                 watch.note()
 
-        summed: list[Tensor] = []  # losses and items of a window as it is
+        summed: list[Tensor] = []  # losses and items of a window with Lightning's own accumulation
         data = size.samples(steps)
         loader: Any = torch.utils.data.DataLoader(data, size.per_device, collate_fn=collate)  # type: ignore[arg-type]
         choices: dict[str, Any] = {"accumulate_grad_batches": size.accumulate}
@@ -289,22 +291,22 @@ def families(budget: int) -> dict[str, dict[str, Train]]:
 
 @dataclass
 class Row:
-    """What a row has come to."""
+    """The measurements of a row."""
 
-    rates: list[float] = field(default_factory=list)  # tokens a second of each timed window
-    looked_at: list[float] = field(default_factory=list)  # the same of windows in which the loss was looked at
+    rates: list[float] = field(default_factory=list)  # tokens per second of each timed window
+    looked_at: list[float] = field(default_factory=list)  # the same for windows in which `exact` checked the loss
     losses: list[float] = field(default_factory=list)
     reserved: int = 0
     error: str = ""
 
 
 def is_looked_at(window: int) -> bool:
-    """Whether `exact` looks at the loss in that window, counted from 1."""
+    """Whether `exact` checks the loss in this window, counted from 1."""
     return window & (window - 1) == 0
 
 
 def watched(train: Train, size: Size, windows: int, watch: Stopwatch) -> tuple[list[float], int]:
-    """Train. Returns the tokens a second of every window, and the most memory that was reserved."""
+    """Train, and return the tokens per second of every window, and the peak of reserved memory."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -317,7 +319,7 @@ def watched(train: Train, size: Size, windows: int, watch: Stopwatch) -> tuple[l
 
 
 def in_turns(ways: dict[str, Train], size: Size, timed: int, rows: dict[str, Row]) -> None:
-    """Those that must not be slower, beside what they are compared with."""
+    """Measure a trainer under `exact` and the same one as it is, in turns."""
     ordinary = [number for number in range(DIFFERENT + 1, 2 * (timed + DIFFERENT) + 4) if not is_looked_at(number)]
     windows, size, turns = ordinary[timed - 1], replace(size, different=DIFFERENT), Turns(IN_TURNS)
 
@@ -345,7 +347,7 @@ def in_turns(ways: dict[str, Train], size: Size, timed: int, rows: dict[str, Row
 
 
 def tell(way: str, error: Exception, row: Row) -> None:
-    """One that cannot run here leaves the others their places."""
+    """Report an error in its row, so that the other rows can still run."""
     print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
     row.error = str(error)[:200]
 
@@ -354,7 +356,7 @@ def rows_of(ways: dict[str, Train], size: Size, timed: int) -> dict[str, Row]:
     rows = {way: Row() for way in ways}
     alone = [(way, min(timed, 2) if way in IN_TURNS else timed) for way in BRING_SHAPES]
     for way, windows in alone if torch.cuda.is_available() else ():
-        with contextlib.suppress(Exception):  # told below
+        with contextlib.suppress(Exception):  # the error is reported below
             _, rows[way].reserved = watched(ways[way], size, windows, Stopwatch())
     in_turns(ways, size, timed, rows)
     for way, row in rows.items():
@@ -377,7 +379,7 @@ def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[
     rows: list[dict[str, Any]] = []
     for way, one in found.items():
         rate = statistics.median(one.rates) if one.rates else None
-        pairs = list(zip(one.losses, usual.losses, strict=False))[:DIFFERENT]  # then the data of the one come again
+        pairs = list(zip(one.losses, usual.losses, strict=False))[:DIFFERENT]  # later data repeat
         apart = max((abs(a - b) for a, b in pairs), default=None)
         row: dict[str, Any] = {
             "trainer": name,
@@ -388,7 +390,7 @@ def table_of(name: str, ways: dict[str, Train], size: Size, timed: int) -> dict[
             "times": times(one.rates, usual.rates, is_paired=way in IN_TURNS),
             "losses": one.losses[:3],
             "apart": apart,
-            "agrees": None if apart is None else apart <= 0.02,  # rounding of bfloat16, added up
+            "agrees": None if apart is None else apart <= 0.02,  # accumulated rounding of bfloat16
         }
         if way == "exact":
             row["quartiles"] = record.quartiles(pairs_of)[1:] if (pairs_of := ratios(one.rates, usual.rates)) else None
@@ -411,7 +413,7 @@ def times(rates: list[float], usual: list[float], *, is_paired: bool) -> float |
 
 
 def ratios(rates: list[float], usual: list[float]) -> list[float]:
-    """Window by window."""
+    """The ratio of each window."""
     return [ours / theirs for ours, theirs in zip(rates, usual, strict=False)]
 
 
@@ -446,7 +448,7 @@ def main() -> int:
             "steps": arguments.steps,
             "trainers": tables,
         }
-        record.save(result, output)  # now, as the rest may be cut short
+        record.save(result, output)  # after each table, in case the run is interrupted
     rows = [row for table in tables.values() for row in table["rows"]]
     where = f"{result['machine']}; {record.in_words(result['versions'])}"
     headings = ["trainer", "tokens/s", "times", "GiB", "losses apart"]

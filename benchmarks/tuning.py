@@ -1,17 +1,17 @@
-"""Fine-tuning on chats of very different lengths: `macrobatch train` beside TRL's SFTTrainer and transformers' Trainer.
+"""Fine-tuning on chats of very different lengths: `macrobatch train`, TRL's SFTTrainer and transformers' Trainer.
 
-A Llama is trained on conversations: questions about functions of the Python standard library, answered by their source.
-All rows get the same initial weights, the same tokens with the same labels (the answers), bfloat16 autocast, fused
-AdamW, clipping and learning rates, and the same samples in the same order. Rows:
+All rows train a Llama on conversations: questions about functions of the Python standard library, with their source as
+the answer. All get the same initial weights, the same tokens with the same labels (the answers), bfloat16 autocast,
+fused AdamW, clipping and learning rates, and the same samples in the same order. The rows are:
 
 - macrobatch: the command with its defaults; with ``--cuda-graph``; with ``--pack``; with both;
-- Trainer, SFTTrainer: 8 samples at a time, or 32, padded to the longest; these make the same batches;
-- grouped: samples of about the same length together (``train_sampling_strategy``), which makes other batches;
-- packed: SFTTrainer's ``packing=True``, so many rows at a time, which makes other batches too.
+- Trainer, SFTTrainer: micro-batches of 8 samples, or 32, padded to the longest; these make the same batches;
+- grouped: samples of similar lengths together (``train_sampling_strategy``), which makes other batches;
+- packed: SFTTrainer's ``packing=True``, with micro-batches of some rows, which makes other batches too.
 
-Each row is a process of its own. Peers train two epochs, of which the second is timed: by then they have met all
-shapes, for each of which cuDNN plans its attention. Ours take as many steps before those that are timed, or more with
-graphs, until all shapes are recorded. A token is one of a sample: padding costs time, and counts for nothing.
+Each row has its own process. Peers train two epochs, and the second one is timed: by then they have seen all shapes,
+for each of which cuDNN plans its attention. Ours run as many steps before the timed ones, or more with graphs, until
+all shapes are recorded. Only tokens of samples count; padding costs time, but does not count.
 
     python benchmarks/tuning.py                 # on a GPU: prints a table, writes results/tuning.json
     python benchmarks/tuning.py --tiny          # a tiny model, on a CPU too: does it run?
@@ -38,24 +38,24 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from macrobatch.train.flags import parsed
 from train import problem
 
-OVER_SAME, OVER_ALL = 1.5, 1.0  # times the fastest peer on the same batches, and of all
-TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # on losses, relative: bfloat16 on a GPU
-SECONDS = 280  # that a row may take
-LONGER = 4  # times the timed steps: what those take in all that record
+OVER_SAME, OVER_ALL = 1.5, 1.0  # wanted speed relative to the fastest peer on the same batches, and of all peers
+TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # relative, of losses: bfloat16 on a GPU
+SECONDS = 280  # time limit of a row
+LONGER = 4  # rows that record run so many times the timed steps in all
 Sample = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and how."""
+    """The model, the data and the steps."""
 
     width: int = 768
     layers: int = 12
     words: int = 32_000
     longest: int = 1_024
     batch: int = 128  # samples in an optimizer step
-    at_a_time: int = 8  # that the peers take
-    steps: int = 10  # that are timed
+    at_a_time: int = 8  # samples in a micro-batch of the peers
+    steps: int = 10  # number of timed steps
 
     @property
     def device(self) -> str:
@@ -67,7 +67,7 @@ TINY = Size(width=32, layers=2, words=600, longest=128, batch=32, at_a_time=4, s
 
 @dataclass
 class Measured:
-    """What a row did, step by step."""
+    """The measurements of a row, step by step."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Measured:
     peak_bytes: int = 0
 
     def tokens_per_second(self, steps: int) -> float:
-        """Over the last steps."""
+        """The speed over the last steps."""
         return sum(self.tokens[-steps:]) / sum(self.seconds[-steps:])
 
 
@@ -84,7 +84,7 @@ class Measured:
 
 
 def write_problem(place: Path, size: Size) -> None:
-    """A configuration, and conversations."""
+    """Write a configuration and conversations."""
     from macrobatch.train.documents import documents
 
     config = {
@@ -109,7 +109,7 @@ def write_problem(place: Path, size: Size) -> None:
 
 
 def flags(place: Path, size: Size) -> list[str]:
-    """Of `macrobatch train`; the peers are built from what they say."""
+    """The flags of `macrobatch train`. The peers are set up from them too."""
     options: dict[str, object] = {
         "model": place / "config.json",
         "data": place / "chat.jsonl",
@@ -134,7 +134,7 @@ def flags(place: Path, size: Size) -> list[str]:
 
 
 def ours(*more: str) -> Callable[[Path, Size], Measured]:
-    """The command, and what it says of itself."""
+    """Run the command, and read its metrics."""
 
     def run(place: Path, size: Size) -> Measured:
         with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +156,7 @@ def ours(*more: str) -> Callable[[Path, Size], Measured]:
 
 
 class Counting:
-    """A collate function that counts, before anything is on a device."""
+    """A collate function that counts tokens, before they are on a device."""
 
     def __init__(self, collate: Callable[[list[Any]], dict[str, torch.Tensor]]) -> None:
         self.collate, self.tokens, self.padded = collate, list[int](), list[int]()
@@ -168,7 +168,7 @@ class Counting:
         return batch
 
     def in_steps(self, at_once: int) -> tuple[list[int], list[int]]:
-        """So many micro-batches together."""
+        """The counts of each optimizer step, which has this number of micro-batches."""
         starts = range(0, len(self.tokens), at_once)
         return [sum(self.tokens[s : s + at_once]) for s in starts], [sum(self.padded[s : s + at_once]) for s in starts]
 
@@ -180,7 +180,7 @@ def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 class Timing(TrainerCallback):  # type: ignore[misc]
-    """When each step ended, and its loss."""
+    """The end of each step, and its loss."""
 
     def __init__(self) -> None:
         self.ends, self.losses = [time.perf_counter()], list[float]()
@@ -196,7 +196,7 @@ class Timing(TrainerCallback):  # type: ignore[misc]
 
 
 def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[Path, Size], Measured]:
-    """A trainer, set up as its documentation tells a user."""
+    """A trainer, set up as its documentation recommends."""
 
     def run(place: Path, size: Size) -> Measured:
         given, timing = problem(parsed(flags(place, size))), Timing()
@@ -247,9 +247,9 @@ def sft(
     schedulers: Any,
     timing: Timing,
 ) -> Any:
-    """SFTTrainer on tokens that it need not make itself; packed, with about as many tokens in a step.
+    """SFTTrainer on data that are already tokens; packed, with about as many tokens in a step.
 
-    It recomputes activations by default; the others do not, so it is told not to.
+    It recomputes activations by default. This is turned off, because the others do not recompute.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -295,7 +295,7 @@ SAME = [name for name in ROWS if name.startswith("macrobatch") or not name.endsw
 
 
 def measured(name: str, place: Path, size: Size) -> Measured:
-    """A row, in a process of its own."""
+    """The measurements of a row, in its own process."""
     if name.startswith("macrobatch"):
         return ROWS[name](place, size)
     row = ["--row", name, "--place", str(place), "--size", json.dumps(asdict(size))]
@@ -311,7 +311,7 @@ def report(found: dict[str, Measured], size: Size) -> dict[str, Any]:
     for name, one in found.items():
         off = None
         if name in SAME:
-            pairs = zip(one.losses[: size.steps], first.losses, strict=False)  # the second epoch's batches differ
+            pairs = zip(one.losses[: size.steps], first.losses, strict=False)  # the batches of the second epoch differ
             off = max(abs(a - b) / abs(b) for a, b in pairs)
         rows.append(
             {
@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--size", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")  # the peers' advice
+    warnings.filterwarnings("ignore")  # of the peers
     if arguments.row:
         print(json.dumps(asdict(ROWS[arguments.row](arguments.place, Size(**json.loads(arguments.size))))))
         return 0
@@ -395,12 +395,12 @@ def main() -> int:
         for name in track(arguments.only or list(ROWS), description="measuring", auto_refresh=False):
             try:
                 found[name] = measured(name, place, size)
-            except (SystemExit, subprocess.TimeoutExpired) as error:  # the others keep their places
+            except (SystemExit, subprocess.TimeoutExpired) as error:  # the other rows still run
                 failed.append(name)
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             result = report(found, size)
-            record.save(result, arguments.out)  # now, as the rest may be cut short
+            record.save(result, arguments.out)  # after each row, in case the run is interrupted
     if not found:
         return 1
     print_table(result)

@@ -1,17 +1,17 @@
-"""Real tokens a second on samples of very different lengths: functions of the Python standard library.
+"""Real tokens per second on samples of very different lengths: functions of the Python standard library.
 
 A small Llama trains on windows of 128 functions, drawn at random from the sources of the running interpreter. Three
 loops take the same optimizer steps on the same windows:
 
-- by_count: `MacroStep` with so many samples a micro-batch, in the order they come, padded to its longest;
-- by_tokens: `MacroStep`, and no micro-batch larger, with its padding, than the largest of the above;
-- Accelerate: its loop for samples of variable size, at the same micro-batches as the first, with the tokens counted
-  after the shift (as documented, before it, the gradient is off by several per cent).
+- by_count: `MacroStep` with micro-batches of some samples in their order, padded to the longest of each;
+- by_tokens: `MacroStep` with micro-batches that are, with padding, at most as large as the largest of `by_count`;
+- Accelerate: its loop for samples of variable size, with the same micro-batches as `by_count`. Tokens are counted after
+  the shift (the documented loop counts before it, and its gradient is wrong by several per cent).
 
-All live in one process. In every round each of them trains on one window, in an order that rotates from round to round;
-ratios are taken within a round, so that slow spells of the machine hit all. A real token is one of a sample; padding
-costs time and counts for nothing. What every loop hands to its optimizer for one window is compared, in float64, with
-the gradient of its samples one by one, without any padding.
+All run in one process. In every round each of them trains on one window, in an order that rotates from round to round.
+Ratios are computed within a round, so that slow phases of the machine affect all. A real token is a token of a sample;
+padding costs time, but does not count. The gradient that every loop passes to its optimizer for one window is compared,
+in float64, with the gradient of its samples one by one, without any padding.
 
     python benchmarks/variable_length.py                  # prints a table, writes results/variable_length.json
     python benchmarks/variable_length.py --device cuda    # the same there
@@ -47,8 +47,8 @@ from macrobatch.losses import causal_lm_loss
 
 IGNORED = -100
 PADDING, BEGIN, END = range(3)  # the first tokens of the vocabulary
-TOLERANCE = 1e-6  # on gradients in float64: Llama normalises in float32, whatever it is given
-TARGET = 1.8  # real tokens a second, over fixed micro-batches
+TOLERANCE = 1e-6  # of gradients in float64: Llama always normalises in float32
+TARGET = 1.8  # wanted real tokens per second, relative to fixed micro-batches
 FIXED, BY_TOKENS, ACCELERATE = "by_count", "by_tokens", "Accelerate"
 
 Batch = dict[str, Tensor]
@@ -57,12 +57,12 @@ Gradients = list[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was run."""
+    """The settings of the run."""
 
-    samples: int = 128  # in a window
-    micro_batch: int  # samples in a fixed one
-    longest: int  # tokens: functions beyond it are cut
-    windows: int  # different ones; rounds go through them in turn
+    samples: int = 128  # per window
+    micro_batch: int  # samples in a fixed micro-batch
+    longest: int  # tokens; longer functions are cut off
+    windows: int  # number of different windows, which the rounds use in turn
     rounds: int
     vocabulary: int
     width: int
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """One row: `run` trains on the window of that number."""
+    """One row: `run` trains on the window with this number."""
 
     name: str
     model: nn.Module
@@ -89,15 +89,15 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Medians and quartiles over the rounds; the ratio is taken within each."""
+    """Medians and quartiles over the rounds. Ratios are computed within a round."""
 
     name: str
     tokens_per_second: float
     quartiles: tuple[float, float]
-    over_fixed: float  # of `by_count`
+    over_fixed: float  # speed relative to `by_count`
     over_fixed_quartiles: tuple[float, float]
-    micro_batches: float  # a window, on average
-    padded_to_real: float  # tokens that were computed, as a multiple of those that count
+    micro_batches: float  # per window, on average
+    padded_to_real: float  # computed tokens divided by those that count
     largest: int  # tokens of the largest micro-batch, with its padding
     gradient_error: float
 
@@ -111,7 +111,7 @@ class Figures:
 
 
 def library_sources() -> Iterator[str]:
-    """Every module of the standard library, but for its tests and what was installed beside it."""
+    """Every module of the standard library, except for its tests and for installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__"})
@@ -121,7 +121,7 @@ def library_sources() -> Iterator[str]:
 
 
 def functions_in(source: str) -> Iterator[str]:
-    """The functions and methods of a module, each with what is nested in it, moved to the left margin."""
+    """The functions and methods of a module, each with its nested functions, without indentation."""
     try:
         pending: list[ast.AST] = [ast.parse(source)]
     except SyntaxError:
@@ -136,7 +136,7 @@ def functions_in(source: str) -> Iterator[str]:
 
 
 def tokenised(texts: Sequence[str], settings: Settings) -> list[Tensor]:
-    """Each text as the tokens of a byte-pair encoding that was learnt from all of them."""
+    """Each text as tokens of a byte-pair encoding that is trained on all of them."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -156,7 +156,7 @@ def tokenised(texts: Sequence[str], settings: Settings) -> list[Tensor]:
 
 
 def make_windows(settings: Settings) -> tuple[list[list[Tensor]], int]:
-    """The windows, and how many functions they were drawn from. The same for the same version of Python."""
+    """The windows, and the number of functions that they are drawn from. Both depend only on the version of Python."""
     functions = [function for source in library_sources() for function in functions_in(source)]
     drawn = random.Random(0).sample(functions, settings.samples * settings.windows)
     samples = tokenised(drawn, settings)
@@ -173,7 +173,7 @@ def collate(samples: Sequence[Tensor], device: str | torch.device = "cpu") -> Ba
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops. Each is what its library's documentation tells a user to write.
+# The loops. Each is written as its library's documentation recommends.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,11 +219,11 @@ def macro_step(problem: Problem, name: str, micro: Any) -> Loop:
 
 
 def void(_result: object) -> None:
-    """Nobody asks for the loss: no loop reads any number back."""
+    """Ignore the loss, so that no loop reads any number from the device."""
 
 
 def accelerate(problem: Problem) -> Loop:
-    """Accelerate's accumulation "with training samples of variable size", with its count of tokens put right."""
+    """Accelerate's accumulation "with training samples of variable size", with a correct count of tokens."""
     from accelerate import Accelerator
 
     settings = problem.settings
@@ -267,28 +267,28 @@ def all_loops(problem: Problem) -> list[Loop]:
 
 
 def fixed_shapes(window: Sequence[Tensor], size: int) -> list[tuple[int, int]]:
-    """Samples and longest of each micro-batch."""
+    """The number of samples and the longest length of each micro-batch."""
     parts = [window[start : start + size] for start in range(0, len(window), size)]
     return [(len(part), max(map(len, part))) for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one loop did in the rounds."""
+    """The measurements of one loop."""
 
-    seconds: list[float]  # one figure a round
-    padded: list[int]  # tokens with their padding, one figure a micro-batch
+    seconds: list[float]  # one number per round
+    padded: list[int]  # tokens with padding, one number per micro-batch
 
 
 def measure(loops: Sequence[Loop], settings: Settings, tick: Callable[[], None]) -> dict[str, Measured]:
-    """What each loop did; before, each goes through a window to warm up."""
+    """The measurements of each loop, after a warm-up on one window."""
     measured = {loop.name: Measured(seconds=[], padded=[]) for loop in loops}
     for loop in loops:
         loop.run(0)
         loop.model.register_forward_pre_hook(partial(note_size, measured[loop.name].padded), with_kwargs=True)
         tick()
     gc.collect()
-    gc.freeze()  # what the peers' imports left behind would make every later collection slow
+    gc.freeze()  # objects of the peers' imports would slow down every later collection
     for round_number in range(settings.rounds):
         first = round_number % len(loops)
         for loop in (*loops[first:], *loops[:first]):
@@ -311,7 +311,7 @@ def synchronise(device: str) -> None:
 
 
 def reference_gradients(problem: Problem) -> Gradients:
-    """Of the first window: the mean over its tokens, every sample by itself, without padding."""
+    """The gradients of the first window: of the mean over its tokens, sample by sample, without padding."""
     model, items = problem.model(), 0
     for sample in problem.windows[0]:
         tokens = sample[None].to(problem.settings.device)
@@ -326,7 +326,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def gradient_error(loop: Loop, expected: Gradients) -> float:
-    """Of what the loop hands to its optimizer for the first window: max |difference| / max |expected|."""
+    """The error of the loop's gradients in the first window: max |difference| / max |expected|."""
     found: list[Gradients] = []
     hook = loop.optimizer.register_step_pre_hook(lambda *_: found.append(gradients_of(loop.model)))
     loop.run(0)
@@ -425,7 +425,7 @@ def parsed_settings() -> tuple[Settings, Path]:
 
 def main() -> int:
     settings, output = parsed_settings()
-    warnings.filterwarnings("ignore")  # the peers' advice
+    warnings.filterwarnings("ignore")  # of the peers
     torch.set_float32_matmul_precision("high")
     try:
         windows, functions = make_windows(settings)

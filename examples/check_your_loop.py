@@ -1,4 +1,4 @@
-"""Check a training loop of your own: the classic mistakes, found and cured.
+"""Check your own training loop: `verify` finds the classic mistakes, and says how to fix them.
 
 python examples/check_your_loop.py
 """
@@ -25,7 +25,7 @@ def make_batch() -> Batch:
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss, a mean over the words that are not padding; and how many they are."""
+    """The loss, a mean over the words that are not padding, and the number of these words."""
     logits = model(batch["tokens"])
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PADDING)
     return loss, (batch["labels"] != PADDING).sum()
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def check() -> tuple[object, ...]:
-    """What `macrobatch verify check_your_loop:check` takes, in this directory."""
+    """The arguments of `verify`, for `macrobatch verify check_your_loop:check` in this folder."""
     return (
         nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)),
         loss_fn,

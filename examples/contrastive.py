@@ -1,4 +1,4 @@
-"""Contrastive training with a batch of 2,048 pairs in the memory of 32: retrieval gets better with the batch.
+"""Contrastive training with a batch of 2,048 pairs in the memory of 32 pairs: larger batches make retrieval better.
 
 python examples/contrastive.py
 """
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from macrobatch import Encoded, MacroStep, contrastive_loss
 
-MICRO = 32  # pairs in memory at a time, for every batch
+MICRO = 32  # pairs in memory at a time, for every batch size
 STEPS = 40
 IMAGE, TEXT, TOPICS, WIDTH = 48, 40, 12, 64
 
@@ -17,7 +17,7 @@ Batch = dict[str, Tensor]
 
 
 class Towers(nn.Module):
-    """An encoder for images, one for texts, and how sharply the loss compares them."""
+    """An encoder for images, one for texts, and the scale of the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Towers(nn.Module):
 
 
 class World:
-    """Pairs of an image and a text about the same topics, seen through two fixed random maps, with noise."""
+    """Pairs of an image and a text about the same topics, made by two fixed random maps, with noise."""
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -43,18 +43,18 @@ class World:
 
 
 def loss_fn(model: Towers, batch: Batch) -> Encoded:
-    """What the loss needs of each pair."""
+    """The encodings of each pair, for the joint loss."""
     return Encoded(image=model.image(batch["image"]), text=model.text(batch["text"]))
 
 
 def joint(model: Towers, encoded: Encoded) -> Tensor:
-    """The loss of the whole batch: each image looks for its text among all, and the other way round."""
+    """The loss of the whole batch: each image must find its text among all texts, and each text its image."""
     return contrastive_loss(encoded.image, encoded.text, scale=model.logit_scale.exp().clamp(max=100))
 
 
 @torch.no_grad()
 def accuracy(model: Towers, pairs: Batch) -> float:
-    """How many images find their own text among all of these."""
+    """The share of images that find their own text among all of these."""
     model.eval()
     encoded = loss_fn(model, pairs)
     images, texts = nn.functional.normalize(encoded.image), nn.functional.normalize(encoded.text)
@@ -63,7 +63,7 @@ def accuracy(model: Towers, pairs: Batch) -> float:
 
 
 def train(size: int, steps: int = STEPS) -> float:
-    """The accuracy after some steps with batches of that many pairs, MICRO of them in memory at a time."""
+    """Train some steps with batches of `size` pairs, MICRO of them in memory at a time, and return the accuracy."""
     torch.manual_seed(0)
     world, model = World(), Towers()
     step = MacroStep(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss_fn, joint=joint, micro=MICRO)

@@ -1,4 +1,4 @@
-"""Several processes with DistributedDataParallel: gradients travel once a window, and every token counts the same.
+"""Several processes with DDP: ranks exchange gradients once per window, and every token has the same weight.
 
 torchrun --nproc-per-node 2 examples/ddp.py     # plain python runs it as a world of one rank
 """
@@ -19,7 +19,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 
 def make_loader(epoch: int) -> list[Tensor]:
-    """This rank's share of 21 micro-batches: of two ranks one gets 11, the other 10. Their lengths differ too."""
+    """This rank's share of 21 micro-batches: with two ranks, 11 and 10. Their lengths differ too."""
     generator = torch.Generator().manual_seed(epoch)
     lengths = torch.randint(3, 30, (21,), generator=generator).tolist()
     starts = torch.randint(WORDS, (21, 4, 1), generator=generator)
@@ -36,7 +36,7 @@ def main() -> None:
 
     acc = Accumulator(model, optimizer, steps=4, max_norm=1.0)
     for epoch in range(3):
-        for tokens in acc.batches(make_loader(epoch)):  # as many on every rank: the shorter one repeats its last
+        for tokens in acc.batches(make_loader(epoch)):  # equally many on every rank: the shorter one repeats its last
             inputs, targets = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             acc.backward(loss, items=targets.numel())

@@ -1,4 +1,4 @@
-"""`macrobatch train` inside a program: callbacks hear of every step, and a function of yours tells the best model.
+"""`macrobatch train` inside a program: callbacks get every step, and your own function selects the best model.
 
 python examples/embedded_training.py
 """
@@ -17,14 +17,14 @@ TEXT = "the quick brown fox jumps over a lazy dog while seven wizards drink tea"
 
 
 def accuracy(model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """How often the likeliest token is the right one."""
+    """How often the most likely token is the right one."""
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"].to(model.device)
     likeliest = model(ids).logits[:, :-1].argmax(-1)
     return {"accuracy": (likeliest == ids[:, 1:]).float().mean()}
 
 
 def watch(event: Event) -> None:
-    """Print how the run goes on, and end it when the model is good enough."""
+    """Print the progress of the run, and end it when the model is good enough."""
     if event.kind == "validation":
         print(f"after step {event.step}, {event.numbers['accuracy']:.0%} of the tokens are right")
         if event.numbers["accuracy"] > 0.9:

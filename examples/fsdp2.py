@@ -19,7 +19,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 
 def make_loader(epoch: int) -> list[Tensor]:
-    """This rank's share of 21 micro-batches: of two ranks one gets 11, the other 10. Their lengths differ too."""
+    """This rank's share of 21 micro-batches: with two ranks, 11 and 10. Their lengths differ too."""
     generator = torch.Generator().manual_seed(epoch)
     lengths = torch.randint(3, 30, (21,), generator=generator).tolist()
     starts = torch.randint(WORDS, (21, 4, 1), generator=generator)
@@ -31,17 +31,17 @@ def main() -> None:
     os.environ.update({name: value for name, value in ALONE.items() if "RANK" not in os.environ})  # torchrun sets them
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch.manual_seed(0)  # the same start on every rank: unlike DDP, fully_shard does not copy rank 0's weights
+    torch.manual_seed(0)  # the same weights on every rank: unlike DDP, fully_shard does not copy those of rank 0
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)).to(device)
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # after sharding: it must hold the parts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # after sharding, because it must hold the shards
 
-    # gather="window" gathers the parameters once a window; the default, "micro", holds less. See docs/scaling.md.
+    # gather="window" gathers the parameters once per window; the default "micro" needs less memory: docs/scaling.md.
     acc = Accumulator(model, optimizer, steps=4, max_norm=1.0, gather="window")
     for epoch in range(3):
-        for tokens in acc.batches(make_loader(epoch)):  # as many on every rank: the shorter one repeats its last
+        for tokens in acc.batches(make_loader(epoch)):  # equally many on every rank: the shorter one repeats its last
             inputs, targets = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             acc.backward(loss, items=targets.numel())

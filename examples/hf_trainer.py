@@ -1,4 +1,4 @@
-"""transformers' Trainer, with windows that are exact: a masked language model on lines of different lengths.
+"""transformers' Trainer with exact gradient accumulation: a masked language model on lines of different lengths.
 
 python examples/hf_trainer.py
 torchrun --nproc-per-node=2 examples/hf_trainer.py
@@ -19,7 +19,7 @@ Sample = dict[str, Tensor]
 
 
 def lines(count: int) -> list[Sample]:
-    """Tokens that count upwards, over 4 to 31 places; every fifth is hidden, and has a label."""
+    """Tokens that count upwards, 4 to 31 in a line. Every fifth one is masked, and has a label."""
     found = []
     for number in range(count):
         ids = torch.arange(number, number + 4 + number * 7 % 28) % (WORDS - 2) + 2

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, with windows of 8 batches that are exact: sequences of different lengths.
+"""Lightning's Trainer with exact gradient accumulation over 8 batches: sequences of different lengths.
 
 python examples/lightning_trainer.py
 torchrun --nproc-per-node=2 examples/lightning_trainer.py
@@ -20,7 +20,7 @@ WORDS, WIDTH, PADDING = 64, 32, 0
 
 
 class Sequences(Dataset[Tensor]):
-    """They count upwards, over 3 to 30 tokens."""
+    """Sequences of 3 to 30 tokens that count upwards."""
 
     def __len__(self) -> int:
         return 80
@@ -34,7 +34,7 @@ def pad(sequences: list[Tensor]) -> Tensor:
 
 
 class Counter(LightningModule):  # type: ignore[misc]
-    """Learns to count."""
+    """A model that learns to count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class Counter(LightningModule):  # type: ignore[misc]
         targets = tokens[:, 1:]
         logits = self.net(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
-        return {"loss": loss, "items": (targets != PADDING).sum()}  # how many tokens this loss is the mean of
+        return {"loss": loss, "items": (targets != PADDING).sum()}  # the number of tokens that this loss is a mean over
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        result = self.trainer.strategy.result  # of the window that this step closes, on all ranks
+        result = self.trainer.strategy.result  # the result of the window that this step closes, over all ranks
         self.log("window_loss", result.loss)
         if self.trainer.is_global_zero:
             print(

@@ -1,7 +1,7 @@
-"""The balance loss of a mixture of experts over the whole batch: experts may specialise, and are still used alike.
+"""The balance loss of a mixture of experts over the whole batch: experts can specialise, and are still used equally.
 
-Each micro-batch comes from one of four sources, as documents do. A balance loss of every micro-batch makes each expert
-take a part of every source. Over the whole batch, the same loss lets each source have its own expert.
+Each micro-batch comes from one of four sources, as documents do. If every micro-batch has its own balance loss, each
+expert must take a part of every source. Over the whole batch, the same loss lets each source have its own expert.
 
 python examples/moe_balance.py
 """
@@ -27,7 +27,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The prediction, which expert it came from, and the probabilities of all."""
+        """The prediction, the chosen expert, and the probabilities of all experts."""
         probabilities = self.router(x).softmax(-1)
         probability, chosen = probabilities.max(-1)
         all_experts = torch.cat([expert(x) for expert in self.experts], dim=-1)
@@ -35,7 +35,7 @@ class Mixture(nn.Module):
 
 
 def make_batch(seed: int) -> Batch:
-    """SAMPLES of each source, one source after the other. Each has its own place, and its own rule."""
+    """SAMPLES samples of each source, one source after the other. Each source has its own location and its own rule."""
     draw = torch.Generator().manual_seed(seed)
     source = torch.arange(SOURCES).repeat_interleave(SAMPLES)
     places = 2 * torch.eye(SOURCES, WIDTH)[source]
@@ -45,25 +45,25 @@ def make_batch(seed: int) -> Batch:
 
 
 def balance(load: Tensor, probability: Tensor, samples: Tensor | int) -> Tensor:
-    """1 where all experts are used alike, more where not (Switch Transformer, equation 4)."""
+    """The balance loss: 1 if all experts are used equally, more if not (Switch Transformer, equation 4)."""
     return EXPERTS * (load / samples * probability / samples).sum()
 
 
 def statistics(model: Mixture, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean error, how many samples each expert got, and the sum of its probabilities."""
+    """The mean error, the number of samples of each expert, and the sum of its probabilities."""
     predicted, chosen, probabilities = model(batch["x"])
     error = nn.functional.mse_loss(predicted, batch["y"])
     return error, nn.functional.one_hot(chosen, EXPERTS).sum(0), probabilities.sum(0)
 
 
 def of_each(model: Mixture, batch: Batch) -> Tensor:
-    """The usual way: every micro-batch has a balance loss of its own."""
+    """The usual way: every micro-batch has its own balance loss."""
     error, load, probability = statistics(model, batch)
     return error + WEIGHT * balance(load, probability, len(batch["x"]))
 
 
 def of_all(model: Mixture, batch: Batch) -> Encoded:
-    """The error of the micro-batch, and what the balance loss of the whole batch needs of it."""
+    """The error of the micro-batch, and its sums for the balance loss of the whole batch."""
     error, load, probability = statistics(model, batch)
     samples = len(batch["x"])
     return Encoded(error, samples, load=Sum(load), probability=Sum(probability), samples=Sum(samples))

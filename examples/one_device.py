@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_loader(epoch: int) -> list[Tensor]:
-    """Ten micro-batches of sequences that count upwards, padded at the end to the longest: the last window is short."""
+    """Ten micro-batches of sequences that count upwards, padded at the end. The last window is short."""
     generator = torch.Generator().manual_seed(epoch)
     batches = []
     for _ in range(10):
@@ -35,12 +35,12 @@ def main() -> None:
 
     acc = Accumulator(model, optimizer, steps=STEPS, scheduler=scheduler, max_norm=1.0)
     for epoch in range(4):
-        for tokens in acc.batches(make_loader(epoch)):  # knows where each window, and the epoch, ends
+        for tokens in acc.batches(make_loader(epoch)):  # it knows where each window and the epoch end
             tokens = tokens.to(DEVICE)
             targets = tokens[:, 1:]
             logits = model(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
-            acc.backward(loss, items=(targets != PADDING).sum())  # how many tokens this loss is the mean of
+            acc.backward(loss, items=(targets != PADDING).sum())  # the number of tokens that this loss is a mean over
             if result := acc.step():  # None until the window closes
                 assert result.grad_norm is not None
                 print(

@@ -1,11 +1,11 @@
 """The same small language model trained three times on the same 8 batches of 64 sequences:
 
 1. with each batch in one piece, in plain torch;
-2. in micro-batches of 8 sequences through `macrobatch.Accumulator`: the same weights, a fraction of the memory;
-3. in the same micro-batches by the loop that people write by hand, `loss / 8`: the memory too, but other weights,
-   because the sequences differ in length, so that the mean of eight means is not the mean over all tokens.
+2. in micro-batches of 8 sequences with `macrobatch.Accumulator`: the same weights, and a fraction of the memory;
+3. in the same micro-batches with the usual loop by hand, `loss / 8`: the same memory, but other weights. The sequences
+   have different lengths, so the mean of eight means is not the mean over all tokens.
 
-Each training has a process to itself, so that its peak of memory is its own.
+Each training runs in its own process, so that its peak memory can be measured.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -23,7 +23,7 @@ from macrobatch import Accumulator
 
 BATCH, MICRO_BATCH, STEPS = 64, 8, 8  # sequences in a batch, in a micro-batch; optimizer steps
 LENGTH, WORDS, WIDTH, PADDING = 128, 512, 64, 0
-TOLERANCE = 1e-4  # on weights after eight steps in float32; rounding alone makes less than 1e-6 on a CPU
+TOLERANCE = 1e-4  # of the weights after eight steps in float32; rounding alone is less than 1e-6 on a CPU
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -46,7 +46,7 @@ def macrobatch(model: nn.Module, data: Tensor) -> Iterator[float]:
     acc = Accumulator(model, optimizer, steps=BATCH // MICRO_BATCH, max_norm=1.0)
     for batch in acc.batches(data.split(MICRO_BATCH)):
         loss, items = loss_and_items(model, batch)
-        acc.backward(loss, items=items)  # items: how many tokens this loss is the mean of
+        acc.backward(loss, items=items)  # items: the number of tokens that this loss is a mean over
         if result := acc.step():  # None until the window of eight closes
             yield result.loss.item()
 
@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
 
 
 def loss_and_items(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss over the tokens that are not padding, and how many those are."""
+    """The mean loss over the tokens that are not padding, and the number of these tokens."""
     targets = batch[:, 1:]
     logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
@@ -96,12 +96,12 @@ def loss_and_items(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # eps: with the default of 1e-8 AdamW turns the rounding of tiny gradients into visible steps.
+    # eps: with the default of 1e-8, AdamW turns the rounding of tiny gradients into visible steps.
     return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
 
 
 def make_data() -> Tensor:
-    """Sequences of 4 to LENGTH words, padded at the end. A word mostly tells the next: there is something to learn."""
+    """Sequences of 4 to LENGTH words, padded at the end. Most words determine the next one, so a model can learn."""
     generator = torch.Generator().manual_seed(0)
     shape = (STEPS * BATCH, LENGTH)
     follower = torch.randint(1, WORDS, (WORDS,), generator=generator)
@@ -109,7 +109,7 @@ def make_data() -> Tensor:
     tokens = torch.randint(1, WORDS, shape, generator=generator)
     for position in range(1, LENGTH):
         tokens[:, position] = follower[tokens[:, position - 1]].where(guessable[:, position], tokens[:, position])
-    # Most are short, some long: eight sequences may hold 150 tokens or 500.
+    # Most are short, some long: eight sequences may have 150 tokens or 500.
     lengths = (4 * (LENGTH / 4) ** torch.rand(shape[0], 1, generator=generator)).long()
     return tokens.masked_fill(torch.arange(LENGTH) >= lengths, PADDING)
 
@@ -121,14 +121,14 @@ def make_data() -> Tensor:
 class Run:
     losses: list[float]
     weights: list[float]
-    peak: float  # MiB above what was there just before training
+    peak: float  # MiB above the memory just before training
 
 
 def measured(train: Callable[[nn.Module, Tensor], Iterator[float]]) -> Run:
-    """Train from the same start; runs in a process of its own."""
+    """Train from the same initial weights. It runs in its own process."""
     torch.set_num_threads(1)  # on a busy machine torch's threads would wait for each other
     data = make_data().to(DEVICE)
-    next(one_big_batch(LanguageModel().to(DEVICE), data[:1]))  # what torch loads on first use is not training's memory
+    next(one_big_batch(LanguageModel().to(DEVICE), data[:1]))  # so that torch's libraries do not count
     torch.manual_seed(0)
     model = LanguageModel().to(DEVICE)
     before = memory("VmRSS")
@@ -141,14 +141,14 @@ def measured(train: Callable[[nn.Module, Tensor], Iterator[float]]) -> Run:
 
 
 def memory(field: str) -> float:
-    """MiB in use now (VmRSS) or at most so far (VmHWM), on the device."""
+    """The MiB in use now (VmRSS), or the peak so far (VmHWM), on the device."""
     if DEVICE.type == "cuda":
         return (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()) / 2**20
     status = Path("/proc/self/status")
-    if status.exists():  # Linux. Its ru_maxrss would not do: a new process starts with that of its parent.
+    if status.exists():  # Linux. Not ru_maxrss: a new process inherits that of its parent.
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))
         return int(line.split()[1]) / 2**10
-    import resource  # macOS has the peak alone, in bytes: what training adds to it
+    import resource  # macOS has only the peak, in bytes: the result is how much training adds to it
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 

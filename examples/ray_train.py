@@ -28,7 +28,7 @@ BATCH, MICRO_BATCH, FEATURES = 32, 4, 8  # samples in a batch of all workers; sa
 STEPS, SAVE_EVERY = 6, 3
 TOLERANCE = 1e-12  # on weights in float64
 CHECKPOINT = "state.pt"
-# A Ray of our own sends no statistics, and looks for news often: its two seconds are long for six small steps.
+# A Ray that we start sends no statistics, and polls often: its default of two seconds is long for six small steps.
 LOCAL = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
 
 Batch = tuple[Tensor, Tensor]
@@ -70,7 +70,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
-    """Ray has connected the workers: by NCCL where each has a GPU, by gloo otherwise."""
+    """The program of a worker. Ray has connected the workers: with NCCL if each has a GPU, otherwise with gloo."""
     rank, device = dist.get_rank(), get_device()
     bare = make_model().to(device)
     model = DistributedDataParallel(bare)
@@ -78,13 +78,13 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     step = MacroStep(model, optimizer, loss_fn, micro=MICRO_BATCH, max_norm=1.0)
     if (
         checkpoint := ray.train.get_checkpoint()
-    ):  # the last one of this run; Ray starts the workers anew after a failure
+    ):  # the last checkpoint of this run; Ray starts the workers again after a failure
         load(checkpoint, bare, optimizer, step)
     resumed_from = step.optimizer_step
 
     while step.optimizer_step < settings["steps"]:
         x, y = share_of(make_batch(step.optimizer_step), rank, dist.get_world_size())
-        result = step((x.to(device), y.to(device)))  # its numbers are those of all workers
+        result = step((x.to(device), y.to(device)))  # its numbers are over all workers
         done = step.optimizer_step
         metrics = {"step": done, "loss": result.loss.item(), "items": result.items.item()}
         metrics |= {"own_samples": len(y), "resumed_from": resumed_from}
@@ -95,7 +95,7 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 def report(
     metrics: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, step: MacroStep, *, saves: bool
 ) -> None:
-    """Tell Ray, on every worker: it waits for all of them. The first one brings the checkpoint."""
+    """Report to Ray, on every worker: Ray waits for all of them. The first worker passes the checkpoint."""
     if not saves:
         ray.train.report(metrics)
         return
@@ -106,7 +106,7 @@ def report(
 
 
 def load(checkpoint: ray.train.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, step: MacroStep) -> None:
-    """Continue where the checkpoint was saved: weights, optimizer, and the number of steps, which chooses the batch."""
+    """Restore a checkpoint: weights, optimizer, and the number of steps, which determines the next batch."""
     state = read(checkpoint)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -132,7 +132,7 @@ def start_ray() -> None:
 
 
 def train(storage: str, steps: int) -> ray.train.Result:
-    """Train up to that step. With the same name and storage, Ray hands the last checkpoint to the workers."""
+    """Train up to this step. With the same name and storage, Ray passes the last checkpoint to the workers."""
     has_gpus = ray.cluster_resources().get("GPU", 0) >= WORKERS
     trainer = TorchTrainer(
         train_on_worker,
@@ -149,7 +149,7 @@ def train(storage: str, steps: int) -> ray.train.Result:
 
 
 def weights_of_one_process() -> Tensor:
-    """Plain torch, each batch in one piece."""
+    """The weights of plain torch in one process, with each batch in one piece."""
     model = make_model()
     optimizer = make_optimizer(model)
     for step in range(STEPS):
@@ -174,7 +174,7 @@ def main() -> int:
 
 
 def compare(storage: str) -> int:
-    """Train in two halves, the second from the checkpoint of the first; then compare with one process."""
+    """Train in two halves, the second one from the checkpoint of the first; then compare with one process."""
     for steps in (STEPS // 2, STEPS):
         result = train(storage, steps)
         metrics = result.metrics

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, with windows that are exact, cut anew by tokens: prompts and answers of different lengths.
+"""TRL's SFTTrainer with exact gradient accumulation, cut again by tokens: prompts and answers of different lengths.
 
 pip install '.[transformers]' trl
 python examples/sft.py
@@ -30,7 +30,7 @@ def tokenizer() -> Any:
 
 
 def questions(count: int) -> Any:
-    """Count from one number to another: answers of 2 to 25 words."""
+    """Questions to count from one number to another, with answers of 2 to 25 words."""
     rows = []
     for index in range(count):
         start, steps = index * 5 % 14, 2 + index * 7 % 24
@@ -67,7 +67,7 @@ def main() -> None:
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer: Any = exact(SFTTrainer, micro=by_tokens(512))  # as many answers at once as have 512 tokens
+    trainer: Any = exact(SFTTrainer, micro=by_tokens(512))  # micro-batches of at most 512 tokens
     made = trainer(model=model, args=arguments, train_dataset=questions(256), processing_class=words)
     made.train()
     if made.is_world_process_zero():

@@ -1,4 +1,4 @@
-"""Hand over the whole batch: the same 64 sequences of very different lengths, cut in three ways, with one gradient.
+"""Pass the whole batch: the same 64 sequences of very different lengths, cut in three ways, have the same gradient.
 
 python examples/whole_batch.py
 """
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from macrobatch import MacroStep, by_tokens, causal_lm_loss
 
 WORDS, WIDTH, LONGEST = 64, 32, 200
-MEMORY = 4000  # how many tokens, padding included, this pretended device can hold
+MEMORY = 4000  # how many tokens, with padding, this simulated device can hold
 
 
 def make_batch() -> dict[str, Tensor]:
-    """Sequences that count upwards, a few long ones among many short, padded at the end to the longest."""
+    """Sequences that count upwards, a few long ones among many short ones, padded at the end."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.rand(64, 1, generator=generator).pow(4).mul(LONGEST).long() + 4
     positions = torch.arange(int(lengths.max()))
@@ -26,7 +26,7 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss, with how many tokens it is a mean over; on a device that soon has no memory left."""
+    """The loss, and the number of tokens that it is a mean over; on a simulated device with little memory."""
     if batch["input_ids"].numel() > MEMORY:
         raise torch.OutOfMemoryError(f"Tried to allocate {batch['input_ids'].numel()} bytes")
     return causal_lm_loss(model, batch)

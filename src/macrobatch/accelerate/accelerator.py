@@ -21,7 +21,7 @@ from macrobatch.types import Items
 
 logger = logging.getLogger("macrobatch")
 
-# Engines that accumulate by themselves: what they do is left to Accelerate.
+# Engines that accumulate gradients themselves. Accelerate handles them.
 THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().backward(loss if items is None else self._weighed(loss, items), **kwargs)
         elif kwargs.keys() <= {"retain_graph", "create_graph", "inputs"}:
             self._windows.backward(loss, items, kwargs)
-        else:  # an optimizer that steps in the backward, or a gradient of the program's own
+        else:  # an optimizer that steps in the backward, or a gradient that the program passes
             super().backward(loss, **kwargs)
 
     def _advance(self) -> bool:

@@ -1,4 +1,4 @@
-"""Makes every name and sub-module of Accelerate importable from here: the very same objects, not copies."""
+"""Makes every name and sub-module of Accelerate importable from here, as the same objects, not copies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ THEIRS = "accelerate"
 
 
 class _Forwarder(MetaPathFinder, Loader):
-    """Finds the sub-modules of `package` that are not its `own`, and hands out Accelerate's module objects.
+    """Finds the sub-modules of `package` that are not its `own`, and returns Accelerate's module objects.
 
-    It stands before all other finders: one that looks into the folder of a forwarded package would load a second copy.
+    It comes before all other finders: a finder that searches the folder of a forwarded package would load a second
+    copy.
     """
 
     def __init__(self, package: str, own: frozenset[str]) -> None:
@@ -34,7 +35,7 @@ class _Forwarder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._origin_of(spec.name))
-        spec.loader_state = module.__spec__  # the import system puts `spec` in its place
+        spec.loader_state = module.__spec__  # because the import system sets module.__spec__ to `spec`
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -46,7 +47,7 @@ class _Forwarder(MetaPathFinder, Loader):
 
 
 def install(package: str, folder: Iterable[str]) -> None:
-    """From now on, `package` has the sub-modules of Accelerate besides those in its own folder."""
+    """Add the sub-modules of Accelerate to `package`, besides those in its own folder."""
     if not any(isinstance(finder, _Forwarder) for finder in sys.meta_path):
         own = frozenset(module.name for module in pkgutil.iter_modules(folder))
         sys.meta_path.insert(0, _Forwarder(package, own))

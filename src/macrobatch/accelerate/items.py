@@ -1,4 +1,4 @@
-"""Windows that count items: engines, one for each set of models, that leave clipping and stepping to the program."""
+"""Windows with items: one engine per set of models. Clipping and stepping is left to the program."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from macrobatch.types import Items
 
 
 class ItemCounter:
-    """Adds losses with items to the windows of the models that they belong to.
+    """Adds losses with items to the windows of their models.
 
     Args:
         state: Accelerate's ``GradientState``.
-        scaler: tells the scaler of mixed precision, if there is one.
+        scaler: returns the GradScaler, or None.
     """
 
     def __init__(self, state: Any, scaler: Callable[[], Any]) -> None:
@@ -31,9 +31,10 @@ class ItemCounter:
         self._engines: dict[frozenset[int], tuple[Engine, LeaveMean]] = {}
 
     def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool) -> LeaveMean:
-        """A micro-batch. In the one that `closes` the window, gradients become the mean over its items.
+        """Add the backward of a micro-batch. In the last one, which `closes` the window, gradients become the mean over
+        items.
 
-        Returns what knows whether the window had any.
+        Returns the object that knows whether the window had any items.
         """
         engine, closing = self._engine_of(models)
         engine.begin(LAST_OF_ALL if closes else IN_BETWEEN, after_forward=True)
@@ -48,18 +49,18 @@ class ItemCounter:
         return closing
 
     def discard(self, dropped: LeaveMean) -> None:
-        """Drop what is accumulated in the window that closes so."""
+        """Drop the gradients of the window that `dropped` would close."""
         for engine, closing in self._engines.values():
             if closing is dropped:
                 engine.discard()
 
     def expect(self, model: nn.Module) -> None:
-        """A model was prepared. The parameters of a sharded one must be seen before its first forward."""
+        """Register a prepared model. The parameters of a sharded model must be known before its first forward."""
         if is_sharded(model) and any(p.requires_grad for p in model.parameters()):
             self._engine_of([model])
 
     def _engine_of(self, models: Sequence[Any]) -> tuple[Engine, LeaveMean]:
-        """That of the models with these parameters, whatever they are wrapped in."""
+        """The engine of the models with these parameters, whatever they are wrapped in."""
         if not models or not all(isinstance(model, nn.Module) for model in models):
             raise UsageError(
                 "backward(loss, items=...) needs to know the modules whose gradients it divides: hand them to "
@@ -92,7 +93,7 @@ class ItemCounter:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` shows other parameters between a forward and its backward."""
+    """Whether the model uses `fully_shard`, which shows other parameters between a forward and its backward."""
     return data_parallel_of(model) == "FSDPModule"
 
 

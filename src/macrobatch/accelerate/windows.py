@@ -1,11 +1,11 @@
-"""The windows of an `Accelerator`: which micro-batches a gradient holds, and what brings it to their mean.
+"""The windows of an `Accelerator`: which micro-batches a gradient contains, and how it becomes their mean.
 
-Accelerate divides every loss by the number of micro-batches that a window should have, and so does this, bit for bit.
-A window that turns out to hold another number is brought to its mean when its last micro-batch has been
-back-propagated, before the program clips and steps. Where a program counts items, an `Engine` does all of that.
+Accelerate divides every loss by the number of micro-batches that a window should have, and so does this module, bit for
+bit. If a window has another number, its gradient is corrected to the mean after the last backward, before the program
+clips and steps. If a program passes items, an `Engine` does all of that.
 
-Each prepared optimizer has a window of its own. A micro-batch belongs to the windows of the models that `accumulate()`
-was given, and to those of all optimizers whose gradients it has changed.
+Each prepared optimizer has its own window. A micro-batch belongs to the windows of the models that were passed to
+`accumulate()`, and to those of all optimizers whose gradients it has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
 
 Model = nn.Module | Tensor
-SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are others than their parameters
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are not their parameters
 
 
 CALL_PREPARED = (
@@ -45,9 +45,10 @@ class MicroBatch:
     """A context manager for the forward, the backwards and the steps of one micro-batch.
 
     Args:
-        models: what `accumulate()` was given: modules and tensors, also in lists and the like.
-        advance: moves Accelerate's counter on; returns whether this micro-batch closes its windows.
-        hold: returns what keeps the gradients of these models from travelling, where they need not.
+        windows: the windows of the `Accelerator`.
+        models: the arguments of `accumulate()`: modules and tensors, also in lists and dicts.
+        advance: advances Accelerate's counter, and returns whether this micro-batch closes its windows.
+        hold: returns a context in which processes do not exchange the gradients of these models; None if they should.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class MicroBatch:
     ) -> None:
         self.given, self.models = models, _flattened(models)
         self.closes = False
-        self.has_items = False  # whether a backward has given items
-        self.used: set[int] | None = None  # parameters that closing backwards have reached, where somebody asks
-        self.leaves: list[Tensor] = []  # the same, where all are known
+        self.has_items = False  # whether a backward had items
+        self.used: set[int] | None = None  # ids of the parameters that the closing backwards reach, if needed
+        self.leaves: list[Tensor] = []  # these parameters themselves, if all are known
         self._windows = windows
         self._advance = advance
         self._hold = hold
@@ -86,20 +87,20 @@ class MicroBatch:
             self._held.__exit__(None, None, None)
         if kind is None:
             self._windows.leave(self)
-        self.given, self.models, self.leaves = (), [], []  # a window's last micro-batch keeps no model alive
+        self.given, self.models, self.leaves = (), [], []  # so that a window's last micro-batch keeps no model alive
 
 
 class Window:
-    """What a gradient holds: that of a prepared optimizer, or of all that no such optimizer holds.
+    """The contents of the gradients of a prepared optimizer, or of all parameters without a prepared optimizer.
 
     Attributes:
-        micro_batches: how many have had a backward.
-        closing: where their items are counted; None: they came without.
-        is_closed: whether the last of them has had its backward.
-        is_stepped, is_cleared: whether the program has asked for a step, or for cleared gradients, since.
-        carries: whether the gradient holds more than this window: an earlier one that was neither stepped nor cleared.
-        wants_clear: whether it has asked for cleared gradients since, and got none.
-        dropped_in: the closing micro-batch in which it asked to clear before the backward.
+        micro_batches: the number of micro-batches with a backward.
+        closing: counts their items; None: they have no items.
+        is_closed: whether the last micro-batch has had its backward.
+        is_stepped, is_cleared: whether the program has called `step` or `zero_grad` since then.
+        carries: whether the gradients also contain an earlier window that was neither stepped nor cleared.
+        wants_clear: whether the program has called `zero_grad` since then, without effect.
+        dropped_in: the closing micro-batch in which the program called `zero_grad` before the backward.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
@@ -110,36 +111,36 @@ class Window:
             StepGuard(optimizer.optimizer, self.counts, CALL_PREPARED)
 
     def begin(self) -> None:
-        """A new window."""
+        """Begin a new window."""
         self.micro_batches = 0
         self.closing: LeaveMean | None = None
         self.is_closed = self.is_stepped = self.is_cleared = False
-        self.factor = 1.0  # what the gradient was multiplied with
+        self.factor = 1.0  # the factor that was applied to the gradient
         self.last: MicroBatch | None = None
         self.dropped_in: MicroBatch | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds micro-batches and awaits its last."""
+        """Whether it has micro-batches, but not its last one."""
         return self.micro_batches > 0 and not self.is_closed
 
     def counts(self) -> bool:
-        """Whether it holds undivided sums, as it counts items."""
+        """Whether its gradients are undivided sums, because it counts items."""
         return self.closing is not None and self.is_open
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those of the optimizer."""
+        """The parameters of the optimizer."""
         return [] if self.optimizer is None else self.optimizer.parameters()
 
     def count(self, micro_batch: MicroBatch) -> None:
-        """A backward of that micro-batch was added: its first, or one more."""
+        """Count a backward of a micro-batch: its first, or one more."""
         self.micro_batches += micro_batch is not self.last
         self.last = micro_batch
         self.is_closed = micro_batch.closes
 
     def clear(self) -> None:
-        """Clear the gradients themselves."""
+        """Clear the gradients of the optimizer."""
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
 
@@ -149,19 +150,19 @@ class Windows:
 
     Args:
         state: Accelerate's ``GradientState``.
-        scaler: tells the scaler of mixed precision, if there is one.
-        is_exact: tells whether windows of any length are brought to their mean.
+        scaler: returns the GradScaler, or None.
+        is_exact: returns whether windows of any length are corrected to their mean.
     """
 
     def __init__(self, state: Any, scaler: Callable[[], Any], is_exact: Callable[[], bool]) -> None:
         self.current: MicroBatch | None = None
-        self.latest: MicroBatch | None = None  # the current one, or the last
+        self.latest: MicroBatch | None = None  # the current micro-batch, or else the last one
         self._state = state
         self._scaler = scaler
         self._is_exact = is_exact
         self._shared: SharedScaler | None = None
         self._seeds = Seeds()
-        self._steps = 1  # what losses of open windows are divided by
+        self._steps = 1  # the divisor of the losses of open windows
         self.forget()
 
     def forget(self) -> None:
@@ -176,7 +177,7 @@ class Windows:
         return [self._rest, *self._of_optimizers]
 
     def adopt(self, prepared: Iterable[object]) -> None:
-        """Models and optimizers were prepared."""
+        """Register prepared models and optimizers."""
         for one in prepared:
             Optimizer.adopt(one, self)
             if isinstance(one, Optimizer) and self._window(one) is self._rest:
@@ -186,26 +187,26 @@ class Windows:
                 self._items.expect(one)
 
     def restart(self) -> None:
-        """Drop what is accumulated: another state was loaded."""
+        """Drop all accumulated gradients, because another state was loaded."""
         for window in self._all:
             if window.is_open:
                 self._drop(window)
             window.begin()
 
     def share(self, scaler: Any) -> SharedScaler:
-        """The scaler that all prepared optimizers step with."""
+        """The scaler that all prepared optimizers share."""
         self._shared = self._shared or SharedScaler(scaler, self._others_await_step)
         return self._shared
 
     @property
     def num_open(self) -> int:
-        """How many micro-batches are accumulated that no step can have used."""
+        """The number of accumulated micro-batches that no step has used."""
         return max(window.micro_batches * window.is_open for window in self._all)
 
     # ------------------------------------------------------------------------------------------ backwards
 
     def backward(self, loss: Tensor, items: Items, options: dict[str, Any]) -> None:
-        """Add the gradient of a loss."""
+        """Run the backward of a loss, and add its gradient to the windows."""
         loss, micro_batch = checked_loss(loss), self.current
         if self._shared is not None and not self._others_await_step():
             self._shared.catch_up()
@@ -221,16 +222,16 @@ class Windows:
             self._add_counted(loss, items, micro_batch, windows)
 
     def _add(self, loss: Tensor, micro_batch: MicroBatch, windows: list[Window], options: dict[str, Any]) -> None:
-        """Every micro-batch weighs the same."""
+        """Add a loss without items: every micro-batch has the same weight."""
         divisor = self._divisor()
         if micro_batch.closes:
-            self._scale(windows, micro_batch, undo=True)  # where an earlier backward of it has closed them
+            self._scale(windows, micro_batch, undo=True)  # if an earlier backward of this micro-batch has closed them
             self._note_reach(loss, micro_batch, windows, divisor)
         others = [window for window in self._of_optimizers if window not in windows]
         before = [_marks(window.parameters) for window in others]
         try:
             self._run(loss, divisor, options)
-        except BaseException:  # a part of the gradient was added: of what, nobody knows
+        except BaseException:  # an unknown part of the gradient was added
             for window in windows if self._is_exact() else ():
                 self._drop(window)
             raise
@@ -243,7 +244,7 @@ class Windows:
             self._scale(windows, micro_batch)
 
     def _add_counted(self, loss: Tensor, items: Items, micro_batch: MicroBatch, windows: list[Window]) -> None:
-        """Every item weighs the same."""
+        """Add a loss with items: every item has the same weight."""
         if micro_batch.has_items:
             raise UsageError("a second backward(loss, items=...) in one accumulate(): add the losses up, call it once.")
         models = micro_batch.models or self._modules
@@ -255,19 +256,19 @@ class Windows:
             window.count(micro_batch)
 
     def _run(self, loss: Tensor, divisor: int, options: dict[str, Any]) -> None:
-        """Back-propagate a loss that is divided by so much, bit for bit as Accelerate does."""
+        """Run the backward of a loss divided by `divisor`, bit for bit as Accelerate does."""
         scaler = self._scaler()
         root = loss if scaler is None else scaler.scale(loss)
         torch.autograd.backward(root, self._seeds.of(1 / divisor, root), **options)
 
     def _begin(self, window: Window, counts: bool, marks: Sequence[tuple[int, int]] | None = None) -> Window:
-        """Before a backward, or with the marks from before it; a new window if an earlier micro-batch has closed it."""
+        """Prepare a window for a backward, or for one that is over, with the `marks` from before it."""
         if window.is_closed and window.last is not self.current:
             is_left = not (window.is_stepped or window.is_cleared)
             window.carries = is_left and any(mark[0] for mark in marks or _marks(window.parameters))
             window.begin()
         if window.wants_clear and not window.micro_batches:
-            window.clear()  # the program had asked for it, with nothing of this window there
+            window.clear()  # the program has called zero_grad before this window
         window.wants_clear, window.dropped_in = False, None
         if window.micro_batches and (window.closing is not None) != counts:
             raise BatchError(
@@ -277,13 +278,13 @@ class Windows:
         return window
 
     def _divisor(self) -> int:
-        """What losses are divided by: the length that windows should have, and the same for all that are open."""
+        """The divisor of losses: the length that windows should have, the same for all open windows."""
         if not self._is_exact() or not any(window.is_open or window.last is self.current for window in self._all):
             self._steps = self._state.num_steps
         return self._steps
 
     def _scale(self, windows: Sequence[Window], micro_batch: MicroBatch, *, undo: bool = False) -> None:
-        """Bring closed windows to their mean, where they hold another number of micro-batches than was divided by."""
+        """Correct closed windows to their mean, if they have another number of micro-batches than the divisor."""
         seen: set[int] = set()  # optimizers may share parameters
         for window in windows if self._is_exact() else ():
             factor = 1.0 if undo or window.carries else self._steps / window.micro_batches
@@ -299,10 +300,10 @@ class Windows:
             multiply(list(gradients.values()), factor / window.factor)
             window.factor = factor
 
-    # ------------------------------------------------------------------------------------------ what optimizers ask
+    # ------------------------------------------------------------------------------------------ steps and zero_grad
 
     def begin_step(self, optimizer: Optimizer) -> bool:
-        """A step is due: returns whether to leave it out, because the window has no items."""
+        """Prepare a step, and return whether to skip it, because the window has no items."""
         if self.current is not None:
             require_all_used(self.current.models, self.current.used)
         window = self._window(optimizer)
@@ -311,14 +312,14 @@ class Windows:
         return window.closing is not None and window.is_closed and window.closing.is_void()
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
-        """These are clipped for a step that is due."""
+        """Complete the windows of these parameters, which are clipped for a step."""
         clipped = set(map(id, parameters))
         for window in self._of_optimizers:
             if not clipped.isdisjoint(map(id, window.parameters)):
                 self._complete(window)
 
     def _complete(self, window: Window) -> None:
-        """The program itself says that an open window is complete: its last micro-batch had no backward."""
+        """Close an open window, because the program steps or clips: its last micro-batch had no backward."""
         if not (window.is_open and self._is_exact()):
             return
         assert self.latest is not None, "a window is open since a micro-batch"
@@ -331,11 +332,11 @@ class Windows:
         self._scale([window], self.latest)
 
     def may_clear(self, optimizer: Optimizer) -> bool:
-        """Whether `zero_grad` may clear: not what was accumulated for a step that is still to come."""
+        """Whether `zero_grad` may clear: not the gradients that are accumulated for a later step."""
         if not self._is_exact():
             return True
         window = self._window(optimizer)
-        if not self._state.sync_gradients:  # Accelerate itself leaves it out
+        if not self._state.sync_gradients:  # Accelerate itself clears nothing here
             window.wants_clear = self.current is not None and not window.is_open
             return True
         if window.is_open and self.current is not None and self.current.closes:
@@ -347,21 +348,21 @@ class Windows:
         return True
 
     def _drop(self, window: Window) -> None:
-        """Clear what a window has accumulated."""
+        """Drop the accumulated gradients of a window."""
         if window.closing is not None:
             self._items.discard(window.closing)
         window.clear()
         window.begin()
 
     def leave(self, micro_batch: MicroBatch) -> None:
-        """A micro-batch ends."""
+        """End a micro-batch."""
         require_all_used(micro_batch.models, micro_batch.used)
         for window in self._of_optimizers if micro_batch.closes else ():
-            if window.dropped_in is micro_batch:  # no backward came: the program does drop what it has accumulated
+            if window.dropped_in is micro_batch:  # no backward came: the program wants to drop the gradients
                 self._drop(window)
 
     def require_means(self, call: str) -> None:
-        """An error if gradients are sums, or a scaler is in the middle of a window."""
+        """Raise an error if gradients are undivided sums, or if a scaler is in the middle of a window."""
         why = ""
         if any(window.is_open and window.closing is not None for window in self._all):
             why = "that counts items: until its last backward the gradients are undivided sums"
@@ -371,17 +372,17 @@ class Windows:
             raise UsageError(f"{call} inside a window {why}. Put it under `if accelerator.sync_gradients:`.")
 
     def _others_await_step(self) -> bool:
-        """Whether an optimizer holds scaled gradients that the last micro-batch has completed, and was not stepped."""
+        """Whether an optimizer has complete scaled gradients of the last micro-batch, and has not stepped."""
         windows = (window for window in self._of_optimizers if window.last is self.latest)
         return any(window.is_closed and not window.is_stepped for window in windows)
 
-    # ------------------------------------------------------------------------------------------ whose gradients
+    # ---------------------------------------------------------------------------------------- windows of models
 
     def _window(self, optimizer: Optimizer) -> Window:
         return next((window for window in self._of_optimizers if window.optimizer is optimizer), self._rest)
 
     def _windows_of(self, models: Sequence[Model]) -> list[Window]:
-        """Those that hold gradients of these models. What no optimizer holds has one together, or the only one's."""
+        """The windows with gradients of these models. Parameters without an optimizer have a common window."""
         if len(self._of_optimizers) < 2 or not models:
             return self._of_optimizers or [self._rest]
         own = {id(p) for model in models for p in _parameters_of(model) if p.requires_grad}
@@ -390,7 +391,7 @@ class Windows:
         return found if own <= set().union(*held) else [*found, self._rest]
 
     def _note_reach(self, loss: Tensor, micro_batch: MicroBatch, windows: Sequence[Window], divisor: int) -> None:
-        """Before a closing backward: which parameters it reaches, where somebody will ask."""
+        """Before a closing backward, note which parameters it reaches, if that is needed later."""
         lengths = {window.micro_batches + (window.last is not micro_batch) for window in windows}
         is_irregular = self._is_exact() and lengths != {divisor}
         if not is_irregular and (lengths == {1} or not needs_every_parameter(micro_batch.models)):
@@ -402,7 +403,7 @@ class Windows:
             micro_batch.leaves += reach.leaves
 
     def _require_given(self, loss: Tensor, models: Iterable[object]) -> None:
-        """An error if the loss trains what `accumulate` was not told of: its gradient would be left out."""
+        """Raise an error if the loss trains a model that `accumulate` did not get: its gradient would be missing."""
         given = {id(p) for model in models for p in _parameters_of(model)}
         others = {id(p) for window in self._of_optimizers for p in window.parameters} - given
         if others and any(id(leaf) in others for leaf in reach_of(loss).leaves):
@@ -423,13 +424,13 @@ def _flattened(models: Iterable[Any]) -> list[Model]:
 
 
 def _parameters_of(owner: object) -> list[Tensor]:
-    """Those of a module; a tensor is its own."""
+    """The parameters of a module; a tensor is its own parameter."""
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
     return [owner] if isinstance(owner, Tensor) else []
 
 
 def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Changes where a backward adds to a gradient."""
+    """Identity and version of each gradient, which change when a backward adds to it."""
     gradients = (p.grad for p in parameters)
     return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]

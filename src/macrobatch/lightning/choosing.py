@@ -1,4 +1,4 @@
-"""Which strategy a name means, in the package that the program uses: the same code goes by two names."""
+"""The strategy for a name, from the package that the program uses: Lightning exists under two package names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from macrobatch.errors import BackendError, UsageError, pip_install
 
-LATE = ("auto", "fsdp2")  # they become another strategy when the Trainer knows its devices
+LATE = ("auto", "fsdp2")  # replaced by another strategy when the Trainer knows its devices
 TOLD = {"cluster_environment": None, "parallel_devices": None, "num_nodes": 1, "_layer_sync": None}  # by the Trainer
-SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # those of ModelParallelStrategy
+SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # supported by ModelParallelStrategy
 OUT_OF_REACH = {
     "DeepSpeedStrategy": "DeepSpeed accumulates and divides by itself, and keeps gradients out of reach until its step",
     "XLAStrategy": "gradients on XLA devices are out of reach until they are stepped with",
@@ -20,7 +20,7 @@ OUT_OF_REACH = {
 
 
 def find_strategy(strategy: Any) -> Any:
-    """The strategy of that name, or the one given; an error if its gradients are out of reach."""
+    """The strategy with that name, or the given one. Raises an error if it gives no access to its gradients."""
     found = _find_by_name(strategy) if isinstance(strategy, str) else strategy
     kind = type(found)
     if not package_of(kind):
@@ -38,7 +38,7 @@ def _find_by_name(name: str) -> Any:
     strategies = importlib.import_module(f"{_imported_package()}.strategies")
     known = strategies.StrategyRegistry.available_strategies()
     if name.lower() in LATE:
-        found = strategies.SingleDeviceStrategy()  # until the Trainer has told where it runs
+        found = strategies.SingleDeviceStrategy()  # until the Trainer has set its devices
         vars(found).update(TOLD)
         return found
     if name.lower() not in known:
@@ -47,7 +47,7 @@ def _find_by_name(name: str) -> Any:
 
 
 def choose_strategy(late: Any, name: str) -> Any:
-    """What the Trainer itself chooses for "auto"; for "fsdp2", all devices data-parallel. With what it has told."""
+    """The strategy that the Trainer chooses for "auto"; for "fsdp2", all devices are data-parallel."""
     strategies = importlib.import_module(f"{package_of(type(late))}.strategies")
     num_devices = len(late.parallel_devices)
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -71,13 +71,13 @@ def choose_strategy(late: Any, name: str) -> Any:
 
 
 def package_of(kind: type) -> str:
-    """The package of the `Strategy` that a class is derived from; nothing where it is none."""
+    """The package of the `Strategy` that a class is derived from; "" if it is not derived from one."""
     modules = [base.__module__ for base in kind.__mro__ if base.__name__ == "Strategy"]
     return next((module.split(".strategies")[0] for module in modules if ".strategies" in module), "")
 
 
 def _imported_package() -> str:
-    """That of the Trainer that the program uses."""
+    """The package of the Trainer that the program uses."""
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return "pytorch_lightning"
     try:

@@ -1,4 +1,4 @@
-"""Whether the loaders of all ranks end together: Lightning's Trainer hangs where they do not."""
+"""Check that the loaders of all ranks end together: otherwise Lightning's Trainer hangs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GOES_ON = -1.0
 
 
 class LoaderEnds:
-    """Compares the loaders of all ranks: their lengths, or, where one has none, batch by batch.
+    """Compares the loaders of all ranks: their lengths or, if one has no length, batch by batch.
 
     Args:
-        strategy: whose ranks they are.
-        trainer: that is about to train.
+        strategy: the strategy of these ranks.
+        trainer: the Trainer that is about to train.
 
     Raises:
-        UsageError: on all ranks, if they have different numbers of batches.
+        UsageError: the ranks have different numbers of batches. All ranks raise it.
     """
 
     def __init__(self, strategy: Any, trainer: Any) -> None:
@@ -41,7 +41,7 @@ class LoaderEnds:
             _tell_of_end(private.fetcher_of(self._loop), lambda: self.exchange(ends=True))
 
     def exchange(self, *, ends: bool) -> None:
-        """With the other ranks, once a batch: whether it is the last one, or this rank has none in its place."""
+        """Exchange with the other ranks, once per batch, whether it is the last one, or there is no batch at all."""
         if not self._exchanges:
             return
         numbers = [number for (number,) in self._gather(self._loop.batch_idx + 1.0 if ends else GOES_ON)]
@@ -56,7 +56,7 @@ class LoaderEnds:
         )
 
     def _gather(self, *numbers: float) -> list[list[float]]:
-        """These numbers of all ranks."""
+        """The numbers of all ranks."""
         own = torch.tensor(numbers, device=self._strategy.root_device, dtype=torch.float32)
         found: list[list[float]] = self._strategy.all_gather(own).reshape(-1, len(numbers)).tolist()
         return found
@@ -71,7 +71,7 @@ def _has_length(loader: Any) -> bool:
 
 
 def _tell_of_end(fetcher: Any, tell: Any) -> None:
-    """Call `tell` where the fetcher is asked for a batch that it does not have."""
+    """Call `tell` if the fetcher is asked for a batch that it does not have."""
     kind: Any = type(fetcher)
 
     def fetch(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whose gradients are accumulated, and what the step before has left there."""
+"""Which parameters are trained, and the gradients that the step before has left."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from macrobatch.errors import BackendError
 
 
 class ClearingHook:
-    """An ``optimizer_zero_grad`` of the module's own, which may keep gradients on purpose: no window begins with them.
+    """The module's own ``optimizer_zero_grad``, which may keep gradients on purpose. No window begins with them.
 
     Args:
-        module: whose hook it is; Lightning's own is not looked after.
-        base: Lightning's class of modules.
-        optimizers: whose gradients it is to clear.
+        module: the module. Lightning's own hook is ignored.
+        base: Lightning's module class.
+        optimizers: the optimizers whose gradients the hook should clear.
     """
 
     def __init__(self, module: Any, base: Any, optimizers: Iterable[Optimizer]) -> None:
@@ -31,7 +31,7 @@ class ClearingHook:
         self._held = set(map(id, held)) if is_own else set()
 
     def warn_about(self, left: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Warn once, if it has left some that are not zero. The host reads them, where a module has such a hook."""
+        """Warn once if it has left gradients other than zero. The host reads them only if a module has such a hook."""
         if not self._held or not any(id(p) in self._held and bool(gradient.any()) for p, gradient in left):
             return
         self._held = set()
@@ -43,19 +43,19 @@ class ClearingHook:
 
 
 class StaleGradients:
-    """The gradients of the step before: hooks may look at them until Lightning clears them, after the next forward.
+    """The gradients of the step before. Hooks may read them until Lightning clears them, after the next forward.
 
-    A window must not begin with them. So they are put away while it does, and dropped before its first backward.
+    A window must not begin with them. So they are removed while it begins, and dropped before its first backward.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
         self._parameters = parameters
         self._found: list[tuple[nn.Parameter, Tensor]] = []
-        self._widened: list[tuple[nn.Parameter, torch.dtype | None]] = []  # with the dtype of the window's sums
+        self._widened: list[tuple[nn.Parameter, torch.dtype | None]] = []  # with the window's dtype
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Put them away for the first forward of a window."""
+        """A context that removes them during the first forward of a window."""
         self._found, self._widened = [(p, p.grad) for p in self._parameters if p.grad is not None], []
         for parameter, _ in self._found:
             parameter.grad = None
@@ -71,7 +71,7 @@ class StaleGradients:
                 parameter.grad = gradient
 
     def drop(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Clear those that are still there, or zeros in their place; not what somebody else has put there."""
+        """Clear the gradients that are still there, also if zeroed in place. Those that others have set stay."""
         dropped = [(parameter, gradient) for parameter, gradient in self._found if parameter.grad is gradient]
         for parameter, _ in dropped:
             parameter.grad = None
@@ -83,7 +83,7 @@ class StaleGradients:
 
 
 def trained_modules(model: nn.Module) -> list[nn.Module]:
-    """The model as it is wrapped; or the parts of it that are sharded, which must be all that is trained."""
+    """The model, as it is wrapped; or its sharded parts, which must contain all trained parameters."""
     if data_parallel_of(model) is not None:
         return [model]
     sharded = list(_outermost_sharded(model))
@@ -98,7 +98,7 @@ def trained_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def require_own(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
-    """An error if an optimizer waits for gradients that never come."""
+    """Raise an error if an optimizer has parameters that are not in the module, and never get gradients."""
     known = set(map(id, parameters))
     for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
         if parameter.requires_grad and id(parameter) not in known:

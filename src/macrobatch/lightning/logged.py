@@ -1,4 +1,4 @@
-"""What ``training_step`` logs while a window is cut anew or recorded: each name once, for the whole window."""
+"""What ``training_step`` logs while a window is cut again or recorded: one value per name for the whole window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 class MicroBatch:
-    """What one micro-batch has logged: names, values and the batch_size that was given; and its items."""
+    """What one micro-batch has logged: names, values and the given batch_size; and its items."""
 
     def __init__(self) -> None:
         self.values: list[tuple[str, Tensor, int | None]] = []
@@ -31,32 +31,32 @@ class MicroBatch:
 
 
 class Logged(nn.Module):
-    """Stands in for ``self.log`` of a module while a window runs, and logs the window's values at its end.
+    """Replaces ``self.log`` of a module while a window runs, and logs the values of the window at its end.
 
-    Sums are a buffer: recordings add to it, and windows that are tried again, and warm-ups, leave no trace in it.
+    The sums are a buffer. So recordings can add to it, and retried windows and warm-ups leave no trace in it.
 
     Args:
-        module: whose ``log`` it is.
-        device: of its parameters.
+        module: the module whose ``log`` is replaced.
+        device: the device of its parameters.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
         super().__init__()
-        self._module = (module,)  # no child of this one
+        self._module = (module,)  # in a tuple, so that it is not a child of this module
         own = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
-        self._signature = inspect.signature(own.log)  # type: ignore[attr-defined]  # a module may have another
+        self._signature = inspect.signature(own.log)  # type: ignore[attr-defined]  # a module may override it
         self._rows: dict[str, int] = {}
-        self._arguments: dict[str, dict[str, Any]] = {}  # of the last call with each name
+        self._arguments: dict[str, dict[str, Any]] = {}  # arguments of the last call with each name
         self._dtypes: dict[str, torch.dtype] = {}
-        self._seen: dict[str, None] = {}  # in this window
-        self._recorded: dict[str, None] = {}  # in some recording
+        self._seen: dict[str, None] = {}  # names in this window
+        self._recorded: dict[str, None] = {}  # names in recordings
         self._others: dict[str, Any] = {}  # the last value of each name that has no mean
         self._is_eager = True
         self._current = MicroBatch()
         self._sums: Tensor = nn.Buffer(torch.zeros(MAX_NAMES, 2, device=device, dtype=wide(device)), persistent=False)
 
     def watch(self, train: MacroStep) -> None:
-        """Know when a micro-step is run as it is, when it is recorded, and when a recording is replayed."""
+        """Observe whether a micro-batch runs eagerly, is recorded, or is replayed."""
         self._is_eager = False
 
         @contextlib.contextmanager
@@ -71,11 +71,11 @@ class Logged(nn.Module):
 
         train.observe(observe)
 
-    # ------------------------------------------------------------------------------------------ while it runs
+    # ---------------------------------------------------------------------------------------- during a window
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
-        """Inside, ``module.log`` collects; afterwards all of it is logged."""
+        """A context in which ``module.log`` collects values. At its end they are logged."""
         (module,) = self._module
         self._sums.zero_()
         self._seen, self._others = {}, {}
@@ -95,7 +95,7 @@ class Logged(nn.Module):
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Any) -> Iterator[MicroBatch]:
-        """Inside, a micro-batch runs; afterwards what it has logged is added to the sums."""
+        """A context for a micro-batch. At its end, the values that it has logged are added to the sums."""
         self._current = current = MicroBatch()
         with contextlib.nullcontext() if self._is_eager else self._metrics_refused():
             yield current
@@ -105,7 +105,7 @@ class Logged(nn.Module):
         self._current = MicroBatch()
 
     def _note(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """In place of ``module.log``."""
+        """Replacement of ``module.log``."""
         (module,) = self._module
         bound = self._signature.bind(module, name, value, *args, **kwargs)
         arguments = {key: given for key, given in bound.arguments.items() if key not in ("self", "name", "value")}
@@ -117,7 +117,7 @@ class Logged(nn.Module):
                 "on_train_batch_end, or log a tensor on the device"
             )
         if not isinstance(value, Tensor | Real) or (isinstance(value, Tensor) and value.numel() != 1):
-            self._others[name] = value  # a metric; or Lightning says what is wrong with it
+            self._others[name] = value  # a metric; for anything else Lightning raises its own error
             return
         if not isinstance(value, Tensor):
             value = torch.full((), float(value), dtype=torch.get_default_dtype(), device=self._sums.device)
@@ -143,11 +143,11 @@ class Logged(nn.Module):
     def _reduction(self, name: str) -> str:
         given = self._arguments[name].get("reduce_fx", "mean")
         found = given if isinstance(given, str) else getattr(given, "__name__", "")
-        return found if found in REDUCTIONS else "mean"  # Lightning refuses the others
+        return found if found in REDUCTIONS else "mean"  # Lightning raises an error for others
 
     @contextlib.contextmanager
     def _metrics_refused(self) -> Iterator[None]:
-        """While a micro-step is recorded: a metric counts on the host, which a replay would leave out."""
+        """A context for recordings, in which a metric raises an error, because a replay would not update it."""
         (module,) = self._module
         kind = importlib.import_module("torchmetrics").Metric
         metrics = [part for part in module.modules() if isinstance(part, kind)]

@@ -1,6 +1,7 @@
-"""A fit of a Trainer that stops where its first window would begin, and can run that window again and again.
+"""A fit of a Trainer that stops before its first window, and can run that window several times.
 
-Everything up to there is Lightning's own: ``trainer.fit`` with the loop of `_loop_class`. The Trainer is put back.
+Everything up to there is Lightning's own: ``trainer.fit`` with the loop of `_loop_class`. Afterwards, the Trainer is
+restored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from macrobatch.lightning import private
 from macrobatch.lightning.choosing import package_of
 from macrobatch.lightning.strategy import ExactStrategy
 
-# What these do besides training is not wanted: they write files, print, or run fits of their own.
+# These callbacks are left out, because they write files, print, or run fits of their own.
 LEFT_OUT = ("Checkpoint", "ProgressBar", "ModelSummary", "LearningRateFinder", "BatchSizeFinder")
 SEVERAL = (
     "{cls} was run on one of its {ranks} ranks, with the first batches of the whole loader: what the ranks do with "
@@ -29,7 +30,7 @@ UNCLIPPED = "gradients were compared before they are clipped (gradient_clip_val=
 
 
 class Batches:
-    """Hands batches to Lightning's loop, as its own fetchers do. `ends`: whether no batch comes after them."""
+    """Passes batches to Lightning's loop, as its own fetchers do. `ends`: whether no batch comes after them."""
 
     def __init__(self, batches: Sequence[Any], *, ends: bool) -> None:
         self.fetched, self.done = 0, False
@@ -47,11 +48,11 @@ class Rehearsal:
     """A Trainer with its module, before its first window.
 
     Args:
-        trainer: is put back after `at_first_window`.
-        module: is left as the fit leaves it.
+        trainer: the Trainer. It is restored after `at_first_window`.
+        module: the module. It stays as the fit leaves it.
 
     Attributes:
-        notes: in what the fit differs from one of the Trainer's own.
+        notes: how the fit differs from a regular one of the Trainer.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -62,11 +63,11 @@ class Rehearsal:
         self._ends = False  # whether the epoch ends with the window
 
     def at_first_window(self, act: Callable[[Sequence[Any]], None]) -> None:
-        """Fit, and call `act` with the batches of the first window, when the Trainer is about to do it."""
+        """Run a fit, and call `act` with the batches of the first window when the Trainer is about to run it."""
         advice = importlib.import_module(f"{self._package}.utilities.warnings").PossibleUserWarning
         loader = private.given_loader(self.trainer)
         with self._restored(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", advice)  # on workers, logs, validation: the fit itself gives it
+            warnings.simplefilter("ignore", advice)  # on workers, logs, validation: a regular fit repeats it
             make_loop = _loop_class(type(self.trainer.fit_loop))
             self.trainer.fit_loop = make_loop(self.trainer.fit_loop, lambda: act(self._first_batches()))
             if self.trainer.datamodule is not None:
@@ -75,10 +76,10 @@ class Rehearsal:
                 self.trainer.fit(self.module, loader)
 
     def run(self, batches: Sequence[Any]) -> None:
-        """The window, of these batches in place of its own: with all hooks, to the optimizer step."""
+        """Run the window with these batches in place of its own: with all hooks, up to the optimizer step."""
         callbacks = self.trainer.callbacks
         self.trainer.callbacks = self._copies(callbacks)
-        unchanged = dict.fromkeys(private.TRANSFERS, lambda batch, *_, **__: batch)  # they have been transferred
+        unchanged = dict.fromkeys(private.TRANSFERS, lambda batch, *_, **__: batch)  # batches are transferred already
         vars(self.module).update(unchanged)
         try:
             self.trainer.fit_loop.run_batches(Batches(batches, ends=self._ends))
@@ -88,7 +89,7 @@ class Rehearsal:
                 vars(self.module).pop(name, None)
 
     def _first_batches(self) -> list[Any]:
-        """Those of the first window, on the device, as the Trainer hands them over."""
+        """The batches of the first window, on the device, as the Trainer passes them."""
         trainer, fetcher = self.trainer, private.fetcher_of(self.trainer.fit_loop)
         if len(fetcher.combined_loader.flattened) > 1:
             raise UsageError(
@@ -102,11 +103,11 @@ class Rehearsal:
         self._ends = fetcher.done
         return found
 
-    # ------------------------------------------------------------------------------------------ putting back
+    # --------------------------------------------------------------------------------- restoring the Trainer
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Inside, the Trainer has parts that may be changed; afterwards its own again."""
+        """A context in which parts of the Trainer may be changed. Afterwards they are restored."""
         trainer, connector = self.trainer, private.connector_of(self.trainer)
         owners = [trainer] if trainer.datamodule is None else [trainer, trainer.datamodule]
         before, strategy = [dict(vars(owner)) for owner in owners], connector.strategy
@@ -133,12 +134,12 @@ class Rehearsal:
                 vars(owner).update(attributes)
 
     def _overrides(self, hook: str) -> bool:
-        """Whether the module has such a hook of its own."""
+        """Whether the module overrides a hook."""
         base = importlib.import_module(self._package).LightningModule
         return getattr(type(self.module), hook) is not getattr(base, hook)
 
     def _copies(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Callbacks of the same states. One that cannot be copied is taken itself."""
+        """Copies of callbacks with their states. A callback that cannot be copied is used itself."""
         found = []
         for callback in callbacks:
             shared = {id(each): each for each in (self.trainer, self.module, self.trainer.datamodule)}
@@ -149,7 +150,7 @@ class Rehearsal:
         return found
 
     def _alone(self, strategy: Any) -> Any:
-        """A strategy that does the same in this process alone."""
+        """A strategy that does the same in this process only."""
         strategies = importlib.import_module(f"{self._package}.strategies")
         is_exact = isinstance(strategy, ExactStrategy)
         if is_exact and strategy.settings.cuda_graph:
@@ -179,7 +180,7 @@ class Rehearsal:
 
 def _loop_class(kind: Any) -> Any:
     class RehearsingLoop(kind):  # type: ignore[misc]
-        """Lightning's, up to the first batch; then `act`."""
+        """Lightning's loop, up to the first batch; then it calls `act`."""
 
         def __init__(self, own: Any, act: Callable[[], None]) -> None:
             super().__init__(own.trainer, own.min_epochs, own.max_epochs)

@@ -1,4 +1,4 @@
-"""How long the windows are, in each epoch: what the Trainer is told."""
+"""The length of the windows in each epoch, and how the Trainer gets it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Steps = int | Mapping[int, int]
 
 
 def checked_schedule(steps: Steps) -> Steps:
-    """Micro-batches in a window, or those from each of some epochs on."""
+    """The number of micro-batches in a window, or a schedule of it by epochs, checked."""
     if not isinstance(steps, Mapping):
         return checked_steps(steps, "steps")
     if not steps or not all(_is_count(epoch) and epoch >= 0 for epoch in steps):
@@ -32,20 +32,20 @@ def _is_count(number: object) -> bool:
 
 
 def steps_in_epoch(steps: Steps, epoch: int) -> int:
-    """How long windows are in that epoch."""
+    """The number of micro-batches in a window of that epoch."""
     return steps if isinstance(steps, int) else steps[max(begin for begin in steps if begin <= epoch)]
 
 
 @contextlib.contextmanager
 def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
-    """Let the Trainer count windows of that length, as with ``accumulate_grad_batches``."""
+    """A context in which the Trainer counts windows of that length, as with ``accumulate_grad_batches``."""
     before = trainer.accumulate_grad_batches
     own: Any = type(trainer)
     schedule = None if isinstance(steps, int) else _schedule_class(package)(dict(steps))
     if schedule is None:
         trainer.accumulate_grad_batches = steps
     else:
-        trainer.callbacks.insert(0, schedule)  # before callbacks that change it for an epoch
+        trainer.callbacks.insert(0, schedule)  # before callbacks that may change it for an epoch
         schedule.set_length(trainer)
         trainer.__class__ = _estimating_class(own)
     try:
@@ -61,7 +61,7 @@ def _schedule_class(package: str) -> Any:
     callbacks = importlib.import_module(f"{package}.callbacks")
 
     class Schedule(callbacks.GradientAccumulationScheduler):  # type: ignore[misc, name-defined]
-        """Lightning's, which does not hold in the epoch inside which a run resumes: this one does."""
+        """Lightning's scheduler, corrected: it also works in an epoch in the middle of which a run resumes."""
 
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             self.set_length(trainer)
@@ -74,10 +74,10 @@ def _schedule_class(package: str) -> Any:
 
 @functools.cache
 def _estimating_class(kind: Any) -> Any:
-    """A class of Trainers that count the windows of each epoch; Lightning takes all epochs for the first one."""
+    """A Trainer class that counts the windows of each epoch. Lightning uses the length of the first epoch for all."""
 
     def estimated_stepping_batches(self: Any) -> int | float:
-        estimate: int | float = kind.estimated_stepping_batches.fget(self)  # it loads the data, too
+        estimate: int | float = kind.estimated_stepping_batches.fget(self)  # which also loads the data
         if not math.isfinite(self.num_training_batches) or self.max_epochs == -1:
             return estimate
         lengths = [steps_in_epoch(self.strategy.steps, epoch) for epoch in range(max(self.max_epochs, 1))]
@@ -88,7 +88,7 @@ def _estimating_class(kind: Any) -> Any:
 
 
 def require_no_other(trainer: Any, package: str) -> None:
-    """An error if somebody else tells the Trainer, too."""
+    """Raise an error if another callback sets the length of windows too."""
     theirs = importlib.import_module(f"{package}.callbacks").GradientAccumulationScheduler
     for callback in trainer.callbacks:
         if isinstance(callback, theirs) and not isinstance(callback, _schedule_class(package)):
@@ -99,7 +99,7 @@ def require_no_other(trainer: Any, package: str) -> None:
 
 
 def wants_forwards_alone(trainer: Any, package: str) -> bool:
-    """Whether this epoch is the one after all, in which averaged weights get their statistics, without a backward."""
+    """Whether this is the extra epoch after the last one, which updates batch norm statistics without a backward."""
     averaging = importlib.import_module(f"{package}.callbacks").StochasticWeightAveraging
     return any(
         isinstance(callback, averaging) and trainer.current_epoch == callback.swa_end + 1

@@ -35,7 +35,7 @@ from macrobatch.types import StepResult
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 else:
-    Strategy = object  # the class comes in with the strategy that an `ExactStrategy` is made around
+    Strategy = object  # the base class is that of the strategy that `ExactStrategy` extends
 
 SAVED_AS = "macrobatch"  # in checkpoints
 
@@ -82,7 +82,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         BackendError: the strategy does not give access to its gradients: DeepSpeed, XLA, and the first FSDP.
     """
 
-    around: type  # the class of the strategy
+    around: type  # the class of the strategy that it extends
 
     def __new__(cls, strategy: Any = "auto", **_: Any) -> ExactStrategy:
         found = find_strategy(strategy)
@@ -107,9 +107,9 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         self.settings = Settings(micro, checked_switch("cuda_graph", cuda_graph), checked_dtype(accumulate_dtype))
         self._late = strategy.lower() if isinstance(strategy, str) and strategy.lower() in LATE else None
         self._windows: Windows | None = None  # while a Trainer fits, with automatic optimization
-        self._saved: Mapping[str, int | float] | None = None  # in a checkpoint, until the windows are there
+        self._saved: Mapping[str, int | float] | None = None  # state from a checkpoint, until there are windows
         self._ends: LoaderEnds | None = None
-        self._told = contextlib.ExitStack()  # what the Trainer was told, to be taken back
+        self._told = contextlib.ExitStack()  # restores the settings of the Trainer
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make_bare, (self.around,), self.__getstate__()
@@ -118,7 +118,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     @in_words_of_lightning()
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a micro-batch, and do its forward; or keep the batch until the window's last one."""
+        """Begin a micro-batch and run its forward; or keep the batch until the last one of the window."""
         run = functools.partial(super().training_step, *args, **kwargs)
         if (windows := self._windows) is None:
             return run()
@@ -128,9 +128,9 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     @in_words_of_lightning()
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add the gradient of the micro-batch; a window's last brings ``.grad`` to the mean.
+        """Add the gradient of the micro-batch. In the last one of a window, ``.grad`` becomes the mean.
 
-        Hooks see the loss as Lightning shows it: divided by ``accumulate_grad_batches``, and scaled.
+        Hooks see the loss as in Lightning: divided by ``accumulate_grad_batches``, and scaled.
         """
         windows = self._windows
         if windows is None or not windows.has_loss:
@@ -144,7 +144,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     @in_words_of_lightning()
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own. The window is closed when the closure has run; without items no step is taken."""
+        """Lightning's own step. It closes the window after the closure has run; without items no step is taken."""
         if (windows := self._windows) is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         num_calls = 0
@@ -164,13 +164,13 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-            return None  # so that a scaler does not step either
+            return None  # None, so that a scaler does not step either
 
         return super().optimizer_step(optimizer, close, *args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """With automatic optimization nothing: the engine keeps gradients from travelling until a window closes."""
+        """A context. Under automatic optimization it does nothing: the engine delays the exchange of gradients."""
         with contextlib.nullcontext() if self._windows is not None else super().block_backward_sync():
             yield
 
@@ -188,7 +188,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ one fit
 
     def connect(self, model: Any) -> None:
-        """Lightning's; the Trainer is told how long windows are."""
+        """Lightning's `connect`. It also sets the length of windows in the Trainer."""
         super().connect(model)
         trainer = model.trainer
         if trainer.state.fn != "fit":
@@ -199,16 +199,16 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
     @in_words_of_lightning()
     def setup(self, trainer: Any) -> None:
-        """Lightning's; then the engine is made, of the model as it is trained."""
+        """Lightning's `setup`. It also makes the engine, for the model as it is trained."""
         super().setup(trainer)
         if trainer.state.fn != "fit" or not self.lightning_module.automatic_optimization:
             return
-        require_no_other(trainer, package_of(self.around))  # a module can add callbacks, too
+        require_no_other(trainer, package_of(self.around))  # a module may have added callbacks
         models = trained_modules(self.model)
         parameters = [p for model in models for p in model.parameters()]
         require_own(self.optimizers, parameters)
         mesh = getattr(self, "device_mesh", None)
-        shares = mesh is not None and data_parallel_of(models[0]) is None  # by tensor parallelism alone
+        shares = mesh is not None and data_parallel_of(models[0]) is None  # only tensor parallelism shards the model
         options = {
             "scaler": getattr(self.precision_plugin, "scaler", None),
             "process_group": mesh["data_parallel"] if mesh is not None and shares else None,
@@ -223,7 +223,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
             self._windows = BatchByBatch(models, options, clearing)
 
     def on_train_start(self) -> None:
-        """Lightning's; and an error where ranks would wait for each other forever."""
+        """Lightning's `on_train_start`. It raises an error if ranks would wait for each other forever."""
         super().on_train_start()
         if self._windows is None:
             return
@@ -232,13 +232,13 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         self._ends = LoaderEnds(self, self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Lightning's; and the same error, where loaders of unknown length end on some ranks only."""
+        """Lightning's `on_train_batch_start`. It raises an error if loaders without a length end on some ranks only."""
         super().on_train_batch_start(batch, batch_idx)
         if self._windows is not None and self._ends is not None:
             self._ends.exchange(ends=self.lightning_module.trainer.is_last_batch)
 
     def teardown(self) -> None:
-        """Lightning's; the Trainer is left as it was."""
+        """Lightning's `teardown`. It also restores the settings of the Trainer."""
         self._told.close()
         if self._windows is not None:
             self._windows.drop()
@@ -246,7 +246,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         super().teardown()
 
     def _check(self, trainer: Any, model: Any) -> None:
-        """An error for what cannot be exact."""
+        """Raise an error for settings that cannot be exact."""
         package = package_of(self.around)
         if trainer.accumulate_grad_batches != 1:
             raise UsageError(
@@ -281,7 +281,7 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Lightning's, with a few numbers of the engine's; warns inside a window, for gradients are not saved."""
+        """Lightning's `save_checkpoint`, with the engine's state. It warns inside a window: gradients are not saved."""
         windows = self._windows
         if windows is not None and windows.num_open:
             warnings.warn(
@@ -295,15 +295,15 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's."""
+        """Lightning's `load_checkpoint`. It also keeps the engine's state."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._saved = checkpoint.get(SAVED_AS)
         return checkpoint
 
-    # ------------------------------------------------------------------------------------------ a name that waits
+    # ----------------------------------------------------------------------------------- strategies given by name
 
     def _configure_launcher(self) -> None:
-        """The last call while the Trainer is made, which has told of devices, nodes and plugins by now."""
+        """Replace a strategy that was only a name. By now the Trainer has set devices, nodes and plugins."""
         if self._late is not None:
             chosen = ExactStrategy(choose_strategy(self, self._late), steps=self.steps, **vars(self.settings))
             self.__dict__.clear()
@@ -314,12 +314,12 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
 
 @functools.cache
 def _exact(around: Any) -> Any:
-    """The class of exact strategies that are of that class, too."""
+    """The class of exact strategies that extend this class."""
     attributes = {"around": around, "__module__": __name__, "__doc__": ExactStrategy.__doc__}
     return type(f"Exact{around.__name__}", (ExactStrategy, around), attributes)
 
 
 def _make_bare(around: type) -> ExactStrategy:
-    """One without attributes, which a copy or a pickle brings."""
+    """An object without attributes, which a copy or a pickle then sets."""
     made: ExactStrategy = object.__new__(_exact(around))
     return made

@@ -1,4 +1,4 @@
-"""The windows of a fit, on the engine: batch by batch, or the batches of a window together."""
+"""The windows of a fit: batch by batch, or all batches of a window together."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ State = Mapping[str, int | float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What `ExactStrategy` was asked for, besides its steps.
+    """The options of `ExactStrategy`, besides its steps.
 
     Attributes:
-        micro: how to cut the samples of a window anew; None: its batches stay as they are.
-        cuda_graph: whether micro-steps are recorded.
-        accumulate_dtype: what gradients are summed in.
+        micro: how to cut the samples of a window again; None: its batches stay as they are.
+        cuda_graph: whether to record micro-batches as CUDA graphs.
+        accumulate_dtype: the dtype in which gradients are summed.
     """
 
     micro: int | Policy | str | None = None
@@ -51,26 +51,26 @@ class Settings:
 
 
 class Windows(Protocol):
-    """Takes the batches of windows, one by one."""
+    """Processes the batches of windows, one by one."""
 
     def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:
-        """A batch; `run` is the module's own ``training_step`` with these arguments. What Lightning is to see of it."""
+        """Process a batch. `run` calls the module's ``training_step`` with it. Returns the output for Lightning."""
 
     def backward(self) -> StepResult | None:
-        """The backward of that batch; the result where it closed the window."""
+        """Run the backward of that batch. Returns the result if it closed the window."""
 
     def close(self) -> StepResult | None:
-        """The optimizer steps now: close the window, if its last batch had no loss."""
+        """Close the window before the optimizer steps, if its last batch had no loss."""
 
     def drop(self) -> None:
-        """The open window, if any, is as if it had not been."""
+        """Drop the open window, if there is one."""
 
     def is_void(self) -> bool:
         """Whether the last window had no items."""
 
     @property
     def has_loss(self) -> bool:
-        """Whether a batch waits for its backward."""
+        """Whether a batch still needs its backward."""
 
     @property
     def is_broken(self) -> bool:
@@ -78,25 +78,25 @@ class Windows(Protocol):
 
     @property
     def num_open(self) -> int:
-        """How many batches the open window holds."""
+        """The number of batches in the open window."""
 
     @property
     def length(self) -> int:
-        """How many batches the last window held."""
+        """The number of batches in the last window."""
 
     def state_dict(self) -> dict[str, int | float]:
-        """What to save."""
+        """The state to save."""
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
+        """Restore the state."""
 
 
 class BatchByBatch:
-    """Every batch is a micro-batch. Lightning runs it, but its backward is ours.
+    """Every batch is a micro-batch. Lightning runs it, but with our backward.
 
     Args:
-        models: that are trained.
-        options: for the engine.
+        models: the trained models.
+        options: the options of the engine.
         clearing: the module's hook that clears gradients.
     """
 
@@ -104,19 +104,19 @@ class BatchByBatch:
         self._engine = engine_for(models, None, **options)
         self._clearing = clearing
         self._stale = StaleGradients([p for model in models for p in model.parameters()])
-        self._loss: tuple[Tensor, Items] | None = None  # of the batch under way, with its items
+        self._loss: tuple[Tensor, Items] | None = None  # of the current batch, with its items
         self.length = 0
 
     def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:  # noqa: ARG002
         engine = self._engine
-        engine.give_up()  # one that has had no backward: a callback may want forwards alone
+        engine.give_up()  # the last batch had no backward: a callback may run forwards only
         with contextlib.nullcontext() if engine.has_accumulated else self._stale.hidden():
             engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
             output = run()
         loss, items = loss_and_items(output)
         self._loss = None if loss is None else (loss, items)
         if loss is None:
-            engine.give_up()  # Lightning leaves out the backward
+            engine.give_up()  # Lightning does not call the backward
         return output
 
     def backward(self) -> StepResult | None:
@@ -163,17 +163,17 @@ class BatchByBatch:
 
 
 class WholeWindow:
-    """The batches of a window are kept until the last one, then run together: cut anew, or recorded.
+    """Keeps the batches of a window until the last one, then runs them together: cut again, or recorded.
 
-    Lightning sees a loss of 0 for all but the last batch, and of the window for that one. Gradients are put into
-    ``.grad`` in its backward, for Lightning may clear them before.
+    Lightning sees the loss of the window for the last batch, and 0 for all others. Gradients are set to ``.grad`` in
+    the backward of the last batch, because Lightning may clear them before.
 
     Args:
-        strategy: whose they are.
-        run: Lightning's ``training_step`` of the strategy, which runs that of the module.
-        models: that are trained.
-        settings: of `ExactStrategy`.
-        options: for the engine.
+        strategy: the strategy.
+        run: Lightning's ``training_step`` of the strategy, which calls that of the module.
+        models: the trained models.
+        settings: the options of `ExactStrategy`.
+        options: the options of the engine.
         clearing: the module's hook that clears gradients.
     """
 
@@ -212,7 +212,7 @@ class WholeWindow:
     def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:
         trainer = self._strategy.lightning_module.trainer
         if wants_forwards_alone(trainer, package_of(self._strategy.around)):
-            self._take_gradients()  # Lightning steps all the same
+            self._take_gradients()  # because Lightning steps anyway
             return run()
         self._waiting.append(arguments[0])
         self.has_loss = True
@@ -220,8 +220,8 @@ class WholeWindow:
             return torch.zeros((), device=self._parameters[0].device)
         whole = joined(self._waiting, self._padding, None) if self._cuts else self._waiting
         self.length, self._waiting, self._others = len(self._waiting), [], arguments[1:]
-        left = self._take_gradients()  # by the step before
-        if self.length > 1:  # else the hook comes later, and finds none
+        left = self._take_gradients()  # left by the step before
+        if self.length > 1:  # otherwise the hook runs later, and finds no gradients
             self._clearing.warn_about(left)
         with self._logged.window():
             self._result = self._train(whole)
@@ -237,7 +237,7 @@ class WholeWindow:
 
     def _loss(self, models: Sequence[nn.Module], micro_batch: Any) -> tuple[Tensor, Items] | Tensor:
         module: Any = self._strategy.lightning_module
-        is_bare = models[0] is module is not self._strategy.model  # a recording leaves DDP out
+        is_bare = models[0] is module is not self._strategy.model  # a recording calls the module without DDP
         with self._logged.micro_batch(micro_batch) as logged:
             if is_bare:
                 with self._strategy.precision_plugin.train_step_context():
@@ -263,7 +263,7 @@ class WholeWindow:
         return self._result
 
     def close(self) -> StepResult | None:
-        return None  # its last batch has closed it
+        return None  # the last batch has closed it
 
     def drop(self) -> None:
         self._waiting, self._ready, self.has_loss = [], None, False
@@ -283,7 +283,7 @@ class WholeWindow:
 
 
 def loss_and_items(output: Any) -> tuple[Any, Any]:
-    """What a ``training_step`` has returned; the items are None where it has not counted them."""
+    """Loss and items of the output of a ``training_step``; items are None if it does not count them."""
     if not isinstance(output, Mapping):
         return output, None
     if "items" not in output and (meant := difflib.get_close_matches("items", map(str, output), cutoff=0.8)):
@@ -292,7 +292,7 @@ def loss_and_items(output: Any) -> tuple[Any, Any]:
 
 
 def padding_for(module: nn.Module) -> dict[str, int]:
-    """What the fields of batches are padded with, by the known part of their names."""
+    """The padding values of the fields of batches, by parts of their names."""
     tokens = (getattr(getattr(part, "config", None), "pad_token_id", None) for part in module.modules())
     pad = next((token for token in tokens if isinstance(token, int)), 0)
     return dict.fromkeys((MASK, *BESIDE_TOKENS, *OTHER_MASKS, *TOKENS), 0) | {LABELS: IGNORED, "input_ids": pad}

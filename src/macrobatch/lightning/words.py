@@ -1,4 +1,4 @@
-"""Errors of the engine in the words of a program that has no loop of its own."""
+"""Rewrites errors of the engine for programs that have no loop of their own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORDS = {
 
 @contextlib.contextmanager
 def in_words_of_lightning() -> Iterator[None]:
-    """Inside, errors speak of hooks and of the Trainer."""
+    """A context in which errors speak of hooks and of the Trainer."""
     try:
         yield
     except MacrobatchError as error:

@@ -1,7 +1,7 @@
-"""LoRA through peft: small matrices beside the linear layers are trained, and the weights of the model are frozen.
+"""LoRA through peft: a run trains small matrices beside the linear layers, and freezes the weights of the model.
 
-peft changes the layers of a model in place, so the model keeps its class, and everything else here works as with any
-model. peft is imported only where an adapter is made or read.
+peft changes the layers of a model in place, so the model keeps its class, and the rest of this package works as with
+any model. peft is imported only if a run makes or reads an adapter.
 """
 
 # mypy: untyped-calls-exclude="peft,torch,transformers"
@@ -24,13 +24,14 @@ from macrobatch.errors import UsageError, pip_install
 from macrobatch.train.pretrained import ADAPTER, ADAPTER_WEIGHTS, Origin, read_json, reason
 from macrobatch.train.settings import Settings, flag_of
 
-RANK = 16  # where nothing is said
+RANK = 16  # without --lora-rank
 RATE = 2e-4  # a learning rate that suits adapters
-NAME = "default"  # of the one adapter, in peft
-PREFIX = "base_model.model."  # of names in files that peft reads
-OWN = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of its tensors, in the model
+NAME = "default"  # the name that peft gives to the only adapter
+PREFIX = "base_model.model."  # prefix of the names in files that peft reads
+OWN = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of the adapter's tensors in the model
 
-# Entries of an adapter's configuration that are used; all others must say nothing, or what is given here.
+# The entries of an adapter's configuration that have an effect here. An entry in neither this tuple nor WITHOUT_EFFECT
+# must be empty, or have its value in PLAIN.
 USED = (
     "r",
     "lora_alpha",
@@ -52,17 +53,17 @@ WITHOUT_EFFECT = {
     "revision",
     "auto_mapping",
     "peft_version",
-    "init_lora_weights",  # of new adapters
+    "init_lora_weights",  # only for new adapters
     "megatron_core",  # only used with megatron_config
     "qalora_group_size",  # only used with use_qalora
     "runtime_config",
 }
 PLAIN: dict[str, Any] = {"bias": "none"}
-KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # ways to begin that do not change the frozen weights
+KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # initializations that do not change the frozen weights
 
 
 def check(settings: Settings, origin: Origin) -> None:
-    """Refuse what can be seen to be wrong before anything has been read."""
+    """Refuse settings that are wrong, as far as that is known before any weights are read."""
     if origin.adapter is not None:
         config_in(origin.adapter, origin.said)
         named = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout")
@@ -86,11 +87,11 @@ def _peft() -> Any:
     return peft
 
 
-# ------------------------------------------------------------------------------------------------- made or loaded
+# --------------------------------------------------------------------------------------------- making and loading
 
 
 def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: Origin) -> None:
-    """Add the adapter that is trained, and freeze the rest: a new one, or the one that `origin` names."""
+    """Add the adapter to train, a new one or the one that `origin` names, and freeze the rest of the model."""
     if origin.adapter is not None:
         _load(model, origin.adapter, origin.said)
         return
@@ -108,7 +109,7 @@ def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: O
 
 
 def merge(model: nn.Module, folder: Path, said: str) -> None:
-    """Add the adapter in a folder to the weights of its model."""
+    """Add the adapter in a folder to the weights of its model, so that the model is a plain one."""
     trained = [p for p in model.parameters() if p.requires_grad]
     _load(model, folder, said)
     for name, layer in list(_adapted(model)):
@@ -121,7 +122,9 @@ def merge(model: nn.Module, folder: Path, said: str) -> None:
 
 
 def config_in(folder: Path, said: str) -> Any:
-    """The configuration of a plain LoRA. Refuses entries that would change more, or that are not known."""
+    """The configuration of a plain LoRA in a folder. Refuses entries that are unknown, or that change more than a plain
+    LoRA.
+    """
     found = read_json(folder / ADAPTER)
     if found.get("peft_type") != "LORA":
         raise UsageError(f"{said} is an adapter of the type {found.get('peft_type')}, and only LORA is read here.")
@@ -157,7 +160,7 @@ def _load(model: nn.Module, folder: Path, said: str) -> None:
 
 
 def _inject(model: nn.Module, config: Any, said: str, hint: str = "") -> None:
-    """Put an adapter beside the linear layers that its configuration names; everything else is frozen."""
+    """Put an adapter beside the linear layers that its configuration names, and freeze everything else."""
     peft = _peft()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -172,14 +175,14 @@ def _inject(model: nn.Module, config: Any, said: str, hint: str = "") -> None:
                 f"linear layer, but experts of a mixture or the like.{hint}"
             )
     for one in heard:
-        if "fan_in_fan_out" not in str(one.message):  # which peft finds out itself
+        if "fan_in_fan_out" not in str(one.message):  # peft corrects this entry itself
             warnings.warn(f"{said}: {one.message}", stacklevel=2)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(OWN.search(name) is not None)
 
 
 def _targets(model: nn.Module, blocks: list[nn.Module], wanted: tuple[str, ...]) -> list[str]:
-    """Names of layers, as peft wants them: those that the user named, or of all linear layers of the blocks."""
+    """The names of the layers to adapt, for peft: those that the user named, or all linear layers of the blocks."""
     from transformers.pytorch_utils import Conv1D
 
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
@@ -213,12 +216,12 @@ def _require_untied(model: nn.Module, target: str, layer: nn.Module) -> None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether an adapter is trained."""
+    """Whether the model has an adapter to train."""
     return hasattr(model, "peft_config")
 
 
 def described(model: nn.Module) -> dict[str, Any] | None:
-    """The adapter that a run trains, as JSON has it: part of what makes it this run."""
+    """The adapter that a run trains, as JSON, for the identity of the run; None if there is no adapter."""
     if not is_adapted(model):
         return None
     config: Any = model.peft_config[NAME]  # type: ignore[index]
@@ -232,7 +235,7 @@ def described(model: nn.Module) -> dict[str, Any] | None:
 
 
 def frozen_fingerprint(model: nn.Module) -> str:
-    """The same for the same frozen weights, bit by bit. Checkpoints do not hold them."""
+    """A hash of the frozen weights, bit by bit. Checkpoints do not hold these weights."""
     frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
 
     def digest(named: tuple[str, Tensor]) -> bytes:
@@ -241,23 +244,23 @@ def frozen_fingerprint(model: nn.Module) -> str:
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         return hashlib.sha256(head + hashlib.sha256(content.data).digest()).digest()
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing does not hold Python's lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases Python's global lock
         return hashlib.sha256(b"".join(pool.map(digest, frozen))).hexdigest()
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the model, but let its adapter keep float32 where the rest becomes narrower: its updates are small."""
+    """Move the model to a device and dtype. The adapter stays in float32 or wider, because its updates are small."""
     wide = {p: p.detach().clone() for p in model.parameters() if p.requires_grad} if is_adapted(model) else {}
     model.to(device=device, dtype=dtype)
     for parameter, value in wide.items():
         parameter.data = value.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
 
 
-# ---------------------------------------------------------------------------------------------------------- for others
+# ----------------------------------------------------------------------------------------------------------- exporting
 
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the plain model, of all weights of the adapted one; they may be those of all shards, gathered."""
+    """The weights of the plain model, computed from all weights of the adapted one, e.g. after gathering all shards."""
     own = {name: tensor for name, tensor in weights.items() if not OWN.search(name)}
     for name, layer in _adapted(model):
         for part in [part for part in own if part.startswith(f"{name}.base_layer.")]:
@@ -271,7 +274,7 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Path) -> None:
-    """Write the adapter alone: ``PeftModel.from_pretrained`` reads it, for the model `base`."""
+    """Write only the adapter, for the model `base`. ``PeftModel.from_pretrained`` reads it."""
     own = {_outside(name): tensor.contiguous() for name, tensor in weights.items() if OWN.search(name)}
     save_file(own, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config: Any = model.peft_config[NAME]  # type: ignore[index]
@@ -284,16 +287,16 @@ def write(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Pa
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that peft has changed, by name."""
+    """The layers that have an adapter, with their names."""
     layers = model.named_modules() if is_adapted(model) else ()
     return ((name, layer) for name, layer in layers if NAME in getattr(layer, "lora_A", ()))
 
 
 def _outside(name: str) -> str:
-    """As files have it."""
+    """The name of a tensor in files, for its name in the model."""
     return PREFIX + name.replace(f".{NAME}.weight", ".weight")
 
 
 def _inside(name: str) -> str:
-    """As the model has it."""
+    """The name of a tensor in the model, for its name in files."""
     return name.removeprefix(PREFIX).removesuffix(".weight") + f".{NAME}.weight"

@@ -1,4 +1,4 @@
-"""The best validation so far: which checkpoint to keep besides the last ones, and when to stop."""
+"""The best validation so far: it decides which checkpoint to keep besides the last ones, and when to stop."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 
 @dataclass
 class Best:
-    """The best value of one number in validations, after which step, and how many validations ago.
+    """The best value of one number in validations, its step, and the number of validations since then.
 
     >>> best = Best()
     >>> best.is_improved(100, 4.0), best.is_improved(200, 5.0), best.step, best.is_over(1)
     (True, False, 100, True)
 
     Attributes:
-        name: of the number.
-        is_higher_better: whether the highest is the best, not the lowest.
+        name: the name of the number.
+        is_higher_better: whether the highest value is the best one. Otherwise it is the lowest.
+        step: the step of the best validation.
+        value: its value; None: there was no validation with a finite value.
+        since: the number of validations after it.
     """
 
     name: str = "loss"
@@ -28,7 +31,7 @@ class Best:
     since: int = 0
 
     def is_improved(self, step: int, value: float) -> bool:
-        """Take note of a validation. Returns whether none was better."""
+        """Record a validation, and return whether it is the best one so far."""
         if math.isfinite(value) and (self.value is None or self._is_better(value, self.value)):
             self.step, self.value, self.since = step, value, 0
             return True
@@ -39,18 +42,18 @@ class Best:
         return value > than if self.is_higher_better else value < than
 
     def is_over(self, patience: int | None) -> bool:
-        """Whether so many validations in a row were no better."""
+        """Whether the last `patience` validations did not improve. `patience` None: never."""
         return patience is not None and self.since >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The state to save, as JSON."""
         return {"of": self._of, "step": self.step, "value": self.value, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; from nothing, where that was about another number."""
+        """Restore the state. Ignore a state that is about another number."""
         if state.get("of", "loss:min") != self._of:
             return
-        value = state["value"] if "value" in state else state["loss"]  # as checkpoints called it, once
+        value = state["value"] if "value" in state else state["loss"]  # its name in older checkpoints
         self.step, self.since = int(state["step"]), int(state["since"])
         self.value = None if value is None else float(value)
 

@@ -1,8 +1,8 @@
-"""What takes seconds to make is kept in files, and made anew where a file is not exactly what was written.
+"""Keep results that take seconds to compute in files, and compute them again if a file is not exactly what was written.
 
-Any number of processes may use one folder at once: a file is written aside and renamed, so that nobody ever sees a
-part of one. A file says what it is and carries its checksum: one that was cut off, damaged or put there by something
-else is not believed. A folder that cannot be written costs time, never a run.
+Any number of processes may use one folder at the same time: each writes a temporary file and renames it, so nobody ever
+sees an incomplete file. A file begins with its kind and its checksum, so a truncated, damaged or foreign file is not
+used. If the folder cannot be written, a run takes longer, but does not fail.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ from macrobatch.errors import UsageError
 
 logger = logging.getLogger("macrobatch")
 
-# Another number wherever anything that is kept comes to be made otherwise.
-_MAGIC = b"macrobatch cache 2\n".ljust(64)  # as wide as the checksum, so that what follows is aligned
+# Raise the number whenever the content of any kept file is computed in another way.
+_MAGIC = b"macrobatch cache 2\n".ljust(64)  # as wide as the checksum, so that the content is aligned
 _DIGEST = 64  # characters of a SHA-256
 _HEAD = len(_MAGIC) + _DIGEST
-_BLOCK = 1 << 20  # bytes that are read at once
-_ABANDONED = 3600.0  # seconds after which nobody is still writing a file
+_BLOCK = 1 << 20  # bytes per read
+_ABANDONED = 3600.0  # seconds after which a temporary file is no longer being written
 
 Put = Callable[[bytes], None]
 
 
 class Checksum(Protocol):
-    """What hashlib makes."""
+    """A hash object of hashlib."""
 
     def update(self, data: bytes, /) -> None:
-        """Go on with these bytes."""
+        """Add bytes."""
 
     def hexdigest(self) -> str:
-        """That of all bytes so far."""
+        """The checksum of all bytes so far."""
 
 
 def cache_folder() -> Path | None:
-    """Where files are kept by default: ``$MACROBATCH_CACHE``, or ``~/.cache/macrobatch``; None: there is no home."""
+    """The default folder: ``$MACROBATCH_CACHE``, or ``macrobatch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; None without
+    a home.
+    """
     if chosen := os.environ.get("MACROBATCH_CACHE"):
         return Path(chosen)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "macrobatch"
-    except RuntimeError:  # in a container, a user without a name
+    except RuntimeError:  # a user without a home, e.g. in a container
         return None
 
 
 def kept(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` returns; where an earlier call left it in `folder`, whole and under this name, without making it.
+    """Return what `make` returns, from a file in `folder` if an earlier call has left a complete one.
 
     Args:
-        folder: made where it is missing; None: nothing is kept.
-        name: must change with everything that the result depends on: see `digest`.
-        make: what to do otherwise.
+        folder: the folder of the files, which is created if needed; None: nothing is kept.
+        name: the name of the file. It must change with everything that the result depends on: see `digest`.
+        make: computes the result if there is no such file.
     """
     if folder is None:
         return make()
@@ -76,7 +78,7 @@ def kept(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """A name for these parts in this order, and for no others.
+    """A hash of these parts in this order. Other parts, or another order, have another hash.
 
     >>> digest(["ab", "c"]) == digest(["a", "bc"])
     False
@@ -90,12 +92,13 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def mapped(folder: Path | None, name: str, make: Callable[[Put], None]) -> memoryview:
-    """What `make` writes, for more than should be in memory: read-only, and read from the disk where it is used.
+    """A read-only view of what `make` writes, for data that should not be in memory: it is read from the disk when
+    used.
 
     Args:
-        folder: as for `kept`. None, or one that cannot be written: a file without a name, for this process only.
+        folder: as for `kept`. If it is None or cannot be written, a temporary file is used, for this process only.
         name: as for `kept`.
-        make: is called with a function that takes the next bytes.
+        make: is called with a function that writes the next bytes.
     """
     if folder is not None:
         path = folder / name
@@ -138,7 +141,7 @@ def _view(file: IO[bytes]) -> memoryview:
 
 
 def _map(path: Path) -> memoryview | None:
-    """A file that is there and whole."""
+    """A view of a file, if it exists and is complete."""
     try:
         with path.open("rb") as file:
             if _is_whole(file, path.name):
@@ -165,7 +168,7 @@ def _is_whole(file: IO[bytes], name: str) -> bool:
 
 
 def _begun(name: str) -> Checksum:
-    """A checksum that is of the name too: a file that was copied to another name is not what that one promises."""
+    """A checksum that includes the file's name, so that a file that was copied to another name is not used."""
     return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))
 
 
@@ -189,7 +192,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes left behind that were killed while writing."""
+    """Remove temporary files of processes that were killed while writing."""
     for aside in folder.glob("*.partial"):
         with contextlib.suppress(OSError):
             if time.time() - aside.stat().st_mtime > _ABANDONED:

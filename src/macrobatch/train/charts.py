@@ -1,4 +1,4 @@
-"""Lines over the steps, as SVG that stretches with the page; their labels are text beside them."""
+"""Line charts over the steps, as SVG that stretches with the page. The labels are HTML text beside the SVG."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-POINTS = 800  # of a line: about one for each pixel of its width
-DOTS = 30  # points of a line that are few enough to be marked, each
-SIZE = 1000  # of a chart, in its own coordinates, both ways
+POINTS = 800  # at most in a line: about one per pixel of its width
+DOTS = 30  # a line with at most so many points has a dot at each
+SIZE = 1000  # width and height of a chart, in SVG units
 
 Points = list[tuple[int, float]]
 
 
 def smoothed(points: Points) -> Points:
-    """Each with the mean of those around it; nothing where there are too few to need that.
+    """The moving average of some points; an empty list if there are too few points to smooth.
 
-    As far to the left as to the right, so that nothing lags where a loss falls steeply; but at the end, where a single
-    number would bend the line, as far to the left as ever.
+    The window is symmetric, so that the average does not lag when a loss falls steeply. Only at the end it keeps its
+    full width to the left, because a single number would bend the line there.
     """
     if len(points) < 60:
         return []
@@ -35,7 +35,7 @@ def smoothed(points: Points) -> Points:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart, and the names of its style."""
+    """A line of a chart, and the CSS classes of its style."""
 
     name: str
     points: Points
@@ -48,10 +48,10 @@ class Chart:
 
     Attributes:
         title: what is drawn.
-        unit: in which unit, or how to read it.
-        lines: at least one of them with a point.
+        unit: the unit, or how to read the values.
+        lines: the lines. At least one of them has a point.
         zero: whether the scale begins at zero.
-        may_be_log: whether the scale is logarithmic where values differ by orders of magnitude.
+        may_be_log: whether the scale is logarithmic if values differ by orders of magnitude.
         switch: whether the reader can switch to a logarithmic scale.
     """
 
@@ -80,14 +80,14 @@ class Chart:
 
     @property
     def logarithmic(self) -> Scale | None:
-        """The other scale of a chart with a switch; None where it has none."""
+        """The logarithmic scale that the reader can switch to; None if there is none."""
         found = [value for line in self.lines for _, value in line.points]
         if not self.switch or min(found) <= 0:
             return None
         return Scale(min(found) / 1.05, max(found) * 1.05, log=True)
 
     def html(self, number: int) -> str:
-        """The chart as a part of the page."""
+        """The HTML of the chart."""
         other = self.logarithmic
         switch = '<label class="switch"><input type="checkbox"> log scale</label>' if other else ""
         frames = self._frame(self.heights, "first") + (self._frame(other, "second") if other else "")
@@ -127,7 +127,7 @@ class Chart:
         return f'<ul class="legend">{entries}</ul>'
 
     def data(self) -> dict[str, Any]:
-        """What the read-out needs."""
+        """The numbers that the page shows under the cursor."""
         return {
             "steps": [self.steps.low, self.steps.high],
             "lines": [
@@ -139,14 +139,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """What lies between the two ends of an axis."""
+    """The range of an axis."""
 
     low: float
     high: float
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1.
+        """The position of a value on the axis, from 0 to 1.
 
         >>> Scale(10, 20).share(12.5), Scale(1, 100, log=True).share(10)
         (0.25, 0.5)
@@ -178,7 +178,7 @@ class Scale:
         return [number * size for number in range(first, last + 1)]
 
     def label(self, tick: float, *, whole: bool = False) -> str:
-        """A tick, with as many digits as tell it from the others.
+        """The text of a tick, with enough digits to distinguish it from the other ticks.
 
         >>> Scale(0, 0.001).label(0.0004), Scale(4, 5).label(4.6), Scale(0, 50_000).label(20_000), Scale(0, 1).label(0)
         ('4e-4', '4.6', '20k', '0')
@@ -206,14 +206,14 @@ def _path(line: Line, steps: Scale, heights: Scale) -> str:
 
 
 def _dots(line: Line, steps: Scale, heights: Scale) -> str:
-    """A line of no length for each point: with round ends that is a dot, however the chart is stretched."""
+    """SVG with a line of zero length per point: with round ends it is a dot, even if the chart is stretched."""
     return "".join(
         f"M{SIZE * steps.share(step):.1f} {SIZE - SIZE * heights.share(value):.1f}h0" for step, value in line.points
     )
 
 
 def thinned(points: Points, most: int = POINTS) -> Points:
-    """About that many points, with every peak and every trough among them, and both ends.
+    """About `most` of these points: both ends, and the lowest and the highest point of each interval.
 
     >>> thinned([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
     [(1, 5.0), (2, 9.0), (3, 4.0), (6, 7.0), (8, 5.0)]
@@ -233,7 +233,7 @@ def thinned(points: Points, most: int = POINTS) -> Points:
 
 
 def short(number: float) -> str:
-    """A number of few digits.
+    """A number with few digits.
 
     >>> short(950), short(12_345), short(2_500_000), short(3.0e9)
     ('950', '12.3k', '2.5M', '3B')

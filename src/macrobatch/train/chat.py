@@ -1,8 +1,9 @@
-"""Conversations as text, by a chat template; and which of its characters are the assistant's, which are learnt.
+"""Conversations as text, by a chat template; and which characters of the text the model learns: those of the assistant.
 
-A template may mark them itself, with ``{% generation %}``. If it does not, an answer is what the conversation up to it
-has more than the one before it with the prompt for an answer; or, where a template writes earlier answers otherwise,
-its own words. A template for which neither holds is refused.
+A template may mark them itself, with ``{% generation %}``. If it does not, two texts are compared: the conversation up
+to an answer, and the conversation before it with the prompt for an answer. The difference is the answer. If a template
+writes earlier answers in another way, the answer is searched for word by word. A template with which neither works is
+refused.
 """
 
 # mypy: untyped-calls-exclude="transformers"
@@ -36,17 +37,18 @@ _WITH_MARKS = (
 )
 
 
-Span = tuple[int, int]  # of characters: the first, and the one after the last
+Span = tuple[int, int]  # positions of the first character, and of the one after the last
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A text of which only some is learnt.
+    """A text of which the model learns only a part.
 
     Attributes:
-        text: all of it.
+        text: the whole text.
         spans: the characters to learn.
-        needs_end: whether nothing in the text says that the last answer is over, so that the tokenizer's end must.
+        needs_end: whether the text does not end with a special token after the last answer, so that the tokenizer's end
+            token is added.
     """
 
     text: str
@@ -55,11 +57,11 @@ class Marked:
 
 
 class ChatTemplate:
-    """How a tokenizer wants conversations to be written.
+    """Writes conversations as text, in the way that a model expects.
 
     Args:
-        tokenizer: that will encode them.
-        templates: in Jinja: one, or several by name, as transformers has it.
+        tokenizer: the tokenizer that will encode the text.
+        templates: one Jinja template, or several by name, as in transformers.
         tokens: the special tokens that a template may use, by name: ``bos_token`` and the like.
     """
 
@@ -70,17 +72,17 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """The same for templates that write the same."""
+        """A hash of the templates and of the special tokens."""
         named = [("", self.templates)] if isinstance(self.templates, str) else sorted(self.templates.items())
         return digest([part for pair in [*named, *sorted(self._tokens.items())] for part in pair])
 
     @property
     def writes_the_date(self) -> bool:
-        """Whether what it writes depends on the day."""
+        """Whether the text depends on the date."""
         return "strftime_now" in str(self.templates)
 
     def marked(self, document: Document) -> Marked:
-        """The conversation of a document."""
+        """The conversation of a document as text, with the spans to learn."""
         assert document.messages, "a conversation has a message"
         messages = [{name: v for name, v in m.items() if name != "weight"} for m in document.messages]
         learns = [message["role"] == ASSISTANT and message.get("weight") != 0 for message in document.messages]
@@ -92,7 +94,7 @@ class ChatTemplate:
         return Marked(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
 
     def question(self, text: str) -> tuple[str, str]:
-        """A user's message with the prompt for an answer; and what the template writes after an answer."""
+        """A user's message with the prompt for an answer; and the text that the template writes after an answer."""
         asked: list[Message] = [{"role": "user", "content": text}]
         answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _STAND_IN}]
         opening = self._text(asked, None, "the prompt", asks=True)
@@ -130,7 +132,7 @@ class ChatTemplate:
         whole, last = self._text(messages, tools, where), len(messages) - 1
         spans: list[Span] = []
         for number, is_learnt in enumerate(learns):
-            if not is_learnt or number == 0:  # before the first there is no conversation, which it would answer
+            if not is_learnt or number == 0:  # the first message answers nothing
                 continue
             before = self._text(messages[:number], tools, where, asks=True)
             until = whole if number == last else self._text(messages[: number + 1], tools, where)
@@ -155,10 +157,10 @@ class ChatTemplate:
     def _verbatim(
         self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str, where: str
     ) -> Span | None:
-        """Where an answer stands word for word, with the token that ends it; None: nowhere.
+        """The span of an answer that is in the text word for word, with the token that ends it; None if it is not.
 
-        Templates may write it otherwise while it is the last one. With another text in its place, all around it is
-        the same.
+        A template may write an answer in another way while it is the last one. So this renders the whole conversation
+        with another text in place of the answer: everything around the answer must stay the same.
         """
         said = str(messages[number].get("content") or "")
         changed = [*messages[:number], {**messages[number], "content": _STAND_IN}, *messages[number + 1 :]]
@@ -170,7 +172,7 @@ class ChatTemplate:
         return None
 
     def _learnt(self, turn: str) -> int:
-        """How many characters of a turn are learnt: white space after the token that ends it is not."""
+        """How many characters of a turn to learn: not the white space after the token that ends it."""
         bare = turn.rstrip()
         return len(bare) if bare.endswith(self._special) else len(turn)
 
@@ -199,7 +201,7 @@ class ChatTemplate:
         return text
 
     def _check_place(self, document: Document, source: str) -> None:
-        """Refuse what a template would leave out without a word."""
+        """Refuse tools and tool calls that the template would leave out silently."""
         has_calls = any(message.get("tool_calls") for message in document.messages or ())
         for is_there, name in ((document.tools is not None, "tools"), (has_calls, "tool_calls")):
             if is_there and name not in source:
@@ -215,7 +217,7 @@ def _not_rendered(error: Exception, where: str) -> BatchError:
 
 
 def tokens_in(template: str) -> list[str]:
-    """What is written like a special token in a template, each once.
+    """The strings in a template that look like special tokens, each once.
 
     >>> tokens_in(CHATML)
     ['<|im_start|>', '<|im_end|>']
@@ -224,7 +226,7 @@ def tokens_in(template: str) -> list[str]:
 
 
 def named_template(name: str) -> str:
-    """What ``--chat-template`` names."""
+    """The template that ``--chat-template`` names."""
     if name == "chatml":
         return CHATML
     path = Path(name).expanduser()
@@ -238,7 +240,7 @@ def named_template(name: str) -> str:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that a tokenizer_config.json names, each a string or an object that holds it."""
+    """The special tokens that a tokenizer_config.json names. Each is a string, or an object that holds it."""
     found = {}
     for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         token = config.get(name)
@@ -249,7 +251,9 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def templates_in(config: Mapping[str, Any], files: Mapping[str, str]) -> str | dict[str, str] | None:
-    """The chat templates of a tokenizer: in files of their own, or else in its configuration; None: it has none."""
+    """The chat templates of a tokenizer, from its configuration and from its own files, which go first; None: it has
+    none.
+    """
     told = config.get("chat_template")
     if isinstance(told, Sequence) and not isinstance(told, str):
         told = {one["name"]: one["template"] for one in told if isinstance(one, Mapping) and len(one) >= 2}

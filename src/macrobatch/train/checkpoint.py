@@ -1,17 +1,17 @@
-"""Checkpoints of a run: sharded, without pickle, there whole or not at all.
+"""Checkpoints of a run: sharded, without pickle, and either complete or absent.
 
 A checkpoint is a folder::
 
     step-00000100/
-        manifest.json             which tensor lies where, size and SHA-256 of every file, the caller's facts
+        manifest.json             the file of each tensor, size and SHA-256 of every file, the caller's facts
         rank-00000.safetensors
         rank-00001.safetensors
 
-It is written aside, under a name with `.partial-`. Only when every byte of it is on the disk does it get its name; only
-after that are older ones removed. So a process may be killed at any moment, and the disk may be full. Reading compares
-every byte with the manifest, and executes nothing.
+A checkpoint is first written under a name with `.partial-`. It gets its final name when every byte is on the disk, and
+older ones are removed after that. So a kill at any moment, or a full disk, leaves complete checkpoints only. Loading
+verifies the checksum of every file, and executes no code.
 
-Every method is called by all ranks together, with a folder that all of them see; what fails on one raises on all.
+All ranks call each method together, with a folder that all of them see. An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from macrobatch.train.storage import (
     write,
 )
 
-FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: written again, beside one that was there
+FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: another checkpoint of a step that already has one
 PARTIAL = re.compile(r"step-\d{8,}(?:-\d+)?\.partial-[0-9a-f]+")
-RANDOM = "random."  # names of tensors that every rank has its own of
-NUMBER = "#"  # ends the name of what an optimizer keeps as a number, and not as a tensor
+RANDOM = "random."  # prefix of the tensors that differ per rank
+NUMBER = "#"  # suffix of an optimizer state that is a number, not a tensor
 WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder, of which the newest `keep` stay.
+    """The checkpoints of one run in one folder. The newest `keep` of them are kept.
 
     >>> import tempfile
     >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
@@ -73,24 +73,24 @@ class Checkpoints:
     tensor([1., 1.])
 
     Args:
-        folder: made where it is missing.
-        keep: how many stay.
-        owners: whose they are: what is written says the first, and what says none of them is passed over. None: nobody
-            asks.
+        folder: the folder of the checkpoints, which is created if needed.
+        keep: how many checkpoints to keep.
+        owners: names of the run. New checkpoints have the first one as owner, and checkpoints of any other owner are
+            not used. Empty: the owner is not checked.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, owners: Sequence[str] = ()) -> None:
         if keep < 1:
             raise UsageError(f"keep must be at least 1, or nothing would be left to resume from: got {keep}.")
         self.folder, self.keep, self.owners = Path(folder), keep, tuple(owners)
-        self._verified: dict[Path, Json] = {}  # those whose every byte was compared, with their manifests
+        self._verified: dict[Path, Json] = {}  # manifests of the checkpoints whose checksums were verified
         self._damaged: set[Path] = set()
 
     def save(self, step: int, tensors: Mapping[str, Any], facts: Json, *, spared: int | None = None) -> Path:
-        """Write a checkpoint; when this returns, it is on the disk, whole. That of the step `spared` stays as well.
+        """Write a checkpoint, and return its folder when it is complete on the disk. Keep the one of step `spared` too.
 
-        `tensors` is a dict of tensors and DTensors, or of such dicts; `facts`, of which the first rank's count, what
-        JSON can hold.
+        `tensors` is a dict of tensors and DTensors, or of such dicts. `facts` is anything that JSON can hold; only
+        those of the first rank are saved.
         """
         named = flat(tensors)
         owner = self.owners[0] if self.owners else ""
@@ -105,20 +105,20 @@ class Checkpoints:
             raise CheckpointError(
                 f"The checkpoint of step {step} was not written. {error} {self._what_is_left()}"
             ) from None
-        self._verified.pop(path, None)  # of one that had the name before
+        self._verified.pop(path, None)  # the entry of an earlier checkpoint with this name
         if rank() == 0:
             self._prune(path, spared)
         return path
 
     def of_step(self, step: int) -> Path | None:
-        """The newest checkpoint of that step, which need not be whole."""
+        """The newest checkpoint of a step, without a check of its files; None if there is none."""
         return next((path for path in by_the_first(self._found) if _numbers(path)[0] == step), None)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole; None where there has never been one.
+        """The newest checkpoint that is complete; None if there has never been one.
 
-        Damaged ones are passed over with a warning. Where all are, that is an error: starting again from nothing is not
-        what somebody who resumes wants.
+        A warning names each damaged checkpoint, and the next older one is tried. If all are damaged, that is an error:
+        somebody who resumes a run does not want to start again from the first step.
         """
         candidates = by_the_first(self._found)
         for path in candidates:
@@ -138,13 +138,13 @@ class Checkpoints:
         return None
 
     def pass_over(self, path: Path, why: object) -> None:
-        """Take this one for damaged: it is not used, and not removed either."""
+        """Treat a checkpoint as damaged: it is not used, and not removed either. `why` goes into a warning."""
         self._damaged.add(path)
         if rank() == 0:
             warnings.warn(f"A checkpoint is passed over. {why}", RuntimeWarning, stacklevel=3)
 
     def sweep(self) -> None:
-        """Remove what killed processes left half written. Only for whoever has the folder to himself."""
+        """Remove incomplete checkpoints of killed processes. Call it only if no other process writes to the folder."""
         with contextlib.suppress(OSError):
             for stale in self.folder.iterdir():
                 if PARTIAL.fullmatch(stale.name):
@@ -153,7 +153,7 @@ class Checkpoints:
     def load(self, path: Path, tensors: Mapping[str, Any]) -> Json:
         """Fill the tensors in place, on as many ranks as there are now, and return the facts.
 
-        The checkpoint must have all of them, of the same shape and dtype, and no other.
+        The checkpoint must have exactly these tensors, with the same shapes and dtypes.
         """
         named = flat(tensors)
         held = self._verify(path)["tensors"]
@@ -162,19 +162,19 @@ class Checkpoints:
         return self.facts(path)
 
     def facts(self, path: Path) -> Json:
-        """What was saved beside the tensors; nothing is loaded."""
+        """The facts that were saved with the tensors. No tensor is loaded."""
         facts: Json = self._verify(path)["facts"]
         return facts
 
     def held(self, path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """The tensors in a checkpoint: dtype and whole shape by name."""
+        """The tensors in a checkpoint: dtype and global shape by name."""
         tensors = self._verify(path)["tensors"]
         return {name: (NAMED[one["dtype"]], torch.Size(one["shape"])) for name, one in tensors.items()}
 
     # ------------------------------------------------------------------------------------------ folders, on one rank
 
     def _begun(self, step: int) -> Path:
-        """A new folder to write into. What a killed process left behind goes."""
+        """A new folder to write into. Removes incomplete checkpoints of killed processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.sweep()
         partial = self.folder / f"step-{step:08d}.partial-{secrets.token_hex(4)}"
@@ -182,7 +182,7 @@ class Checkpoints:
         return partial
 
     def _finished(self, partial: Path, contents: Json) -> Path:
-        """All files are on the disk: now the manifest, and then the name that makes it a checkpoint."""
+        """Write the manifest, after all other files, and give the folder the name of a checkpoint."""
         with (partial / MANIFEST).open("wb") as opened:
             opened.write(manifest.encoded(contents))
             flush(opened)
@@ -193,35 +193,35 @@ class Checkpoints:
         return path
 
     def _unused(self, step: int) -> Path:
-        """A name for one that is newer than all of this step: replacing one would leave none for a moment."""
+        """A new name for a checkpoint of this step. Replacing an old one would leave none for a moment."""
         times = [time for number, time in map(_numbers, self._found()) if number == step]
         return self.folder / (f"step-{step:08d}-{max(times) + 1}" if times else f"step-{step:08d}")
 
     def _prune(self, newest: Path, spared: int | None) -> None:
-        """Remove all but the newest ones. What cannot be removed is no reason to stop."""
+        """Remove all but the newest checkpoints. A failure to remove one is ignored."""
         others = [path for path in self._found() if path not in self._damaged and path != newest]
         others = [path for path in others if _numbers(path)[0] != spared]
         with contextlib.suppress(OSError):
             for path in others[self.keep - 1 :]:
                 going = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
-                path.rename(going)  # so that a half removed one is never taken for a damaged one
+                path.rename(going)  # so that a half removed checkpoint does not look like a damaged one
                 shutil.rmtree(going)
 
     def _found(self) -> list[Path]:
-        """Everything that has the name of a checkpoint, the newest first."""
+        """All folders with the name of a checkpoint, the newest first."""
         if not self.folder.is_dir():
             return []
         return sorted(filter(_numbers, self.folder.iterdir()), key=_numbers, reverse=True)
 
     def _what_is_left(self) -> str:
-        """For the message of a save that failed."""
+        """A sentence for the message of a failed save."""
         found = self._found()
         return f"The last one is {found[0]}: it is as it was." if found else "There is none before it."
 
-    # ---------------------------------------------------------------------------------------------- comparing bytes
+    # ---------------------------------------------------------------------------------------------- verifying files
 
     def _verify(self, path: Path) -> Json:
-        """The manifest of a checkpoint that is whole. Ranks share the reading."""
+        """The manifest of a checkpoint, after its files were verified. Each rank verifies some of the files."""
         path = Path(path)
         if path not in self._verified:
             said = by_the_first(lambda: self._read(path))
@@ -232,7 +232,7 @@ class Checkpoints:
         return self._verified[path]
 
     def _read(self, path: Path) -> Json:
-        """The manifest, of a checkpoint of these owners."""
+        """The manifest of a checkpoint. Refuses a checkpoint of another owner."""
         said = manifest.read(path)
         if self.owners and said.get("owner") not in self.owners:
             raise CheckpointError(f"{path} belongs to another run.")
@@ -240,13 +240,13 @@ class Checkpoints:
 
 
 def _numbers(path: Path) -> tuple[int, ...]:
-    """The step of a checkpoint, and which of that step it is, by its name; nothing where it is not one."""
+    """The step in the name of a checkpoint, and its number among those of this step; empty for other names."""
     match = FOLDER.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
 def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
-    """Why these tensors cannot be filled from that checkpoint, if they cannot: the first few differences by name."""
+    """Why these tensors cannot be filled from that checkpoint: the first differences by name; None if they can."""
     differences = [f"{name} is not there" for name in wanted if name not in held]
     differences += [f"{name} is only there" for name in held if name not in wanted and not name.startswith(RANDOM)]
     for name, tensor in wanted.items():
@@ -261,7 +261,7 @@ def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Names are on the disk only when their folder is. Some file systems see to that themselves, and refuse."""
+    """Flush a folder to the disk, so that the names in it are there. Some file systems do this themselves."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -276,11 +276,11 @@ def _flush_folder(folder: Path) -> None:
 
 
 def state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Tensor]:
-    """All tensors that a run goes on from: weights, buffers, the optimizers' state, this rank's random numbers.
+    """All tensors that a run needs to resume: weights, buffers, the optimizers' state, and this rank's random states.
 
-    The model may be plain, DDP, FSDP2 or HSDP, compiled or not: names and whole shapes are those of the plain one.
-    Frozen parameters are left out: nothing changes them. An optimizer that has not stepped yet has no state. What its
-    groups hold (learning rate, betas) is for the facts.
+    The model may be plain, DDP, FSDP2 or HSDP, compiled or not: names and global shapes are those of the plain model.
+    Frozen parameters are left out, because nothing changes them. An optimizer without a step has no state. Save the
+    options of its groups (learning rate, betas) in the facts.
     """
     tensors = _of_model(model)
     for name, optimizer, _, parameter in _optimized(model, optimizers):
@@ -301,10 +301,10 @@ def state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> dict
 def restore(
     checkpoints: Checkpoints, path: Path, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> Json:
-    """Put back what `state` gave, on as many ranks as there are now; return the facts.
+    """Restore what `state` returned, on as many ranks as there are now, and return the facts.
 
-    On the same number of ranks the run goes on bitwise. A rank that was not there before draws random numbers of its
-    own.
+    On the same number of ranks the run continues bitwise identically. A rank that did not exist before gets random
+    states of its own.
     """
     held = checkpoints.held(path)
     of_parameter: dict[str, dict[str, tuple[torch.dtype, torch.Size]]] = defaultdict(dict)
@@ -332,9 +332,9 @@ def restore(
 
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by the names of the plain model. Tied weights are one; nothing changes frozen ones."""
+    """Trained weights and buffers by the names of the plain model. Tied weights are saved once, frozen ones never."""
     plain = unwrapped(model, REPLICATED)
-    everything = plain.state_dict()  # first: FSDP takes back here what a forward left gathered
+    everything = plain.state_dict()  # call it first: here FSDP reshards what a forward left gathered
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
     others = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - trained
     return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in others}
@@ -347,7 +347,7 @@ def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
 def _optimized(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
-    """Name, optimizer, group and parameter of everything that is stepped."""
+    """Name, optimizer, group and parameter of all parameters that an optimizer updates."""
     plain = unwrapped(model, REPLICATED)
     names = {parameter: plain_name(plain, name) for name, parameter in plain.named_parameters()}
     for optimizer in _listed(optimizers):
@@ -364,8 +364,8 @@ def _optimized(
 
 
 def _room(key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-    """A tensor to be filled with a piece of the optimizer's state, where the optimizer wants it to be."""
-    if key == "step":  # on the host, but for optimizers that read it on the device
+    """An empty tensor for a part of the optimizer's state, on the device where the optimizer expects it."""
+    if key == "step":  # on the host, except for optimizers that read it on the device
         on_device = group.get("fused") or group.get("capturable")
         return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
     if key.endswith(NUMBER):
@@ -385,7 +385,7 @@ def _require_known_sharding(key: str, shape: torch.Size, parameter: nn.Parameter
 
 
 def _random() -> dict[str, Tensor]:
-    """The states of this rank's generators. Names differ from rank to rank, as the states do."""
+    """The states of this rank's random generators. The names contain the rank, because the states differ per rank."""
     states = {f"{RANDOM}{rank()}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"{RANDOM}{rank()}.cuda"] = torch.cuda.get_rng_state()
@@ -395,7 +395,7 @@ def _random() -> dict[str, Tensor]:
 def _set_random(states: dict[str, Tensor]) -> None:
     for name, value in states.items():
         _, owner, device = name.split(".")
-        if int(owner) != rank():  # this rank is new: numbers of its own, the same at every resume from here
+        if int(owner) != rank():  # this rank is new: its own seed, the same at every resume from this checkpoint
             digest = hashlib.sha256(bytes(value.tolist()) + str(rank()).encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
         elif device == "cuda":

@@ -1,13 +1,14 @@
-"""`Clock`: where the time of a training step went.
+"""`Clock` measures how much time each part of a training step takes.
 
-At every moment one part has the time: the one that was begun last and has not ended. What is begun inside another takes
-the time from it, so the parts of a lap add up to the lap, and what no part had is "other". On a CUDA device the moments
-are events in its stream, which nobody waits for: they are read with the numbers of the step, when those have arrived.
-There, a part has what the device did, or waited for, between them.
+At every moment, time counts for one part: the one that began last and has not ended. A part inside another one takes
+the time from it, so the parts of a lap add up to the lap. The rest is "other". On a CUDA device the moments are events
+in its stream, and nobody waits for them: they are read together with the numbers of the step. There, a part is the time
+that the device computed or waited between its events.
 
-"communication" is what this rank waited, doing nothing else: for the ranks' agreement before a window, for the slowest
-of them after its own last backward, and for sums that travel at the close. Sums that travel during the backward cost a
-step nothing, and are not in it. What FSDP gathers and scatters in between is in it as far as a rank waits for that.
+"communication" is the time in which this rank waited and did nothing else: for the agreement of the ranks before a
+window, for the slowest rank after its own last backward, and for reductions when the window closes. Reductions that
+overlap with the backward cost a step nothing, and are not included. The gathers and scatters of FSDP are included as
+far as a rank waits for them.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ Moment = float | torch.cuda.Event
 
 
 class Lap:
-    """One round of the clock.
+    """The time between two calls of `Clock.lap`.
 
     Attributes:
-        seconds: by the host's clock, without what was done aside.
+        seconds: the time on the host's clock, without what was measured by `Clock.aside`.
     """
 
     def __init__(self, seconds: float, marks: list[tuple[str, Moment]], end: Moment) -> None:
@@ -49,7 +50,7 @@ class Lap:
         self._end = end
 
     def parts(self) -> dict[str, float]:
-        """The seconds of each part. Waits for the device, unless a number of that step has been read already."""
+        """The seconds of each part. It waits for the device, unless a number of that step has been read already."""
         parts = dict.fromkeys(PARTS, 0.0)
         if isinstance(self._end, torch.cuda.Event):
             self._end.synchronize()
@@ -60,7 +61,7 @@ class Lap:
 
 
 class Clock:
-    """Measures laps, and what they were spent on.
+    """Measures laps, and the parts of each.
 
     >>> clock = Clock(torch.device("cpu"))
     >>> with clock.part("data"):
@@ -82,20 +83,20 @@ class Clock:
                 ...
 
     Args:
-        device: where the model is.
+        device: the device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._aside = 0.0  # seconds of this lap that belong to no step
-        self._begun = [OTHER]  # the parts that are under way, the innermost last
+        self._begun = [OTHER]  # the current parts, the innermost last
         now = self._moment()
         self._start = now if isinstance(now, float) else time.perf_counter()
         self._marks: list[tuple[str, Moment]] = [(OTHER, now)]
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What happens inside counts as that part, but for parts inside of it. Any name will do."""
+        """Count the time inside as this part, except for parts inside of it. Any name is allowed."""
         depth = len(self._begun)
         self._begin(name)
         try:
@@ -106,7 +107,7 @@ class Clock:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to no step: a part of its own, whose time is not in the seconds of the lap."""
+        """Count the time inside as a part that belongs to no step. It is not in the seconds of the lap."""
         begin = time.perf_counter()
         with self.part(name):
             yield
@@ -121,7 +122,7 @@ class Clock:
         return lap
 
     def watch(self, train: MacroStep) -> None:
-        """From now on, count the spans of this `MacroStep`'s windows; for as long as it lives."""
+        """Measure the phases of this `MacroStep` as parts, from now on."""
         train.observe(self._span)
 
     @contextlib.contextmanager
@@ -149,16 +150,17 @@ class Clock:
         self._mark()
 
     def _mark(self) -> None:
-        """From here on the time belongs to the innermost part."""
+        """Begin to count time for the innermost part."""
         if self._is_cuda and torch.cuda.is_current_stream_capturing():
             return  # such an event would belong to the graph
         self._marks.append((self._begun[-1], self._moment()))
 
     def _watch_waiting(self, loss: Tensor) -> None:
-        """What the backward of `loss` does when its own gradients are made is waiting for those of others.
+        """Count the end of the backward of `loss`, after its own gradients are computed, as waiting for other ranks.
 
-        A backward ends with its callbacks, in the order in which they were queued. Ours is the first, as it is queued
-        when the backward begins; DDP and FSDP have theirs wait for what they sent; then comes a last one of ours.
+        A backward ends with its callbacks, in the order in which they were queued. Our first callback is queued when
+        the backward begins, so it runs first. The callbacks of DDP and FSDP wait for their reductions. Then our second
+        callback runs.
         """
 
         def has_gradients() -> None:

@@ -1,4 +1,4 @@
-"""Files as bytes, unpacked where they are packed; and libraries that only some data needs."""
+"""Read files as bytes, decompressed if needed; and import the libraries that only some data needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 20  # bytes
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The content of a file. What is damaged, or cannot be read, is an error that names it."""
+    """Open a file, and decompress it. An error names a file that is damaged or cannot be read."""
     try:
         with _OPENERS.get(path.suffix.lower(), _unpacked)(path) as file:
             yield file
@@ -31,12 +31,12 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether its name says so."""
+    """Whether the file's name has the suffix of a compressed file."""
     return path.suffix.lower() in _OPENERS
 
 
 def library(name: str, source: Path) -> Any:
-    """The library that this source needs."""
+    """Import the library that this source needs."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -58,7 +58,7 @@ def _zstandard(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Frames(io.RawIOBase):
-    """All frames of a .zst, one after the other. The library's own reader takes one that is cut off for whole."""
+    """All frames of a .zst file, one after the other. The library's own reader does not notice a truncated frame."""
 
     def __init__(self, file: IO[bytes], unpacking: Any) -> None:
         self._file, self._unpacking, self._frame, self._rest = file, unpacking, None, b""
@@ -75,7 +75,7 @@ class _Frames(io.RawIOBase):
         return size
 
     def _unpack(self) -> bool:
-        """Unpack some more. Returns whether there was more."""
+        """Decompress some more bytes, and return whether there were any."""
         packed = self._rest or self._file.read(1 << 14)
         if not packed:
             if self._frame is not None:

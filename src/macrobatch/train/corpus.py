@@ -1,7 +1,7 @@
-"""The samples to train on: documents as ids, cut to a length, in a file that is read where it is used.
+"""The samples to train on: tokenized documents, cut to a length, in a memory-mapped file.
 
-A long text becomes several samples, each of which begins with the last token of the one before it: every token but a
-text's very first is then predicted exactly once. In memory is a table of the samples, and not their tokens.
+A long text becomes several samples. Each of them begins with the last token of the one before it, so that every token
+except the first one of a text is predicted exactly once. Only a table of the samples is in memory, not their tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Corpus", "Document", "collated", "documents"]
 
 logger = logging.getLogger("macrobatch")
 
-_BLOCK = 1 << 18  # tokens that are looked at, or written, together
+_BLOCK = 1 << 18  # tokens that are read or written together
 
 Sample = dict[str, Tensor]
 
@@ -51,13 +51,13 @@ class Corpus:
     True
 
     Attributes:
-        codes: the tokens of all documents, one after the other, int32: the id of one that is learnt, and ``~id``, which
-            is negative, of one that is not.
-        starts: for each sample, where in `codes` it begins.
-        sizes: how many tokens it has.
-        parents: the number of the document that it is a piece of.
-        truncated: of how many documents a part was left out, since it did not fit.
-        unlearnt: how many conversations were left out, since nothing in them is learnt.
+        codes: the tokens of all documents, one after the other, int32: the id of a token with a loss, and ``~id``,
+            which is negative, of a token without a loss.
+        starts: the index in `codes` at which each sample begins.
+        sizes: the number of tokens of each sample.
+        parents: the number of the document that each sample is a piece of.
+        truncated: the number of documents that did not fit completely.
+        unlearnt: the number of conversations that were left out, because no token of them has a loss.
     """
 
     codes: Tensor
@@ -71,7 +71,7 @@ class Corpus:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Sample:
-        """What a model is trained on: ids, and labels that are -100 where nothing is learnt."""
+        """A sample for a model: token ids, and labels that are -100 for tokens without a loss."""
         start, size = int(self.starts[index]), int(self.sizes[index])
         codes = self.codes[start : start + size].long()
         return {"input_ids": _ids(codes), "labels": codes.masked_fill(codes < 0, IGNORED)}
@@ -81,23 +81,23 @@ class Corpus:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """How many tokens each sample has."""
+        """The number of tokens of each sample."""
         lengths: list[int] = self.sizes.tolist()
         return lengths
 
     @cached_property
     def num_tokens(self) -> int:
-        """How many tokens an epoch has, without padding."""
+        """The number of tokens in an epoch, without padding."""
         return int(self.sizes.sum())
 
     @cached_property
     def largest_id(self) -> int:
-        """What a model's vocabulary must be larger than; -1 where there is no token."""
+        """The largest token id; -1 if there is no token. A model's vocabulary must be larger."""
         return max((int(_ids(block).max()) for block in torch.split(self.codes, _BLOCK) if len(block)), default=-1)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same samples in the same order: whoever resumes a run must see them again."""
+        """A hash of the samples in their order. A run can only be resumed with the same samples."""
         total = hashlib.sha256()
         for part in (self.codes, self.starts, self.sizes):
             total.update(b"%d:" % len(part))
@@ -105,14 +105,14 @@ class Corpus:
         return total.hexdigest()
 
     def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-        """A part to train on, and one to measure on: whole documents, of which the seed says which.
+        """A part to train on, and a part to validate on. Each has whole documents, which the seed selects.
 
-        Where there are so few that one would be more than that part, it is the end of all the texts instead: pieces
-        from all over would have their neighbours among those that are trained on.
+        If a single document would be more than the validation part, that part is the end of all samples instead: pieces
+        from everywhere would have their neighbours in the training part.
 
         Args:
-            fraction: how much to measure on; 0: nothing.
-            seed: decides which.
+            fraction: the share of documents to validate on; 0: none.
+            seed: selects the documents.
         """
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
             raise UsageError(f"the fraction to validate on must be at least 0 and less than 1: got {fraction!r}.")
@@ -146,15 +146,15 @@ class Corpus:
     def made(
         cls, documents: Iterable[Document], vocabulary: Vocabulary, *, seq_len: int, cache: Path | None = None
     ) -> Corpus:
-        """The samples that these documents make.
+        """Make the samples of these documents.
 
         Args:
-            documents: texts, cut into pieces; and prompts with completions, and conversations, which stay one sample.
-                Where a pair is too long, the completion stays, and the end of the prompt that fits before it; of a
-                conversation the beginning. `truncated` counts them. A conversation in which nothing is learnt is left
-                out.
-            vocabulary: makes ids of them.
-            seq_len: the most tokens that a sample may have.
+            documents: texts, which are cut into pieces; pairs of prompt and completion, and conversations, which stay
+                one sample. If a pair is too long, the beginning of the prompt is cut off, and then the end of the
+                completion; of a conversation the end is cut off. `truncated` counts both. A conversation without a
+                token that has a loss is left out.
+            vocabulary: tokenizes the documents.
+            seq_len: the largest number of tokens in a sample.
             cache: a folder in which to keep the result.
         """
         if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
@@ -185,7 +185,7 @@ class Corpus:
 
     @classmethod
     def _from(cls, content: memoryview) -> Corpus:
-        """From what `_write` wrote."""
+        """The corpus in a file that `_write` wrote."""
         *_, num_tokens, num_samples, truncated, unlearnt = _tensor(content[-32:], torch.int64, 4).tolist()
         table = content[-(-num_tokens // 2) * 8 :]
         starts, sizes, parents = _tensor(table, torch.int64, 3 * num_samples).view(3, -1)
@@ -193,10 +193,10 @@ class Corpus:
 
 
 def _tensor(content: memoryview, dtype: torch.dtype, count: int) -> Tensor:
-    """A view of the first numbers in a file."""
+    """A tensor that shares memory with the first `count` numbers of a file."""
     if not count:
         return torch.empty(0, dtype=dtype)
-    with warnings.catch_warnings():  # that it cannot be written; nobody does
+    with warnings.catch_warnings():  # torch warns that the memory is read-only; nobody writes to it
         warnings.simplefilter("ignore")
         return torch.frombuffer(content, dtype=dtype, count=count)
 
@@ -228,10 +228,10 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
             codes.extend([*vocabulary.start, *ids] if is_new else ids)
             if document.goes_on:
                 continue
-            is_sample = written + len(codes) - first > len(vocabulary.start)  # else the tokenizer drops its characters
+            is_sample = written + len(codes) - first > len(vocabulary.start)  # else the tokenizer has no id for it
             codes.extend([vocabulary.end] * is_sample)
         length = written + len(codes) - first
-        if is_sample and length > 1:  # with nothing before it, a token cannot be predicted
+        if is_sample and length > 1:  # the first token cannot be predicted
             for start, size in _pieces(length, seq_len):
                 starts.append(first + start)
                 sizes.append(size)
@@ -239,13 +239,13 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
         first, parent = first + length, parent + 1
     put(codes.tobytes())
     written += len(codes)
-    put(bytes(4 * (written % 2)))  # what follows is aligned
+    put(bytes(4 * (written % 2)))  # to align the table to 8 bytes
     for column in (starts, sizes, parents, array("q", [written, len(starts), truncated, unlearnt])):
         put(column.tobytes())
 
 
 def _encoded(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Document, list[int], list[int] | None]]:
-    """Each document with the ids of its text, or of its conversation; and those of a completion, with the end."""
+    """Each document with the token ids of its text or conversation, and those of a completion with its end token."""
     waiting: deque[tuple[Document, bool]] = deque()
 
     def texts() -> Iterator[str | Marked]:
@@ -272,7 +272,7 @@ def _encoded(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Doc
 
 
 def _pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
-    """Where each piece of a text begins, and its size; the first token of each but the first is the last of another.
+    """Start and size of each piece of a text. Each piece begins with the last token of the piece before it.
 
     >>> list(_pieces(10, 4))
     [(0, 4), (3, 4), (6, 4)]
@@ -284,7 +284,7 @@ def _pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
 
 
 def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
-    """The end of a prompt, and before it what begins every text; a token at least, to predict the completion from.
+    """The end of a prompt that fits, after the tokens that begin every text. At least one token is left.
 
     >>> _fitted([1, 5, 6, 7], 1, room=3), _fitted([1, 5, 6, 7], 1, room=0)
     ([1, 6, 7], [7])
@@ -298,9 +298,9 @@ def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
 
 
 def collated(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
-    """A micro-batch of some samples, filled up on the right: the ``collate=`` of `MacroStep`.
+    """A micro-batch of some samples, padded on the right: the ``collate=`` of `MacroStep`.
 
-    With `few_widths` to one of few lengths, for what is recorded once a shape.
+    With `few_widths`, it is padded to one of few lengths, for CUDA graphs, which are recorded once per shape.
 
     >>> batch = collated([{"input_ids": torch.tensor([7, 8]), "labels": torch.tensor([7, 8])},
     ...                   {"input_ids": torch.tensor([9]), "labels": torch.tensor([9])}])

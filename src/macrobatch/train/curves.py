@@ -1,4 +1,4 @@
-"""Which curves a report shows, of one run or of several, out of the lines that a run leaves."""
+"""The curves of a report, of one run or of several, from the lines of metrics that a run writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 def values(steps: Iterable[Row], name: str) -> Points:
-    """The steps for which that number is known, each with it.
+    """The value of a number at each step for which it is known.
 
     >>> values([{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 2}], "loss")
     [(1, 2.5), (3, 2.0)]
@@ -23,17 +23,17 @@ def values(steps: Iterable[Row], name: str) -> Points:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it can be drawn."""
+    """Whether a value is a finite number, so that it can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def total(steps: Iterable[Row], name: str) -> float:
-    """The sum of that number over the steps for which it is known."""
+    """The sum of a number over the steps for which it is known."""
     return sum(value for _, value in values(steps, name))
 
 
 def own_numbers(validations: Iterable[Row]) -> list[str]:
-    """What validations have beside the loss and its perplexity: the numbers of the user's own evaluation.
+    """The names of the numbers in validations besides loss and perplexity: those of the user's own evaluation.
 
     >>> own_numbers([{"step": 1, "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5}])
     ['accuracy']
@@ -43,7 +43,7 @@ def own_numbers(validations: Iterable[Row]) -> list[str]:
 
 
 def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
-    """What is drawn of a run."""
+    """The charts of one run."""
     losses = values(steps, "loss")
     smooth = smoothed(losses)
     lines = [Line("train", losses, "train faint" if smooth else "train")]
@@ -69,7 +69,7 @@ def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
 
 
 def terms(steps: Sequence[Row]) -> list[Line]:
-    """The mean of each term of the loss, where it has several.
+    """A line with the mean of each term, if the loss has several terms.
 
     >>> [line.points for line in terms([{"step": 1, "losses": {"policy": 2.0, "kl": None}}])]
     [[(1, 2.0)], []]
@@ -97,13 +97,13 @@ def _padding(steps: Sequence[Row]) -> list[Line]:
 
 def _memory(points: Points) -> Chart:
     unit, name = (2**30, "GiB") if max((size for _, size in points), default=0) >= 2**30 else (2**20, "MiB")
-    peaks = accumulate((size for _, size in points), max)  # a process that resumed the run begins anew
+    peaks = accumulate((size for _, size in points), max)  # the peak of a process that resumed the run starts from 0
     line = Line("peak", [(step, size / unit) for (step, _), size in zip(points, peaks, strict=True)], "train")
     return Chart("Memory", f"peak so far, {name}", [line], zero=True)
 
 
 def of_several(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list[Chart]:
-    """The same numbers of each run: its name, steps and validations; in its own colour."""
+    """The charts of several runs, each with its name, steps and validations. Each run has its own colour."""
 
     def lines(name: str, *, smooth: bool = False) -> list[Line]:
         every = [values(steps, name) for _, steps, _ in runs]
@@ -129,5 +129,5 @@ def of_several(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list
 
 
 def _drawn(charts: Sequence[Chart]) -> list[Chart]:
-    """Those that have anything to draw."""
+    """The charts that have at least one point."""
     return [chart for chart in charts if any(line.points for line in chart.lines)]

@@ -1,4 +1,4 @@
-"""How a run cuts its batches, and where it remembers which sizes fit into memory."""
+"""How a run cuts its batches into micro-batches, and the file of the sizes that fit into memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from macrobatch.train.world import World
 
 logger = logging.getLogger("macrobatch")
 
-CPU_TOKENS = 1024  # in a micro-batch: a process on a CPU is killed before it is told that memory has run out
+CPU_TOKENS = 1024  # per micro-batch. On a CPU no sizes are tried by default: a process without memory is killed.
 
 Micro = int | ByTokens | Literal["auto"]
 
 
 def micro_of(settings: Settings, longest: int, device: torch.device) -> Micro:
-    """What ``micro=`` of `MacroStep` becomes, for samples of at most so many tokens."""
+    """The ``micro=`` of `MacroStep`, for samples of at most `longest` tokens."""
     kind, size = settings.cut
     if kind == "count":
         assert size is not None, "the settings have checked it"
@@ -37,7 +37,7 @@ def micro_of(settings: Settings, longest: int, device: torch.device) -> Micro:
 
 
 def described(micro: Micro, lengths: Sequence[int]) -> str:
-    """How samples of these lengths are cut, in words."""
+    """A text that says how samples of these lengths are cut."""
     if isinstance(micro, int):
         return f"about {len(plan_by_count(len(lengths), micro))} on each rank, of {micro} samples"
     if micro == "auto":
@@ -53,13 +53,13 @@ def described(micro: Micro, lengths: Sequence[int]) -> str:
 
 
 def fit_file(settings: Settings, micro: Micro) -> Path | None:
-    """Where the sizes that fit into memory are remembered."""
+    """The file that stores the sizes that fit into memory; None if no sizes are tried."""
     is_tried = micro == "auto" or (isinstance(micro, ByTokens) and micro.budget == "auto")
     return Path(settings.out, "fit.json") if is_tried and settings.out else None
 
 
 def drop_damaged_sizes(file: Path | None, world: World) -> None:
-    """Remove a file of sizes that cannot be read: they are found anew, which costs a few steps some time."""
+    """Remove a file of sizes that cannot be read. The sizes are then found again, which takes some time."""
     if file is None or not world.is_first or not file.exists():
         return
     try:

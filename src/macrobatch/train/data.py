@@ -1,4 +1,4 @@
-"""What a run trains on: the samples, those kept for validation, and the vocabulary they are written in."""
+"""The data of a run: samples to train on, samples for validation, and the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from macrobatch.train.vocabulary import Vocabulary
 
 logger = logging.getLogger("macrobatch")
 
-FEW = 16  # samples
+FEW = 16  # samples; a validation with fewer gets a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The samples of a run."""
+    """The data of a run: samples to train on, samples for validation, and the vocabulary."""
 
     train: Corpus
     validation: Corpus
@@ -31,7 +31,7 @@ class Data:
 
     @classmethod
     def read(cls, settings: Settings, say: Say | None = None) -> Data:
-        """Read, encoded and split as the settings say. `say` is told how far it is, where that takes long."""
+        """Read, tokenize and split the data according to the settings. `say` prints the progress if that takes long."""
         cache = cache_folder()
         read = partial(documents, text_field=settings.text_field, fields=settings.fields, cache=cache, say=say)
         template = None if settings.chat_template is None else named_template(settings.chat_template)
@@ -55,7 +55,7 @@ class Data:
         return cls(train=train, validation=validation, vocabulary=vocabulary)
 
     def warn_of_few(self) -> None:
-        """Say that a validation says little, before a run begins."""
+        """Warn if the validation has so few samples that its loss is unreliable."""
         if 0 < len(self.validation) < FEW:
             logger.warning(
                 "the validation has only %s: its loss says little. Name more with --validation-data, or a larger "
@@ -63,7 +63,7 @@ class Data:
             )  # fmt: skip
 
     def fits(self, vocabulary_size: int, positions: int | None) -> None:
-        """Refuse samples that the model cannot take."""
+        """Refuse samples with token ids or lengths that the model does not support."""
         largest = max(self.train.largest_id, self.validation.largest_id)
         if largest >= vocabulary_size:
             raise BatchError(
@@ -78,10 +78,10 @@ class Data:
 
     @property
     def opening(self) -> str:
-        """How a sample of the data begins: something to let the model go on from."""
+        """The beginning of a sample, as the default prompt for a text by the trained model."""
         sample = (self.validation if len(self.validation) else self.train)[0]
         ids, start = sample["input_ids"].tolist(), self.vocabulary.start
-        question = int((sample["labels"] == IGNORED).long().cumprod(0).sum())  # tokens before what is learnt
+        question = int((sample["labels"] == IGNORED).long().cumprod(0).sum())  # tokens before the first one with a loss
         if not question or self.vocabulary.chat is None:
             return self.vocabulary.decode(ids[:8])
         asked = ids[len(start) : question] if ids[: len(start)] == start else ids[:question]
@@ -96,5 +96,5 @@ def _loaded(name: str, flag: str) -> Vocabulary:
 
 
 def _tokenizer(settings: Settings) -> str | None:
-    """Where the tokenizer is; None: one is to be trained."""
+    """The name or path of the tokenizer; None: train one."""
     return settings.tokenizer or models.origin_of(settings).tokenizer

@@ -1,8 +1,8 @@
-"""What to train on, as documents: files and folders of any format in `sources.py`, or nothing at all.
+"""The documents to train on, from files and folders of any format in `sources.py`.
 
-Nothing at all stands for the functions of the Python standard library, which is on every machine that runs this.
-Every document knows where it came from, so that an error can name the line. They are read as often as they are needed,
-and never all of them are in memory.
+Without any source, the documents are the functions of the Python standard library, which exists on every machine. Every
+document knows its source, so that an error can name the line. Documents are read again each time they are needed, and
+never all of them are in memory.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ __all__ = ["Document", "Documents", "documents"]
 logger = logging.getLogger("macrobatch")
 
 Say = Callable[[str], None]
-_SILENT = 5.0  # seconds after which one wants to know how far it is, and again after so many
+_SILENT = 5.0  # seconds between two messages about the progress
 
 
 class Documents:
-    """Documents that can be gone through any number of times, and what going through them once has told.
+    """Documents that can be iterated any number of times, with counts from the first iteration.
 
     >>> found = Documents([Document("to be"), Document("or not", " to be"), Document("")])
     >>> len(found), found.num_empty, found.num_characters, [document.text for document in found]
     (2, 1, 17, ['to be', 'or not'])
 
     Args:
-        source: gives them anew, and the same ones, each time it is gone through.
-        say: is told how far it is, where that takes long.
+        source: an iterable that yields the same documents each time.
+        say: prints the progress if that takes long.
 
     Attributes:
-        digest: the same for the same documents in the same order, wherever they lie.
-        num_empty: how many were left out, as there is nothing in them.
-        num_characters: of all texts together.
-        has_conversations: whether there is one among them.
+        digest: a hash of the documents in their order, independent of their location.
+        num_empty: the number of documents that were left out because they are empty.
+        num_characters: the number of characters of all texts together.
+        has_conversations: whether at least one document is a conversation.
     """
 
     def __init__(self, source: Iterable[Document], say: Say | None = None) -> None:
@@ -65,7 +65,7 @@ class Documents:
 
     @classmethod
     def of(cls, source: Iterable[Document]) -> Documents:
-        """The same, where they are such already."""
+        """The documents of `source`, or `source` itself if it is a `Documents`."""
         return source if isinstance(source, cls) else cls(source)
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Documents:
         return (document for document in self._source if not document.is_empty)
 
     def encoding(self) -> Iterator[Document]:
-        """The same, while they are encoded: says how far that is, and refuses what has changed in the meantime."""
+        """The documents, while they are tokenized. Reports the progress, and raises an error if they have changed."""
         total = hashlib.sha256()
         for document in self._progress("encoded", iter(self)):
             _add(total, document)
@@ -84,7 +84,7 @@ class Documents:
             raise BatchError("the data has changed while it was read. Start again when nothing writes to it.")
 
     def _all(self) -> Iterator[Document]:
-        """For the first time: the empty ones are counted."""
+        """The first iteration, which counts the empty documents."""
         for document in self._source:
             if document.is_empty:
                 self.num_empty += 1
@@ -110,14 +110,14 @@ def _add(total: Checksum, document: Document) -> None:
 
 
 class _Sources:
-    """What lies in files and folders, read anew each time."""
+    """The documents in files and folders, read again at each iteration."""
 
     def __init__(self, sources: Sequence[str | Path], columns: Columns) -> None:
         self._sources, self._columns = [Path(source) for source in sources], columns
         self._warn = True
 
     def __iter__(self) -> Iterator[Document]:
-        warn, self._warn = self._warn, False  # once is enough
+        warn, self._warn = self._warn, False  # only the first iteration warns
         for source in self._sources:
             yield from files.read(source, self._columns, warn=warn)
 
@@ -133,14 +133,14 @@ def documents(
     """All the documents of some sources, in order.
 
     Args:
-        sources: files and folders. ``.jsonl`` holds a record a line, ``.json`` a list of records; ``.csv``, ``.tsv``,
+        sources: files and folders. ``.jsonl`` has one record per line, ``.json`` a list of records; ``.csv``, ``.tsv``,
             ``.parquet``, ``.arrow`` and folders saved by the library `datasets` have rows. Any other file is one text,
-            in UTF-8. All but tables of Arrow may be packed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the
+            in UTF-8. All except tables of Arrow may be compressed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the
             functions of the standard library.
         text_field: another name for the field "text".
         fields: other names for other fields, as ``NAME=COLUMN``: see `Columns`.
-        cache: a folder in which to keep what was made of the standard library.
-        say: is told how far it is, where that takes long.
+        cache: a folder in which to keep the functions of the standard library.
+        say: prints the progress if that takes long.
     """
     if isinstance(sources, (str, os.PathLike)):
         raise UsageError(f"sources must be a list of files and folders: got one, {str(sources)!r}. Put it into a list.")
@@ -169,7 +169,7 @@ def _standard_library(cache: Path | None) -> list[Document]:
             f"this Python came without the sources of its standard library (looked in {root}). Name texts to train on: "
             "--data FILE."
         )
-    # What the parser accepts depends on its version.
+    # The Python version is part of the key, because the parser accepts other sources in another version.
     key = digest([sys.version, *sources.keys(), *sources.values()])
     made = kept(cache, f"standard-library-{key}", lambda: json.dumps(_functions(sources)).encode())
     return [Document(text, None, where) for text, where in json.loads(made)]
@@ -183,7 +183,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _modules(root: Path) -> Iterable[Path]:
-    """The files of the standard library, without its tests, whatever else is installed beside them."""
+    """The files of the standard library, without its tests, and without packages that are installed beside it."""
     for name in sorted(sys.stdlib_module_names):
         if (root / f"{name}.py").is_file():
             yield root / f"{name}.py"
@@ -193,13 +193,13 @@ def _modules(root: Path) -> Iterable[Path]:
 
 
 def _functions(sources: Mapping[str, bytes]) -> list[tuple[str, str]]:
-    """Every function and method, once, with where it stands; its inner functions are a part of it."""
+    """Every function and method, once, with its location. Inner functions are a part of the outer one."""
     found: dict[str, str] = {}
     for name, content in sources.items():
         try:
             encoding, _ = tokenize.detect_encoding(iter(content.splitlines(keepends=True)).__next__)
             source = content.decode(encoding).replace("\r\n", "\n")
-            with warnings.catch_warnings():  # of old escapes and the like
+            with warnings.catch_warnings():  # about invalid escapes and the like
                 warnings.simplefilter("ignore")
                 tree = ast.parse(source)
         except (SyntaxError, ValueError):
@@ -214,7 +214,7 @@ def _functions(sources: Mapping[str, bytes]) -> list[tuple[str, str]]:
 
 
 def _outermost(body: Sequence[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The functions in classes, branches and the like, but not those in functions."""
+    """The functions in modules, classes and branches, but not those inside of functions."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node

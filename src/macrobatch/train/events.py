@@ -1,4 +1,4 @@
-"""TensorBoard's events of a run, the tracker of every run that names no other."""
+"""Event files of TensorBoard, the default tracker of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from macrobatch.train.trackers import Numbers, State, Tracked
 
-EVENTS = "tensorboard"  # a folder in that of the run
+EVENTS = "tensorboard"  # a folder inside the run folder
 
 
 class Events:
-    """A folder of events; those of steps that are taken anew are purged. It is a `Tracker`."""
+    """A folder of events, as a `Tracker`. A resumed run purges the events of the steps that it takes again."""
 
     id = None
 
@@ -33,26 +33,26 @@ class Events:
             self._writer.add_text("settings", "\n".join(lines), self._step)
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Write these numbers."""
+        """Write the numbers of a step."""
         self._step = step
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, state: State) -> None:
-        """Write what is waiting, and how the run has ended."""
+        """Write pending events, and the final state of the run."""
         with contextlib.ExitStack() as last:
             last.callback(setattr, threading, "excepthook", self._excepthook)
             last.callback(self._writer.close)
             self._writer.add_text("state", state, self._step)
 
     def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
-        """Its thread stores what happened, for whoever writes next, and would print a traceback besides."""
+        """Print no traceback for the writer's thread: it stores an error, and the next write raises it."""
         if not type(thread.thread).__module__.startswith("tensorboard."):
             self._excepthook(thread)
 
 
 def numbers_in(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str, float]]:
-    """What trackers can draw.
+    """The finite numbers of a row, with their names for trackers.
 
     >>> numbers_in({"step": 3, "loss": 2.5, "grad_norm": math.nan, "time": {"data": 0.5}})
     [('train/loss', 2.5), ('time/data', 0.5)]

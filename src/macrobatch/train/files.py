@@ -1,4 +1,4 @@
-"""Files of a run that are whole at any moment, whenever a process is killed."""
+"""Files of a run that are complete at any moment, even if a process is killed."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ logger = logging.getLogger("macrobatch")
 
 
 def replace_whole(path: Path, text: str) -> None:
-    """Write a file that only this run writes."""
+    """Replace a file at once. No other run may write it at the same time."""
     with replacing(path, shared=False) as file:
         file.write(text)
 
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which then takes the place of another. That one is there until this is whole."""
+    """A context with an empty folder to write into. At the end it replaces `folder`, which stays until then."""
     aside, before = (folder.with_name(f"{folder.name}.{how}") for how in ("partial", "before"))
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     yield aside
     if folder.exists():
-        shutil.rmtree(before, ignore_errors=True)  # of a process that was killed just here
+        shutil.rmtree(before, ignore_errors=True)  # left by a process that was killed before the last line
         folder.rename(before)
     aside.rename(folder)
     shutil.rmtree(before, ignore_errors=True)
 
 
 class Lines:
-    """A file of JSON objects, one a line, each with its ``step``.
+    """A file of JSON objects, one per line. Each has its ``step``.
 
     Args:
-        path: of the file.
-        resume_step: lines of later steps are dropped; None: there must be none.
+        path: the path of the file.
+        resume_step: lines of later steps are dropped; None: the file must not have any lines.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
@@ -55,7 +55,7 @@ class Lines:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a line, or none where the disk is full."""
+        """Add a line. If the disk is full, add nothing and raise the error."""
         line = _line(row).encode()
         size = os.fstat(self._handle).st_size
         try:
@@ -70,14 +70,14 @@ class Lines:
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """No line is added any more."""
+        """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of such a file that are whole; a run that was killed may have left a torn one."""
+    """The complete lines of such a file. A run that was killed may have left an incomplete one."""
     if not path.exists():
         return []
     found = []
@@ -100,7 +100,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can have it: no NaN, no infinity."""
+    """A value for JSON: NaN and infinity become None."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""The run folder: which one, whose it is, and what says so in it.
+"""The run folder: which one to use, which run it belongs to, and its description ``run.json``.
 
-``run.json`` tells the settings that a run was begun with, and its identity: what its losses depend on. A folder that
-holds anything else than a run to go on with is never written to.
+``run.json`` holds the settings of the run, and its identity: everything that its losses depend on. A folder with other
+content than a run to resume is never written to.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Json = dict[str, Any]
 DESCRIPTION = "run.json"
 PARTIAL = "run.json.partial"
 RUNS = "runs"
-PATIENCE = 5.0  # seconds for a process that was killed to be gone
+PATIENCE = 5.0  # seconds to wait for a killed process to end
 
 
 def chosen(settings: Settings) -> Path | None:
-    """The folder of a run to go on with; None where a new one is to be begun. Refuses a folder of something else."""
+    """The folder of the run to resume; None if a new run begins. Refuses a folder with other content."""
     if settings.out is None:
         return _of_this_launch() if _is_restarted() else None
     folder = Path(settings.out)
@@ -49,7 +49,7 @@ def chosen(settings: Settings) -> Path | None:
 
 
 def require_unused(folder: Path) -> None:
-    """Refuse a folder that holds anything."""
+    """Refuse a folder that is not empty."""
     if folder.is_file():
         raise UsageError(f"--out {folder} is a file. It must be a folder, or a name that is free.")
     if _is_run(folder):
@@ -63,7 +63,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def made(settings: Settings) -> Path:
-    """A new folder, which no other run has."""
+    """Create a new folder, which no other run has."""
     try:
         if settings.out is not None:
             Path(settings.out).mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def made(settings: Settings) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other process may train here. The kernel lets go where this one ends, however it does."""
+    """A context in which no other process may train in this folder. The kernel unlocks it when this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + PATIENCE
@@ -96,7 +96,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _require_idle(folder: Path) -> None:
-    """Refuse a folder that another process trains in. Ranks may ask at once: they share the lock."""
+    """Refuse a folder in which another process trains. Ranks share this lock, so that all of them may check at once."""
     if not folder.is_dir():
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -108,7 +108,7 @@ def _require_idle(folder: Path) -> None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock it, if no other process has; on a file system without locks nobody can know."""
+    """Lock a folder, and return whether that worked. On a file system without locks it always seems to work."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -127,7 +127,7 @@ def _going_on(folder: Path) -> UsageError:
 
 
 def _holder(folder: Path) -> int | None:
-    """The process that has locked a folder, where the kernel tells: PID and inode are columns of /proc/locks."""
+    """The process that has locked a folder, from /proc/locks: PID and inode are columns of it. None if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         inode = str(folder.stat().st_ino)
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
@@ -149,7 +149,7 @@ def described(
     past: Past | None = None,
     unused: Sequence[str] = (),
 ) -> None:
-    """Write it down; again, where a run is extended. `unused` are settings that have no effect on this run."""
+    """Write ``run.json``. `unused` are settings that have no effect on this run."""
     content: Json = {
         "settings": settings.lasting,
         "unused": list(unused),
@@ -166,27 +166,27 @@ def described(
 
 
 def _command() -> str:
-    """How the run was begun: by the command, or by another program."""
+    """The command that started the run: ours, or another program's."""
     program = Path(sys.argv[0])
     is_ours = program.name == "macrobatch" or program.parts[-2:] == ("macrobatch", "__main__.py")
     return shlex.join(["macrobatch" if is_ours else sys.argv[0], *sys.argv[1:]])
 
 
 def note_saved(folder: Path) -> None:
-    """Remember that the run has had a checkpoint: where none is found later, it does not begin again."""
+    """Note that the run has had a checkpoint: if none is found later, it does not start again from the first step."""
     if not description(folder).get("saved"):
         note(folder, saved=True)
 
 
 def note(folder: Path, **facts: object) -> None:
-    """Add what became of the run: its exit status, a text."""
+    """Add facts about how the run ended to ``run.json``: its exit status, a text by the model."""
     content = description(folder)
     if any(content.get(name) != value for name, value in facts.items()):
         replace_whole(folder / DESCRIPTION, json.dumps(content | facts, indent=2))
 
 
 def description(folder: Path) -> Json:
-    """What is written there."""
+    """The content of ``run.json``."""
     try:
         content: Json = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         if isinstance(content["settings"], dict) and isinstance(content["identity"], dict):
@@ -200,12 +200,13 @@ def description(folder: Path) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What a run that goes on has behind it.
+    """The history of a run that is resumed.
 
     Attributes:
-        folder: of the run.
-        steps: that it was to take.
-        owners: digests of its identity, and of those it had before it was extended: whose checkpoints are its own.
+        folder: the folder of the run.
+        steps: the number of steps that the run was planned for.
+        owners: hashes of its identity, and of those that it had before it was extended. Checkpoints of these owners
+            belong to it.
         is_saved: whether it has ever had a checkpoint.
     """
 
@@ -216,12 +217,12 @@ class Past:
 
     @classmethod
     def of(cls, folder: Path, identity: Json, *, own_warmup: bool) -> Past:
-        """The past of the run there; refuses settings that would make it another run. More steps do not.
+        """The history of the run in a folder. Refuses settings that would make it another run. More steps are allowed.
 
         Args:
-            folder: of the run.
-            identity: what it would be now.
-            own_warmup: whether the user said how long the warm-up is; otherwise it may follow the number of steps.
+            folder: the folder of the run.
+            identity: the identity of the run with the present settings.
+            own_warmup: whether the user set the length of the warm-up; if not, it may follow the number of steps.
         """
         content = description(folder)
         saved, here = content["identity"], json.loads(json.dumps(identity))
@@ -229,7 +230,7 @@ class Past:
         if "steps" in differing and not own_warmup and _without_warmup(saved) == _without_warmup(here):
             differing = [name for name in differing if name != "learning_rate"]
         if "seed" in differing and "vocabulary" not in differing and "data" in differing:
-            differing.remove("data")  # the seed says which documents are held out
+            differing.remove("data")  # the seed selects the documents for validation, so it explains the difference
         if others := [name for name in differing if name != "steps"]:
             told = "; ".join(said for name in others for said in _differences(name, saved.get(name), here[name]))
             raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
@@ -242,11 +243,11 @@ class Past:
         )
 
     def require_whole(self, taken: int, steps: int) -> None:
-        """Refuse a run whose checkpoints are gone, and one that cannot be extended; `taken` steps are in the last one.
+        """Refuse a run whose checkpoints are gone, and one that cannot be extended.
 
         Args:
             taken: the step of the last checkpoint; 0: there is none.
-            steps: that the run is to take now.
+            steps: the number of steps that the run is to take now.
         """
         if not taken and self.is_saved:
             raise UsageError(
@@ -272,11 +273,12 @@ def _without_warmup(identity: Json) -> list[Any] | None:
 
 
 def digest_of(identity: Json) -> str:
-    """What tells this run from others, in short."""
+    """A hash of the identity of a run."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-# What the lists in an identity hold, by the names of their settings; and what is only known to differ.
+# The settings that the lists in an identity hold, by name; and the entries that are hashes, of which only a difference
+# is known.
 LISTS = {
     "learning_rate": ("lr", "warmup", "schedule", "final-lr"),
     "adamw": ("beta1", "beta2", "eps", "weight-decay"),
@@ -286,7 +288,7 @@ DIGESTS = {"data": "the data is", "vocabulary": "the vocabulary is", "frozen": "
 
 
 def _differences(name: str, was: Any, now: Any) -> Iterator[str]:
-    """What two identities differ in, in words."""
+    """The differences between two values of an identity, in words."""
     if name in DIGESTS:
         yield f"{DIGESTS[name]} not the same"
     elif isinstance(was, list) and isinstance(now, list) and name in LISTS:
@@ -310,7 +312,7 @@ def _short(value: object) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers of a run may depend on."""
+    """The versions of the packages that the numbers of a run may depend on."""
     packages = ("macrobatch", "torch", "transformers", "tokenizers")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
@@ -318,19 +320,19 @@ def versions() -> dict[str, str]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # imported from the sources, without an installation
         return "not installed"
 
 
-# ------------------------------------------------------------------------------------- started again by torchrun
+# ------------------------------------------------------------------------------------------ restarts by torchrun
 
 
 def launch() -> str | None:
-    """The same for all attempts of one torchrun; None without one."""
+    """An id of the torchrun that started this process, the same after restarts; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name is None or name != "none":
         return name
-    return f"{socket.gethostname()}-{os.getppid()}"  # without --standalone or --rdzv-id it does not name itself
+    return f"{socket.gethostname()}-{os.getppid()}"  # torchrun has no id without --standalone or --rdzv-id
 
 
 def _is_restarted() -> bool:

@@ -1,4 +1,4 @@
-"""A record of JSON or of a table as a `Document`: which of its fields hold a text, a pair or a conversation."""
+"""A record of JSON or of a table as a `Document`: a text, a pair of prompt and completion, or a conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "text"
 ASSISTANT = "assistant"
 Message = Mapping[str, Any]
 
-# Who speaks, in the words of templates, by what data sets call it.
+# The roles of chat templates, by their names in data sets.
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -41,16 +41,16 @@ _ALPACA = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, pair or conversation to learn.
+    """One text, pair of prompt and completion, or conversation to train on.
 
     Attributes:
-        text: all of it; or, with a completion, the prompt, on which there is no loss.
-        completion: what to answer to the prompt; None: there is no prompt, and the whole text is learnt.
-        where: for errors: "file.jsonl, line 812".
-        messages: a conversation, for a tokenizer with a chat template. Text and completion beside it are what it is
-            for a tokenizer without one; where both are empty, it needs a template.
-        tools: what the assistant of the conversation may call, as JSON schemas.
-        goes_on: whether the next document is more of the same text, which is too long to be in memory at once.
+        text: the text; with a completion, the prompt, which has no loss.
+        completion: the completion of the prompt; None: there is no prompt, and the whole text has a loss.
+        where: the source for error messages: "file.jsonl, line 812".
+        messages: a conversation, for a tokenizer with a chat template. A tokenizer without one uses the text and the
+            completion instead; if both are empty, a template is needed.
+        tools: the tools of the conversation that the assistant may call, as JSON schemas.
+        goes_on: whether the next document continues the same text, which is too long to be in memory at once.
     """
 
     text: str = ""
@@ -62,19 +62,19 @@ class Document:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """Whether there is no text, no completion and no message."""
         return not self.text and self.completion is None and self.messages is None
 
     @property
     def texts(self) -> list[str]:
-        """What people wrote in it, to train a vocabulary on."""
+        """The texts in it that people wrote, to train a vocabulary on."""
         if self.messages is None:
             return [text for text in (self.text, self.completion) if text]
         return [message["content"] for message in self.messages if message.get("content")]
 
     @property
     def identity(self) -> list[str]:
-        """What tells it from others, wherever it came from."""
+        """Strings that identify its content, independent of its source."""
         kind = f"{'...' if self.goes_on else ''}{'text' if self.completion is None else f'+{self.completion}'}"
         if self.messages is None:
             return [self.text, kind]
@@ -83,7 +83,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the fields. A user who names some wants those, and no other format.
+    """The names of the fields of records. If a user names some, only the formats with these fields are tried.
 
     >>> columns = Columns.of(["prompt=question", "completion=answer"])
     >>> columns.document({"question": "2 + 2?", "answer": "4", "text": "no"}, "line 1").completion
@@ -94,7 +94,7 @@ class Columns:
 
     @classmethod
     def of(cls, fields: Sequence[str] = (), text_field: str = TEXT) -> Columns:
-        """From ``NAME=COLUMN``, as the command line has them."""
+        """The names from ``NAME=COLUMN`` of the command line."""
         named = {} if text_field == TEXT else {TEXT: text_field}
         for one in fields:
             name, _, column = one.partition("=")
@@ -109,18 +109,18 @@ class Columns:
         return cls(named)
 
     def of_name(self, name: str) -> str:
-        """What the field is called here."""
+        """The name of a field in these records."""
         return self.named.get(name, name)
 
     def document(self, record: Any, where: str) -> Document:
-        """The record as what it is. Refuses one that is nothing, or several things."""
+        """The document that a record holds. Refuses a record that fits no format, or several."""
         if isinstance(record, str):
             record = {self.of_name(TEXT): record}
         if not isinstance(record, Mapping):
             raise BatchError(f"{where}: a record must be an object with fields, or a string: found {kind_of(record)}.")
         asked = [names for names in _FORMATS if set(names) & set(self.named)] or list(_FORMATS)
         present = [names for names in asked if all(self.of_name(name) in record for name in names)]
-        # A table has every column in every row, empty where it is not meant.
+        # A table has every column in every row, so a column that a row does not use is empty.
         filled = [names for names in present if all(record[self.of_name(name)] is not None for name in names)]
         fitting = filled or present
         found = ", ".join(map(repr, record)) or "none at all"
@@ -140,7 +140,7 @@ class Columns:
 
 
 class _Record:
-    """The fields of a record, checked where they are read."""
+    """The fields of a record, checked when they are read."""
 
     def __init__(self, fields: Mapping[str, Any], columns: Columns, where: str) -> None:
         self._fields, self._columns, self.where = fields, columns, where
@@ -155,7 +155,7 @@ class _Record:
         return "" if self.value(name) is None else self.string(name)
 
     def items(self, name: str) -> list[Any]:
-        """A list; or one as a string of JSON, for tables."""
+        """A list, or a string with a list in JSON, as tables have it."""
         value = self.value(name)
         if isinstance(value, str):
             with contextlib.suppress(ValueError, RecursionError):
@@ -189,7 +189,7 @@ def _text(record: _Record) -> Document:
 
 
 def _pair(record: _Record) -> Document:
-    """Two strings; or two lists of messages, of which the second is learnt."""
+    """Two strings; or two lists of messages, of which only the second has a loss."""
     prompt, completion = record.value("prompt"), record.value("completion")
     if not isinstance(prompt, list) and not isinstance(completion, list):
         for name in ("system", "tools"):
@@ -209,7 +209,7 @@ def _alpaca(record: _Record) -> Document:
     asked = f"{instruction}\n\n{given}" if given else instruction
     messages = [*_history(record), {"role": "user", "content": asked}, {"role": ASSISTANT, "content": output}]
     if len(messages) > 2:
-        return record.conversation(messages)  # the usual words have no place for earlier turns
+        return record.conversation(messages)  # Alpaca's prompt has no place for earlier turns
     prompt = _ALPACA.format(
         with_input=", paired with an input that provides further context" if given else "",
         instruction=instruction,
@@ -220,7 +220,7 @@ def _alpaca(record: _Record) -> Document:
 
 
 def _history(record: _Record) -> list[Message]:
-    """Earlier turns, as LLaMA-Factory has them beside Alpaca's fields: pairs of a question and its answer."""
+    """Earlier turns, which LLaMA-Factory stores beside Alpaca's fields: pairs of a question and its answer."""
     if record.value("history") in (None, "", []):
         return []
     turns: list[Message] = []
@@ -243,7 +243,7 @@ _NAMES = [*(name for names in _FORMATS for name in names), "input", "history", "
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
-    """A message in the words of templates, from those of OpenAI or of ShareGPT."""
+    """A message with the names of chat templates, from the names of OpenAI or ShareGPT."""
     if not isinstance(item, Mapping):
         raise BatchError(f"{where}: a message must be an object: found {kind_of(item)}.")
     rest = _without_nulls(item)
@@ -268,7 +268,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str) -> str:
-    """The text of a message, which may be a list of parts."""
+    """The text of a message, which may be a list of text parts."""
     if not isinstance(value, list):
         return _string(value, "the content", where)
     is_text = [isinstance(part, Mapping) and part.get("type", "text") == "text" for part in value]
@@ -278,7 +278,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without what a table has in every row, empty where it is not meant."""
+    """A value without null entries, which tables have in every row that does not use a column."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -295,6 +295,6 @@ def _string(value: Any, what: str, where: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """As JSON calls it."""
+    """The JSON type of a value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", type(None): "null"}
     return "true or false" if isinstance(value, bool) else names.get(type(value), type(value).__name__)

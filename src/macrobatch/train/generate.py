@@ -1,4 +1,4 @@
-"""`macrobatch generate`: text from a model that was trained."""
+"""`macrobatch generate`: generate text with a trained model."""
 
 # mypy: untyped-calls-exclude="torch,transformers"
 from __future__ import annotations
@@ -27,16 +27,17 @@ def text_from(
     top_k: int = 50,
     seed: int = 0,
 ) -> str:
-    """Text by the model of a run, or of any folder with weights and a tokenizer.
+    """Generate text with the model of a run, or of any folder with weights and a tokenizer.
 
     Args:
-        run: the folder.
-        prompt: what the text begins with; with `chat`, what a user says.
-        chat: return the answer to the prompt, asked by the model's own chat template, instead of prompt and text.
-        tokens: how many to add at most.
-        temperature: 0 always takes the likeliest token.
-        top_k: draws among so many of the likeliest tokens.
-        seed: of the draws.
+        run: the folder of the run or of the model.
+        prompt: the beginning of the text; with `chat`, the message of a user.
+        chat: write the prompt with the model's chat template, and return only the answer. Otherwise return prompt and
+            text.
+        tokens: the largest number of tokens to generate.
+        temperature: the sampling temperature; 0 always takes the most likely token.
+        top_k: sample among this number of the most likely tokens.
+        seed: the seed of the sampling.
     """
     origin = in_folder(run)
     if not origin.has_weights:
@@ -64,7 +65,7 @@ def text_from(
 
 
 def _asked(vocabulary: Vocabulary, prompt: str, run: Path) -> tuple[list[int], str]:
-    """The ids of a user's message, up to where the answer begins; and the text that ends an answer."""
+    """The token ids of a user's message with the prompt for an answer; and the text that ends an answer."""
     if not prompt:
         raise UsageError("--chat answers a --prompt, and there is none.")
     if vocabulary.chat is None:
@@ -74,14 +75,14 @@ def _asked(vocabulary: Vocabulary, prompt: str, run: Path) -> tuple[list[int], s
         )
     opening, closing = vocabulary.chat.question(prompt)
     (ids,) = vocabulary.encoded([Marked(opening, ())])
-    return [~one for one in ids], closing  # none of them is learnt
+    return [~one for one in ids], closing  # `encoded` returns ~id for tokens without a loss
 
 
 @torch.inference_mode()
 def _continuation(
     model: nn.Module, ids: list[int], temperature: float, top_k: int, generator: torch.Generator
 ) -> Iterator[int]:
-    """New ids, one after the other, until the model can take no more."""
+    """New token ids, one after the other, until the model's largest number of positions."""
     model.eval()
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and len(ids) > longest:

@@ -1,4 +1,4 @@
-"""What learns: the plan of a run, and model, optimizer and position in the data, which a step changes."""
+"""`Plan`, which follows from settings and data; and `Learner`: model, optimizer and position in the data."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from macrobatch.types import StepResult
 
 logger = logging.getLogger("macrobatch")
 
-VALIDATION_TOKENS = {"cpu": 1024, "cuda": 16384}  # in a micro-batch
+VALIDATION_TOKENS = {"cpu": 1024, "cuda": 16384}  # per micro-batch
 KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
-]  # of attention, in this order where shapes are ever new
+]  # kernels of attention, in the order of preference if shapes change from batch to batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What follows from settings and data: how many steps, of which batches, cut how, at which learning rate."""
+    """The plan of a run, from settings and data: number of steps, batches, how they are cut, learning rate."""
 
     lengths: list[int]
     seed: int
@@ -63,7 +63,7 @@ class Plan:
 
     @classmethod
     def made(cls, settings: Settings, data: Data, world: World) -> Plan:
-        """The plan; refuses a batch that cannot be."""
+        """Make the plan. Refuses a batch that is smaller than the number of ranks."""
         batch_size = None if settings.batch_tokens else settings.batch_size or DEFAULT_BATCH
         ramp = Ramp(steps=settings.batch_ramp, start=settings.batch_ramp_start) if settings.batch_ramp else None
         smallest = 0 if batch_size is None else max(round(batch_size * (ramp(0) if ramp else 1)), 1)
@@ -91,7 +91,7 @@ class Plan:
         )
 
     def stream(self) -> Stream:
-        """The batches, from the first."""
+        """The batches of the run, from the first one on."""
         return Stream(
             self.lengths,
             seed=self.seed,
@@ -103,18 +103,18 @@ class Plan:
 
 
 class Learner:
-    """Model, optimizer and position in the data: what a step changes, and a checkpoint holds."""
+    """Model, optimizer and position in the data: everything that a step changes and a checkpoint holds."""
 
     def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World) -> None:
         self.settings, self.plan, self.world = settings, plan, world
         self.origin = models.origin_of(settings)
         self.kept = self.origin.kept()
-        torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: every rank draws numbers of its own
+        torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: each rank has its own random numbers
         self.stream = plan.stream()
         self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
         mask = None
         if self._packer is not None and models.WEIGHTS.get(settings.precision) == torch.bfloat16:
-            mask = mask_for(model, self._packer, torch.device("cpu"))  # while it is in float32
+            mask = mask_for(model, self._packer, torch.device("cpu"))  # while the model is still in float32
         self.model = models.prepared(model, settings, world)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -123,7 +123,7 @@ class Learner:
         self.clock = Clock(world.device)
         self.best = Best(*settings.best_number)
         self.taken = 0  # steps
-        self._widths: dict[int, float] = {}  # of the micro-batch that each sample of this window was last put into
+        self._widths: dict[int, float] = {}  # padded tokens per sample, by id of the sample, in its last micro-batch
         self._autocast = models.AUTOCAST.get(settings.precision)
         self._padding = suitable.padding_effect(self.model, max(plan.lengths), world.device)
         if not self._padding.is_masked and self._packer is None and plan.micro != 1:
@@ -151,7 +151,7 @@ class Learner:
         self.clock.watch(self._train)
 
     def step(self, step: int, corpus: Corpus, signals: Signals) -> tuple[dict[str, Any], int]:
-        """Take the step that comes after `step` others. Returns its line for the metrics, and a signal any rank got."""
+        """Take one step, after `step` earlier ones. Returns its row of metrics, and a signal that any rank received."""
         with self.clock.part("data"):
             batch = self.stream.next(step)
             mine = share(batch, self.plan.lengths, self.world.rank, self.world.size)
@@ -212,7 +212,7 @@ class Learner:
 
     @torch.no_grad()
     def validated(self, corpus: Corpus) -> float:
-        """The mean loss over these samples, on all ranks."""
+        """The mean loss over these samples, computed by all ranks together."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         self.model.eval()
         for micro_batch, weight in self._validation_batches(corpus):
@@ -224,7 +224,7 @@ class Learner:
         return float(totals[0] / totals[1].clamp(min=1))
 
     def _validation_batches(self, corpus: Corpus) -> Iterator[tuple[Sample, int]]:
-        """This rank's micro-batches, each with 1, or with 0 where it only keeps other ranks company."""
+        """This rank's micro-batches with their weights: 0 for one that only makes ranks run equally many forwards."""
         plan = plan_by_tokens(corpus.lengths, max(VALIDATION_TOKENS[self.world.device.type], max(corpus.lengths)))
         for start in range(0, len(plan), self.world.size):
             number = start + self.world.rank
@@ -242,9 +242,10 @@ class Learner:
             return causal_lm_loss(model, batch)
 
     def _attention(self) -> AbstractContextManager[object]:
-        """The kernels of attention in their order: cuDNN's, which torch prefers, plan for each new shape, for long.
+        """The kernels of attention in order of preference. torch prefers cuDNN's, which plan each new shape for a long
+        time.
 
-        Where shapes are few, or not CUDA's, torch knows best.
+        If there are few shapes, or if the device is no CUDA device, this leaves the choice to torch.
         """
         if self._has_few_shapes or self.world.device.type != "cuda":
             return contextlib.nullcontext()
@@ -253,7 +254,7 @@ class Learner:
     def _collated(self, samples: list[Sample]) -> Sample:
         batch = collated(samples, few_widths=self._has_few_shapes) if self._packer is None else self._packer(samples)
         share = batch["input_ids"].numel() / len(samples)
-        self._widths |= dict.fromkeys(map(id, samples), share)  # not added up: some come twice
+        self._widths |= dict.fromkeys(map(id, samples), share)  # not added: a window may be retried
         return batch
 
     @property
@@ -263,7 +264,7 @@ class Learner:
     # -------------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, checkpoints: Checkpoints, step: int) -> None:
-        """Write a checkpoint. An infinite or NaN gradient that nobody has seen yet is raised first."""
+        """Write a checkpoint. First raise the error of an infinite or NaN gradient, if none was raised yet."""
         facts = {
             "step": step,
             "accumulator": self._train.state_dict(),
@@ -275,7 +276,7 @@ class Learner:
         checkpoints.save(step, checkpoint.state(self.model, self.optimizers), facts, spared=self.best.step)
 
     def resumed(self, checkpoints: Checkpoints) -> int:
-        """Go on from the newest checkpoint. Returns its step; 0 where there is none."""
+        """Resume from the newest checkpoint, and return its step; 0 if there is none."""
         while (path := checkpoints.newest()) is not None:
             try:
                 return self._restored(checkpoints, path)
@@ -299,7 +300,7 @@ class Learner:
             raise CheckpointError(f"{path} does not say where the run was: {error}") from error
 
     def restored_best(self, checkpoints: Checkpoints) -> bool:
-        """Put back the weights of the best validation, where they are others than those of the end."""
+        """Load the weights of the best validation, and return whether they differ from the last ones."""
         path = checkpoints.of_step(self.best.step)
         if path is None or self.best.step in (0, self.taken):
             return False

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what lies in which file, with the checksum of each.
+"""The manifest of a checkpoint: which tensors are in which file, with the checksum of each file.
 
-A manifest is believed only where every part of it has the form that `contents` gives it. Whoever can write into a run
-folder can also write a manifest whose own checksum is right; so a file is named by a plain name, the chunks of a tensor
-cover it exactly once, and nothing but regular files is opened.
+A manifest is used only if every part of it has the form that `contents` gives it. Anyone who can write to a run folder
+can also write a manifest with a valid checksum. Therefore files have plain names only, the chunks of a tensor must
+cover it exactly once, and only regular files are opened.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from macrobatch.train.storage import NAMED, Json, world_size
 MANIFEST = "manifest.json"
 KIND, VERSION = "macrobatch checkpoint", 1
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
-LARGEST = 2**30  # bytes of a manifest
+LARGEST = 2**30  # bytes of a manifest that are read at most
 
 
 def contents(step: int, owner: str, facts: Json, held: Json, files: Json) -> Json:
-    """What the manifest says, as it will be read."""
+    """The contents of a manifest, as they will be read from the file."""
     about = {"kind": KIND, "version": VERSION, "step": step, "ranks": world_size(), "owner": owner}
     try:
         said: Json = json.loads(json.dumps({**about, "facts": facts, "files": files, "tensors": held}))
@@ -38,16 +38,16 @@ def contents(step: int, owner: str, facts: Json, held: Json, files: Json) -> Jso
 
 
 def encoded(said: Json) -> bytes:
-    """The bytes of the file."""
+    """The bytes of the manifest file."""
     return json.dumps({"sha256": _digest(said), "contents": said}, indent=1).encode()
 
 
 def read(path: Path) -> Json:
-    """What a checkpoint says of itself, if it is one and says so undamaged."""
+    """The contents of a checkpoint's manifest. Raises an error if it is missing, damaged or malformed."""
     file = path / MANIFEST
     try:
         with open_regular(file) as opened:
-            # As much as there is: room for what is asked for is taken at once, and memory may be limited.
+            # Read the size of the file: `read` allocates all bytes that it is asked for, and memory may be limited.
             content = opened.read(min(os.fstat(opened.fileno()).st_size, LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {MANIFEST}" if path.is_dir() else "is no folder"
@@ -78,7 +78,7 @@ def read(path: Path) -> Json:
 
 
 def _flaw(said: Json) -> str | None:
-    """What no manifest that was written here would say, if it says so."""
+    """What is malformed in the contents of a manifest; None if nothing is."""
     if not isinstance(said["facts"], dict) or not _is_count(said["step"]):
         return "has parts that no checkpoint has"
     files = said["files"]
@@ -101,7 +101,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_covered(shape: list[int], chunks: list[Json]) -> bool:
-    """Whether chunks cover a tensor, each of its numbers once."""
+    """Whether chunks cover each number of a tensor exactly once."""
     boxes = []
     for chunk in chunks:
         offsets, sizes = chunk["offsets"], chunk["sizes"]
@@ -119,7 +119,7 @@ def _is_covered(shape: list[int], chunks: list[Json]) -> bool:
 
 
 def damage(file: Path, expected: Json) -> str | None:
-    """What is wrong with a file that a manifest names, if anything is."""
+    """What is wrong with a file that a manifest names; None if nothing is."""
     try:
         with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -135,7 +135,7 @@ def damage(file: Path, expected: Json) -> str | None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read; a pipe, which would wait for a writer, and everything else is an OSError."""
+    """Open a regular file for reading. A pipe, which would wait for a writer, or any other kind raises an OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")

@@ -1,7 +1,6 @@
-"""The model: made or loaded, in its precision, on its device, spread over the ranks.
+"""The model: make or load it, set its precision and device, and distribute it over the ranks.
 
-Weights that are made depend on the seed alone: they are drawn in float32 on the CPU of every rank, and widened or moved
-afterwards.
+New weights depend only on the seed: every rank draws them in float32 on the CPU, and converts or moves them afterwards.
 """
 
 # mypy: untyped-calls-exclude="torch,transformers"
@@ -44,28 +43,28 @@ from macrobatch.train.settings import Settings
 from macrobatch.train.vocabulary import Vocabulary, hub_is_out_of_reach
 from macrobatch.train.world import World
 
-# Llamas: width, layers, heads. Keys and values have as many heads as queries; the embedding is tied to the head.
+# Llama models: width, layers, heads. Keys and values have as many heads as queries; embedding and head are tied.
 SIZES: dict[str, tuple[int, int, int]] = {
     "tiny": (32, 2, 2),
     "small": (128, 4, 4),
     "medium": (384, 6, 6),
     "large": (768, 12, 12),
 }
-RATES = {"tiny": 5e-3, "small": 5e-3, "medium": 1.5e-3, "large": 6e-4}  # learning rates that suit them
+RATES = {"tiny": 5e-3, "small": 5e-3, "medium": 1.5e-3, "large": 6e-4}  # default learning rates of these sizes
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
 
-NAMES_OF_CODE = {"auto_map", "custom_pipelines"}  # entries of a configuration
+NAMES_OF_CODE = {"auto_map", "custom_pipelines"}  # entries of a configuration that refer to code
 
 Config = dict[str, Any]
 
-# Buffers of these models never change. From torch 2.13 on the option to leave them alone has another name.
+# DDP need not broadcast buffers, because those of these models never change. torch 2.13 has renamed the option.
 _DDP = inspect.signature(DistributedDataParallel).parameters
 _SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"
 
 
 def check(settings: Settings, world: World) -> None:
-    """Refuse what can be seen to be wrong before anything has been read."""
+    """Refuse settings that are wrong, as far as that is known before data and weights are read."""
     origin = origin_of(settings)
     if origin.kind in ("config", "weights"):
         _config_of(origin)
@@ -101,16 +100,16 @@ def _warn_of_code(origin: Origin, tokenizer: str | None) -> None:
             )
 
 
-# -------------------------------------------------------------------------------------------------- made or loaded
+# ---------------------------------------------------------------------------------------------- making and loading
 
 
 def origin_of(settings: Settings) -> Origin:
-    """What ``--model`` names."""
+    """The origin of the model that ``--model`` names."""
     return Origin(settings.model, "size", Path(settings.model)) if settings.model in SIZES else find(settings.model)
 
 
 def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
-    """The model that is trained, in float32 on the CPU: made, or loaded."""
+    """The model to train, new or loaded, in float32 on the CPU."""
     origin = origin_of(settings)
     _warn_of_code(origin, settings.tokenizer)
     if origin.kind == "size":
@@ -127,7 +126,7 @@ def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
 
 
 def merged(origin: Origin) -> nn.Module:
-    """The model in a folder with weights; that of an adapter is its base, with the adapter added to its weights."""
+    """The model in a folder with weights. For an adapter it is the base model with the adapter merged into it."""
     model = loaded(origin)
     if origin.adapter is not None:
         adapters.merge(model, origin.adapter, origin.said)
@@ -135,7 +134,7 @@ def merged(origin: Origin) -> nn.Module:
 
 
 def learning_rate(settings: Settings) -> float:
-    """The one that was asked for, or one that suits the model."""
+    """The learning rate of the settings, or the default for the model."""
     if settings.lr is not None:
         return settings.lr
     if settings.lora:
@@ -173,7 +172,7 @@ def _config_of(origin: Origin) -> Config:
 
 
 def made(config: Config, seed: int) -> nn.Module:
-    """A model of this configuration with weights that depend on the seed only, in float32 on the CPU."""
+    """A model of this configuration with new weights that depend only on the seed, in float32 on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, rest = config["model_type"], {name: value for name, value in config.items() if name != "model_type"}
@@ -191,13 +190,13 @@ def made(config: Config, seed: int) -> nn.Module:
 
 
 def _check_hub(origin: Origin) -> None:
-    """Refuse a name that is not on the hub, or cannot be reached, and weights that are not safetensors alone."""
+    """Refuse a model that is not on the hub or out of reach, and weights in other formats than safetensors."""
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(origin.name, trust_remote_code=False, local_files_only=hub_is_out_of_reach())
         index, adapter = origin.file(INDEX), origin.file(ADAPTER)
-    except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
+    except Exception as error:  # many types, e.g. for a missing, damaged or unreachable model
         raise UsageError(
             f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
             f"hub that can be reached: {reason(error)}"
@@ -209,13 +208,13 @@ def _check_hub(origin: Origin) -> None:
 
 
 def loaded(origin: Origin) -> nn.Module:
-    """The model in a folder with weights, or of that name on the hub. Only safetensors are read: they hold no code."""
+    """The model in a folder with weights, or on the hub. Only safetensors files are read, because they hold no code."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would warn of is an error below
+    logging.set_verbosity_error()  # missing weights are an error below, so its warning is not needed
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             origin.source,
@@ -241,21 +240,21 @@ def loaded(origin: Origin) -> nn.Module:
 
 
 def summary(model: nn.Module) -> Config:
-    """The configuration as JSON: what makes this model another one than one of another configuration."""
+    """The configuration of a model as JSON, for the identity of a run."""
     config: Config = model.config.to_diff_dict()  # type: ignore[operator, union-attr]
     return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
 
 
 def vocabulary_size_of(model: nn.Module) -> int:
-    """How many words the model's embedding has."""
+    """The number of tokens in the model's embedding."""
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
-# ----------------------------------------------------------------------------------------- in its precision and place
+# --------------------------------------------------------------------------------- precision, device and distribution
 
 
 def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
-    """The model as it is trained."""
+    """The model ready for training: in its precision, on its device, and distributed."""
     _warn_of_dropout(model)
     model.train()
     adapters.move(model, world.device, WEIGHTS.get(settings.precision, torch.float32))
@@ -281,9 +280,9 @@ def _warn_of_dropout(model: nn.Module) -> None:
 
 
 def _widen_norms(model: nn.Module) -> None:
-    """Let Llama's norms compute as torch's do: in one kernel, and in float64 where everything else is.
+    """Replace Llama's norms by torch's, which run in one kernel, and compute float64 in float64.
 
-    The class of transformers goes through float32 whatever it is given, which would make float64 as coarse as that.
+    The class of transformers always computes in float32, so float64 would be only as precise as float32.
     """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -294,7 +293,7 @@ def _widen_norms(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a decoder is a stack of."""
+    """The blocks of a decoder."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     largest = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
     if largest is None:
@@ -305,7 +304,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have each layer computed again in the backward."""
+    """Recompute each layer in the backward."""
     plain = without_ddp(model)
     if not getattr(plain, "supports_gradient_checkpointing", False):
         raise BackendError(f"{type(plain).__name__} does not support --checkpoint-activations.")
@@ -336,17 +335,17 @@ def _mesh(settings: Settings, world: World) -> Any:
     return init_device_mesh(kind, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
 
 
-# --------------------------------------------------------------------------------------------------------- for others
+# ---------------------------------------------------------------------------------------------------------- exporting
 
 
 def exported(
     model: nn.Module, run: Path, vocabulary: Vocabulary, kept: Kept, world: World, *, which: str = ""
 ) -> list[Path]:
-    """Write the model as transformers does, with its tokenizer: ``AutoModelForCausalLM.from_pretrained`` reads it.
+    """Write the model with its tokenizer, so that ``AutoModelForCausalLM.from_pretrained`` can read it.
 
-    Weights that were loaded keep the dtype they had on disk. All ranks take part, as each may hold a shard only. An
-    earlier export is there until the new one is whole. An adapter is merged, and written alone besides. Returns the
-    folders, whose names end with `which`.
+    Weights that were loaded keep their dtype on disk. All ranks take part, because each may hold only a shard. An
+    earlier export stays until the new one is complete. An adapter is merged into the model, and also written alone.
+    Returns the folders, whose names end with `which`.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     plain = without_ddp(model)
@@ -367,7 +366,7 @@ def exported(
         config: Any = copy.deepcopy(plain.config)
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
         config.dtype = dtype
-        for name in NAMES_OF_CODE & vars(config).keys():  # that is not exported
+        for name in NAMES_OF_CODE & vars(config).keys():  # the code itself is not exported
             delattr(config, name)
         config.save_pretrained(aside)
         if kept.generation is not None:
@@ -377,7 +376,7 @@ def exported(
 
 
 def _as_saved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the dtype that weights came in, unless that cannot hold what became of them."""
+    """A tensor in the dtype of the original weights, unless values would become infinite in it."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     narrow = tensor.to(dtype)

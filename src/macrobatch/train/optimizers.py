@@ -1,7 +1,7 @@
 """Optimizers by name: AdamW, Muon, Adafactor, SGD, AdamW in 8 bits, or any class of the user's own.
 
-Weight decay is for matrices. The learning rate of each group is the schedule's, times the group's ``lr_ratio`` where it
-has one.
+Only matrices have weight decay. The learning rate of a group is that of the schedule, times the group's ``lr_ratio`` if
+it has one.
 """
 
 # mypy: untyped-calls-exclude="torch"
@@ -31,13 +31,13 @@ Options = dict[str, Any]
 
 TITLES = {"adamw": "AdamW", "muon": "Muon", "adafactor": "Adafactor", "adamw-8bit": "AdamW in 8 bits", "sgd": "SGD"}
 NAMES = tuple(TITLES)
-UNSHARDED = ("adafactor", "adamw-8bit")  # whose state torch does not shard
-ADAMW = ("beta1", "beta2", "eps")  # settings that only AdamW has
+UNSHARDED = ("adafactor", "adamw-8bit")  # optimizers whose state cannot be sharded
+ADAMW = ("beta1", "beta2", "eps")  # settings of AdamW only
 RATIO = "lr_ratio"
 
 
 def check(settings: Settings) -> None:
-    """Refuse a name, an option or a setting that cannot be used, before anything has been read."""
+    """Refuse an unknown optimizer, and options or settings that it does not take."""
     name = settings.optimizer
     if ":" not in name and name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, 1)
@@ -74,7 +74,7 @@ def _require_unset(settings: Settings, name: str, problem: str) -> None:
 
 
 def options_of(settings: Settings) -> Options:
-    """The options by name. Numbers, true, false and none are read as such, and so are lists of them: 0.9,0.99."""
+    """The options by name. Numbers, true, false, none, and lists of them such as 0.9,0.99, are converted."""
     found: Options = {}
     for text in settings.optimizer_options:
         name, equals, value = text.partition("=")
@@ -151,7 +151,7 @@ def _current_folder_on_path() -> Iterator[None]:
 
 
 def _parameters(kind: Callable[..., Optimizer]) -> list[str]:
-    """The options that a class names, without the parameters to train, which come first."""
+    """The names of the options of a class, without the first argument, the parameters to train."""
     return list(inspect.signature(kind).parameters)[1:]
 
 
@@ -160,15 +160,16 @@ def _takes(kind: Callable[..., Optimizer], option: str) -> bool:
     return option in _parameters(kind) or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found)
 
 
-# ------------------------------------------------------------------------------------------------------------- made
+# ----------------------------------------------------------------------------------------------------------- making
 
 
 def optimizers_of(model: nn.Module, settings: Settings, lr: float) -> list[Optimizer]:
-    """The optimizers of all parameters that are trained: one, and with Muon a second for what it does not take.
+    """The optimizers of all trained parameters: one, or with Muon a second one for the parameters that it does not
+    support.
 
     Args:
-        model: as it is trained, already spread over ranks.
-        settings: of the run.
+        model: the model, already distributed over ranks.
+        settings: the settings of the run.
         lr: the highest learning rate, at the reference batch.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -186,7 +187,7 @@ def optimizers_of(model: nn.Module, settings: Settings, lr: float) -> list[Optim
 
 
 def adamw(parameters: Sequence[Tensor], settings: Settings, lr: float, options: Mapping[str, Any]) -> Optimizer:
-    """The fused kernel cannot divide gradients in float64, so it is not used there."""
+    """AdamW with the options of the settings; not fused in float64, where that kernel cannot divide gradients."""
     options = {
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
@@ -199,7 +200,7 @@ def adamw(parameters: Sequence[Tensor], settings: Settings, lr: float, options: 
 def _muon(
     parameters: Sequence[Tensor], blocks: list[nn.Module], settings: Settings, lr: float, options: Options
 ) -> list[Optimizer]:
-    """Matrices inside the decoder's blocks by Muon, embeddings, the head and vectors by AdamW."""
+    """Muon for the matrices inside the decoder's blocks; AdamW for embeddings, head and vectors."""
     inside = {p for block in blocks for p in block.parameters() if p.dim() == 2}
     matrices = [p for p in parameters if p in inside]
     others = [p for p in parameters if p not in inside]
@@ -233,20 +234,20 @@ def _made(
 
 
 def set_rates(optimizers: Sequence[Optimizer], rate: float) -> None:
-    """Give every group the learning rate of this step."""
+    """Set the learning rate of this step in every group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get(RATIO, 1.0)
 
 
 def fixed_bytes(model: nn.Module, settings: Settings, shards: int) -> tuple[int, str]:
-    """What weights, gradients and the optimizer's state take on one rank, and what that counts.
+    """The bytes of weights, gradients and optimizer state on one rank; and a text that names what is included.
 
-    Gradients are whole on every rank inside a window; weights and state are in so many shards. Adafactor's state is a
-    row and a column of each matrix; that of a user's optimizer is not known.
+    Each rank holds the whole gradients inside a window; weights and state are split into `shards` shards. Adafactor's
+    state is only a row and a column of each matrix, and counts as 0; the state of a user's optimizer is unknown.
     """
     momentum = 1.0 if "momentum" in options_of(settings) else 0.0
-    sizes = {"adamw": 2.0, "muon": 1.0, "adafactor": 0.0, "adamw-8bit": 0.5, "sgd": momentum}  # numbers a parameter
+    sizes = {"adamw": 2.0, "muon": 1.0, "adafactor": 0.0, "adamw-8bit": 0.5, "sgd": momentum}  # numbers per parameter
     state = sizes.get(settings.optimizer)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -255,11 +256,11 @@ def fixed_bytes(model: nn.Module, settings: Settings, shards: int) -> tuple[int,
 
 
 class WholeMuon(torch.optim.Muon):
-    """Muon that orthogonalizes whole matrices where parameters are sharded, as one rank would.
+    """Muon that orthogonalizes whole matrices even if parameters are sharded, as on one rank.
 
-    torch's own multiplies the shards, and adds the products of ranks in bfloat16: updates then differ by some percent
-    from those of one rank, and every product is communicated. Here a matrix is gathered once, and its momentum stays
-    sharded.
+    torch's own Muon multiplies the shards, and sums the products of the ranks in bfloat16. So its updates differ by
+    some percent from those of one rank, and it communicates every product. This class gathers each matrix once, and
+    keeps its momentum sharded.
     """
 
     @torch.no_grad()
@@ -291,7 +292,7 @@ class WholeMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """What torch's Muon would add to a parameter for this update: its step from 0, without momentum and decay."""
+    """What torch's Muon would add to a parameter for this update: its step from 0 without momentum and decay."""
     change = nn.Parameter(torch.zeros_like(update))
     change.grad = update
     names = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -301,11 +302,11 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
     return change.detach()
 
 
-# -------------------------------------------------------------------------------------------------- what groups keep
+# --------------------------------------------------------------------------------------- saving and restoring groups
 
 
 def numbers_of(optimizers: Sequence[Optimizer], settings: Settings) -> list[Options]:
-    """What the groups of a user's optimizer hold besides parameters and the learning rate: some count there."""
+    """The entries of a user's optimizer groups besides parameters and learning rate: some optimizers count in them."""
     if ":" not in settings.optimizer:
         return []
     found = []
@@ -321,7 +322,7 @@ def numbers_of(optimizers: Sequence[Optimizer], settings: Settings) -> list[Opti
 
 
 def put_back(optimizers: Sequence[Optimizer], numbers: Sequence[Options]) -> None:
-    """Let the groups hold again what `numbers_of` gave."""
+    """Restore the entries of the groups that `numbers_of` returned."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups] if numbers else []
     for group, held in zip(groups, numbers, strict=True):
         for name, value in held.items():

@@ -1,7 +1,7 @@
-"""Several samples in a row: each with positions of its own, and attention that stays inside it.
+"""Packing: several samples in one row, each with its own positions, and with attention only inside each sample.
 
-The loss is that of the samples one by one: no token sees another sample, and the first token of each has no label, as
-nothing before it belongs to it.
+The loss is the same as for separate samples: no token sees another sample, and the first token of a sample has no
+label, because nothing before it belongs to the sample.
 """
 
 # mypy: untyped-calls-exclude="torch,transformers"
@@ -24,21 +24,22 @@ from macrobatch.train.suitable import on_trial, states_of
 
 logger = logging.getLogger("macrobatch")
 
-MASKS = (torch.bool, torch.float32)  # what implementations of attention take: what is seen, or what is added
-MOST_APART = 0.05  # of a norm, in half precision
-# Of the largest number that a head is given, in float32; half precision would hide what passes between samples.
-MOST_ROUNDING = 2e-4  # on any device
-CLOSE = 1e-5  # rounding for sure
+MASKS = (torch.bool, torch.float32)  # dtypes of masks: bool marks visible tokens, float is added to the scores
+MOST_APART = 0.05  # largest relative difference of norms, in half precision
+# Differences in float32, relative to the largest input of the head. Half precision would hide an effect of one sample
+# on another.
+MOST_ROUNDING = 2e-4  # the largest rounding error on any device
+CLOSE = 1e-5  # so small that it is only rounding
 
 
-SEGMENTS = "segments"  # in a packed batch: which sample of its row a token belongs to
-BOUNDS = "bounds"  # and where samples begin, of all tokens, and where the last one ends
+SEGMENTS = "segments"  # in a packed batch: the number of each token's sample in its row
+BOUNDS = "bounds"  # the index of each sample's first token among all tokens, and the end of the last one
 
-Inputs = Callable[[Sample], Sample]  # a packed batch as a model takes it
+Inputs = Callable[[Sample], Sample]  # converts a packed batch to the inputs of a model
 
 
 class Packer:
-    """Lays samples out in rows, and says in a mask who sees whom.
+    """Packs samples into rows.
 
     >>> samples = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in ([7, 8], [9], [5, 6])]
     >>> batch = Packer(width=3)(samples)
@@ -48,9 +49,9 @@ class Packer:
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
     Args:
-        width: the most tokens in a row, unless one sample has more.
-        whole: whether rows are filled up to the width, so that there are few shapes; else to the longest row, and the
-            batch has the bounds of samples.
+        width: the largest number of tokens in a row, unless one sample has more.
+        whole: whether to pad rows to the width, so that there are few shapes. Otherwise rows are padded to the longest
+            row, and the batch has the bounds of the samples.
     """
 
     def __init__(self, width: int, *, whole: bool = False) -> None:
@@ -58,7 +59,7 @@ class Packer:
 
     @property
     def has_bounds(self) -> bool:
-        """Whether batches say where samples begin: their number is a shape of its own, so not where shapes are few."""
+        """Whether batches have the bounds of samples. With few shapes they have not: the number of bounds varies."""
         return not self._whole
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
@@ -78,7 +79,7 @@ class Packer:
                 labels[number, start] = IGNORED
                 bounds.append(number * shape[1] + start)
                 start += size
-            if start < shape[1]:  # padding is like one more sample
+            if start < shape[1]:  # padding is treated as one more sample
                 positions[number, start:] = torch.arange(shape[1] - start)
                 bounds.append(number * shape[1] + start)
         batch = {"input_ids": ids, "position_ids": positions, SEGMENTS: segments, "labels": labels}
@@ -98,11 +99,11 @@ class Packer:
 
 
 def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
-    """A packed batch with the mask that a model takes; made where the batch is, as it is large.
+    """A packed batch with an attention mask. It is made on the device of the batch, because it is large.
 
     Args:
-        batch: what a `Packer` returned.
-        dtype: bool says what is seen, a floating-point mask is added to the scores.
+        batch: the result of a `Packer`.
+        dtype: bool marks the visible tokens; a floating-point mask is added to the scores.
     """
     inputs = _without_layout(batch)
     seen = _seen(batch[SEGMENTS])
@@ -113,9 +114,9 @@ def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
 
 
 def bounded(batch: Sample) -> Sample:
-    """A packed batch with the bounds of its samples, as the kernels of `varlen` take them."""
+    """A packed batch with the bounds of its samples, for the kernels of `varlen`."""
     bounds, width = batch[BOUNDS], batch["input_ids"].shape[1]
-    unused = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool)  # as if somebody had made a mask: no model makes one then
+    unused = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool)  # not used, but keeps a model from making a mask
     lengths = {"max_length_q": width, "max_length_k": width}
     return {
         **_without_layout(batch),
@@ -131,7 +132,7 @@ def _without_layout(batch: Sample) -> Sample:
 
 
 def _seen(segments: Tensor) -> Tensor:
-    """(rows, 1, width, width): whether a token sees another one, of its own sample and not after it."""
+    """A mask (rows, 1, width, width): whether a token sees another one, of the same sample and not after it."""
     places = torch.arange(segments.shape[1], device=segments.device)
     is_before = places.unsqueeze(0) <= places.unsqueeze(1)
     return ((segments.unsqueeze(1) == segments.unsqueeze(2)) & is_before).unsqueeze(1)
@@ -140,18 +141,18 @@ def _seen(segments: Tensor) -> Tensor:
 def inputs_for(
     model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype | None, mask: torch.dtype | None = None
 ) -> Inputs:
-    """How this model is given packed batches: with bounds where its kernels can, else with a mask.
+    """How to pass packed batches to this model: with bounds if the kernels support them, otherwise with a mask.
 
     Args:
-        model: on its device.
-        packer: lays the batches out.
-        device: of the batches.
-        dtype: of autocast, if there is any.
-        mask: what `mask_for` has found, of a model in half precision before it was that.
+        model: the model, on its device.
+        packer: packs the batches.
+        device: the device of the batches.
+        dtype: the dtype of autocast, if it is on.
+        mask: the result of `mask_for`, if the model is in half precision and was checked before it was converted.
     """
     mask = mask or mask_for(model, packer, device)
     with_mask = partial(masked, dtype=mask)
-    is_usual = mask == torch.bool  # torch's own attention, "sdpa", takes one; what takes another stays
+    is_usual = mask == torch.bool  # of torch's attention "sdpa"; a model with another attention keeps it
     if is_usual and packer.has_bounds and varlen.can_serve(model, device, dtype):
         varlen.switch(model, on=True)
         if _serves_bounds(model, packer, device, dtype, with_mask):
@@ -163,7 +164,7 @@ def inputs_for(
 def _serves_bounds(
     model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype | None, with_mask: Inputs
 ) -> bool:
-    """Whether bounds keep samples apart as well as a mask does: far closer to it than to no bounds inside a row."""
+    """Whether bounds separate samples like a mask: the result is far closer to a mask's than to that without bounds."""
     packed = packer(_trial_samples(model, packer.width))
     total, width = packed["input_ids"].numel(), packed["input_ids"].shape[1]
     blurred = {**packed, BOUNDS: torch.arange(0, total + 1, width, dtype=torch.int32)}
@@ -173,8 +174,8 @@ def _serves_bounds(
             expected, found, wrong = (
                 _states(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
             )
-            _states(model.train(), bounded(packed), device)  # where dropout is
-    except Exception as error:  # whatever a model or a kernel makes of arguments that it does not know
+            _states(model.train(), bounded(packed), device)  # dropout, which kernels may not support
+    except Exception as error:  # a model or a kernel may raise anything for unknown arguments
         if is_out_of_memory(error):
             raise
         logger.info("--pack: samples are kept apart by a mask (%s: %s).", type(error).__name__, error)
@@ -184,7 +185,7 @@ def _serves_bounds(
 
 
 def _trial_samples(model: nn.Module, width: int) -> list[Sample]:
-    """Two that share a row, and one that fills the next: what looks back over so many tokens only shows there."""
+    """Two samples that share a row, and one that fills a row, to detect a limited attention window."""
     vocabulary = without_ddp(model).get_input_embeddings().weight.shape[0]
     draw = torch.Generator().manual_seed(0)
     lengths = (width - width // 3, width // 3, width)
@@ -193,7 +194,7 @@ def _trial_samples(model: nn.Module, width: int) -> list[Sample]:
 
 
 def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dtype:
-    """The kind of mask with which this model keeps samples apart. Refuses a model for which there is none."""
+    """The dtype of mask with which this model separates samples. Refuses a model for which no mask works."""
     first: UsageError | None = None
     for dtype in MASKS:
         try:
@@ -206,14 +207,14 @@ def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dt
 
 
 def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model that sees more, or less, of a sample when it shares its row: its own answers are compared."""
+    """Refuse a model that computes something else for a sample that shares its row than for the sample alone."""
     samples = _trial_samples(model, packer.width)
     packed = masked(packer(samples), dtype)
     with on_trial(model, device):
         model.eval()
         try:
             together = _states(model, packed, device).flatten(0, 1)
-        except Exception as error:  # whatever a model makes of a mask that it does not know
+        except Exception as error:  # a model may raise anything for an unknown mask
             if is_out_of_memory(error):
                 raise
             raise UsageError(

@@ -1,7 +1,7 @@
-"""Where a model comes from: a configuration, a folder with weights, the folder of a run, or the hub.
+"""The origin of a model: a configuration, a folder with weights, the folder of a run, or the hub.
 
-What a folder holds is checked before anything else reads it, so that nothing in it is executed or unpickled, and so
-that weights which cannot be read are never replaced by new ones.
+The content of a folder is checked before anything else reads it, so that no code in it is executed or unpickled, and so
+that weights that cannot be read are never silently replaced by new ones.
 """
 
 # mypy: untyped-calls-exclude="transformers"
@@ -23,9 +23,9 @@ from macrobatch.train.storage import NAMED
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Weights in formats that hold code, or that are not read here.
+# Files of weights that hold code, or that are not supported.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
-NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}  # that a trainer leaves beside them
+NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}  # files of a trainer, not weights
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,10 +42,12 @@ Kind = Literal["size", "config", "weights", "hub"]
 
 @dataclass(frozen=True)
 class Kept:
-    """What an export keeps of the weights that a run began with: their dtype on disk, how to generate, where they are.
+    """What an export keeps of the weights that a run started from.
 
     Attributes:
-        base: the name that an adapter finds its base under, from any folder.
+        dtype: the dtype of the weights on disk.
+        generation: the content of their generation_config.json.
+        base: the name or absolute path by which an adapter finds its base model.
     """
 
     dtype: torch.dtype | None
@@ -55,14 +57,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Origin:
-    """What ``--model`` names.
+    """The origin of the model that ``--model`` names.
 
     Attributes:
-        name: as the user gave it.
+        name: the name that the user gave.
         kind: one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub.
-        path: of the configuration, or of the folder with weights; of the others, just the name.
-        flag: what the user named it with, for messages.
-        adapter: the folder of an adapter; `path` is then that of its base.
+        path: the path of the configuration, or of the folder with weights; for the other kinds, just the name.
+        flag: the flag with which the user named it, for messages.
+        adapter: the folder of an adapter; `path` is then that of its base model.
     """
 
     name: str
@@ -73,34 +75,34 @@ class Origin:
 
     @property
     def said(self) -> str:
-        """How messages speak of it."""
+        """Its name in messages."""
         return f"{self.flag}{self.name}"
 
     @property
     def has_weights(self) -> bool:
-        """Whether weights are loaded; otherwise they are new."""
+        """Whether weights are loaded. Otherwise they are new."""
         return self.kind in ("weights", "hub")
 
     @property
     def source(self) -> str:
-        """What transformers loads from."""
+        """The name or path that transformers loads from."""
         return str(self.path) if self.kind == "weights" else self.name
 
     @property
     def folder(self) -> Path | None:
-        """That of its configuration; None: it has none on this machine."""
+        """The folder of its configuration; None: there is none on this machine."""
         return {"config": self.path.parent, "weights": self.path}.get(self.kind)
 
     @property
     def tokenizer(self) -> str | None:
-        """Where its tokenizer is; None: it has none."""
+        """The name or folder of its tokenizer; None: it has none."""
         if self.kind == "hub":
             return self.name
         folders = [folder for folder in (self.adapter, self.folder) if folder is not None]
         return next((str(one) for one in folders if any((one / name).is_file() for name in TOKENIZERS)), None)
 
     def file(self, name: str) -> Path | None:
-        """One of its files; None where it has none of that name."""
+        """One of its files; None if there is no file with that name."""
         if self.kind == "weights":
             return self.path / name if (self.path / name).is_file() else None
         if self.kind != "hub":
@@ -111,13 +113,13 @@ class Origin:
         return None if found is None else Path(found)
 
     def kept(self) -> Kept:
-        """What an export keeps of it. Read before the training: hours later it may be gone, or out of reach."""
+        """What an export keeps of it. It is read before the training: hours later it may be gone or out of reach."""
         generation = self.file(GENERATION)
         base = str(self.path.resolve()) if self.kind == "weights" else self.name
         return Kept(self._dtype(), None if generation is None else generation.read_bytes(), base)
 
     def _dtype(self) -> torch.dtype | None:
-        """Of most of its weights, as they are saved; None where there are none."""
+        """The dtype of most of its weights on disk; None if there are none."""
         if not self.has_weights:
             return None
         if self.kind == "hub":
@@ -137,7 +139,7 @@ class Origin:
 
 
 def find(name: str) -> Origin:
-    """What this name, which is none of the sizes, stands for. Refuses what cannot be trained from."""
+    """The origin for a name that is none of the sizes. Refuses names that do not lead to a model."""
     path = Path(name).expanduser()
     if path.is_dir():
         return in_folder(path, name=name)
@@ -154,7 +156,7 @@ def find(name: str) -> Origin:
 
 
 def in_folder(path: Path, *, name: str | None = None) -> Origin:
-    """The model in a folder, or in that of a run; `name` is what the user gave as --model, if that was it."""
+    """The model in a folder, or in the folder of a run. `name`: the value of --model, if that names the folder."""
     folder = path if (path / ADAPTER).exists() else model_folder(path)
     origin = Origin(str(path), "weights", folder, flag="") if name is None else Origin(name, "weights", folder)
     if (folder / ADAPTER).exists():
@@ -174,7 +176,7 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
 
 
 def _with_base(adapter: Origin) -> Origin:
-    """The base of an adapter, with the adapter beside it."""
+    """The origin of an adapter's base model, together with the adapter."""
     said, folder = adapter.said, adapter.path
     config = read_json(folder / ADAPTER)
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
@@ -201,7 +203,7 @@ def _with_base(adapter: Origin) -> Origin:
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder of the model: that of a run, once it has written one, lies inside it."""
+    """The folder of the model: this folder, or the folder `model` in the folder of a run."""
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}. Name the folder of a model, or of a run.")
     if (folder / CONFIG).is_file():
@@ -217,7 +219,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model. Refuses an index that names anything else, or lies about where it is."""
+    """The safetensors files of a model. Refuses an index that names any other file."""
     whole = folder / WEIGHTS
     if whole.exists():
         return [_plain_file(whole)]
@@ -225,7 +227,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_index(index: Path, folder: Path | None = None) -> list[Path]:
-    """The files that an index of weights names; with `folder`, they must lie in it."""
+    """The files that an index of weights names. With `folder`, they must exist in it."""
     try:
         named = set(read_json(index)["weight_map"].values())
     except (KeyError, TypeError, AttributeError):
@@ -240,7 +242,7 @@ def check_index(index: Path, folder: Path | None = None) -> list[Path]:
 
 
 def _plain_file(path: Path) -> Path:
-    """It, if it is a file that can be opened as safetensors; pipes, devices and folders are not."""
+    """The path, if it is a file that can be opened as safetensors. Refuses pipes, devices and folders."""
     if not path.is_file():
         raise UsageError(f"{path} is missing, or is no file: the weights of the model cannot be read.")
     try:
@@ -252,11 +254,11 @@ def _plain_file(path: Path) -> Path:
         ) from None
 
 
-# --------------------------------------------------------------------------------------------- code that is not run
+# ------------------------------------------------------------------------------------------- code is never executed
 
 
 def code_in(folder: Path) -> str | None:
-    """The code that somebody has put beside a model or a tokenizer, in short; None: there is none."""
+    """The name of code that lies beside a model or a tokenizer, for messages; None: there is none."""
     files = sorted(path.name for path in folder.glob("*.py"))
     if not files and not any(_names_code(folder / name) for name in (CONFIG, "tokenizer_config.json")):
         return None
@@ -269,7 +271,7 @@ def _names_code(file: Path) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what another library says; in our words, where it would have code of strangers executed."""
+    """The first line of another library's error, in our words if the library wants to execute foreign code."""
     said = str(error).strip() or type(error).__name__
     if "trust_remote_code" in said:
         return f"it works only with code of its own. {UNEXECUTED}"
@@ -277,7 +279,7 @@ def reason(error: Exception) -> str:
 
 
 def check_type(config: Any, said: str, folder: Path) -> None:
-    """Refuse a configuration of a type that transformers does not have."""
+    """Refuse a configuration whose model type transformers does not have."""
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type") if isinstance(config, dict) else None

@@ -1,11 +1,11 @@
-"""`Recorder`: what a run leaves behind and shows while it goes on.
+"""`Recorder` records a run in its folder, and shows its progress.
 
-In the run folder: ``metrics.jsonl`` with a line for each optimizer step, and ``validation.jsonl`` with one for each
-validation. Trackers, by default TensorBoard, get all numbers too. On the screen: what was derived, then a bar; in a log
-file a line now and then.
+It writes ``metrics.jsonl`` with one line per optimizer step, and ``validation.jsonl`` with one line per validation.
+Trackers, by default TensorBoard, get all numbers too. A terminal shows the derived settings, then a progress bar; a log
+file gets a line now and then.
 
-A line is appended whole or not at all. A run that is resumed from a checkpoint drops the lines of later steps, which it
-takes anew.
+A line is written completely or not at all. A run that is resumed from a checkpoint drops the lines of later steps, and
+takes these steps again.
 """
 
 from __future__ import annotations
@@ -36,43 +36,44 @@ from macrobatch.train.trackers import State, Tracked, Tracker, open_trackers
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
 
-LINES = 20  # that a whole run leaves in a log file, or one in
-SECONDS = 30.0  # where that is sooner
-SHOWN = {"loss", "perplexity"}  # of a validation, beside the bar
-RECENT = 50  # steps whose speed tells the time that is left
+LINES = 20  # per run in a log file, or one line in
+SECONDS = 30.0  # if that is sooner
+SHOWN = {"loss", "perplexity"}  # numbers of a validation that the bar shows
+RECENT = 50  # steps from which the remaining time is estimated
 
 
 class Silent:
-    """A recorder that records nothing: what all ranks but the first have."""
+    """A recorder that records nothing, for all ranks except the first one."""
 
     def derived(self, facts: Mapping[str, str]) -> None:
-        """Print what a run has derived from its settings, before it begins."""
+        """Print what was derived from the settings, before the run begins."""
 
     def say(self, text: str) -> None:
-        """Print a line, without disturbing the bar."""
+        """Print a line, without disturbing the progress bar."""
 
     def warn(self, text: str) -> None:
-        """Print a line beside the screen, on stderr: one that should be read where nobody reads the other."""
+        """Print a line on stderr, which somebody may read even if nobody reads stdout."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Record an optimizer step, as plain numbers.
 
-        Always: step, loss. By name in the report: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
-        tokens (of samples, without padding), padded_tokens (that were computed), padded_in_order (`padded_in_order`),
-        memory_bytes (`peak_memory`), time (the parts of a `Lap`), losses (the mean of each term, of several).
+        Required: step, loss. The report also uses: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
+        tokens (of the samples, without padding), padded_tokens (computed tokens, with padding), padded_in_order (see
+        `padded_in_order`), memory_bytes (see `peak_memory`), time (the parts of a `Lap`), losses (the mean of each
+        term, if there are several).
         """
 
     def validation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record a validation after that many steps: loss, perplexity, and what the user's own function returned."""
+        """Record a validation after `step` steps: loss, perplexity, and the numbers of the user's own function."""
 
     def finish(self, lines: Sequence[str], state: State = "finished") -> None:
-        """The run has ended in order, or was interrupted: say this, and the last numbers."""
+        """Print these lines and the last numbers, at the regular end or the interruption of a run."""
 
     def flush(self) -> None:
-        """See to it that all lines are on the disk: before a checkpoint is, which counts on them."""
+        """Flush all lines to the disk. Call it before a checkpoint is written, because resuming needs them."""
 
     def close(self, state: State | None = None) -> None:
-        """The run has ended; in the state that `finish` told of, where none is given."""
+        """Close the files at the end of the run. `state` None: the state that `finish` got."""
 
     def __enter__(self) -> Self:
         return self
@@ -83,15 +84,15 @@ class Silent:
 
 
 class Screen(Console):
-    """A console that leaves it to the recorder what a closed pipe means."""
+    """A console that raises an error for a closed pipe, so that the recorder handles it."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what is being handled; rich would end the process."""
+        """Raise the error that is being handled. rich would end the process."""
         raise
 
 
 class Recorder(Silent):
-    """Records a run in its folder, and shows how it goes on.
+    """Records a run in its folder, and shows its progress.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -102,12 +103,12 @@ class Recorder(Silent):
     [{'step': 1, 'loss': 8.25, 'seconds': 0.5, 'tokens_per_second': 1000.0}]
 
     Args:
-        folder: of the run; it exists.
-        total_steps: of the whole run.
-        resume_step: the step of the checkpoint that the run goes on from, 0 where it had none; None for a new run.
-        tracker: what gets the numbers besides; by default TensorBoard, in the folder.
-        console: where to print.
-        unread: called once, where nobody reads any more: a pipe or a terminal was closed.
+        folder: the folder of the run. It must exist.
+        total_steps: the number of steps of the whole run.
+        resume_step: the step of the checkpoint that the run resumes from, 0 if it had none; None for a new run.
+        tracker: a tracker that gets the numbers too; by default TensorBoard, in the folder.
+        console: the console to print to.
+        unread: is called once, if the pipe or the terminal of the output is closed.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ class Recorder(Silent):
         self._state: State = "finished"
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
-        self._logged = (0.0, -math.inf)  # when the last line was printed, and after which share of the steps
+        self._logged = (0.0, -math.inf)  # time of the last line, and number of lines due by then
         self._last_validation = ""
-        self._row: Mapping[str, Any] = {}  # of the last step
+        self._row: Mapping[str, Any] = {}  # the row of the last step
 
     def derived(self, facts: Mapping[str, str]) -> None:
         table = Table.grid(padding=(0, 2))
@@ -183,7 +184,7 @@ class Recorder(Silent):
         self._validation.close()
         self._tracker.close(state or self._state)
 
-    # ------------------------------------------------------------------------------------------ on the screen
+    # ------------------------------------------------------------------------------------------------- output
 
     def _stop_bar(self) -> None:
         bar, self._bar = self._bar, None
@@ -197,7 +198,7 @@ class Recorder(Silent):
 
     @contextmanager
     def _screen(self) -> Iterator[None]:
-        """Printing inside goes on without a screen where there is none any more."""
+        """A context for printing. If the output is closed, it turns off all further output."""
         try:
             yield
         except OSError:
@@ -218,7 +219,7 @@ class Recorder(Silent):
         return f"step {self._row['step']}/{self._total}  {self._facts()}"
 
     def _facts(self) -> str:
-        """The numbers of the last step."""
+        """The numbers of the last step, as text."""
         row = self._row
         epoch = f"epoch {row['epoch']:.2f}  " if "epoch" in row else ""
         speed = f"{row.get('tokens_per_second', math.nan):,.0f} tokens/s"
@@ -228,7 +229,7 @@ class Recorder(Silent):
         if self._bar is None:
             numbers = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), numbers)
-            # Drawn after each step, and by no thread of its own, which nobody could keep from a screen that is gone.
+            # Drawn after each step, without a thread: a thread would go on drawing to an output that is closed.
             self._bar = Progress(*columns, console=self.console, expand=True, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self._total, text="")
             self._bar.start()
@@ -246,14 +247,14 @@ class Recorder(Silent):
 
 
 class Pace:
-    """How long the steps that are left will take, by the last ones: larger batches come later where they grow."""
+    """Estimates the remaining time from the last steps only, because batches may grow during a run."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
         self._moments: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
 
     def left(self, step: int, now: float | None = None) -> float:
-        """Seconds, after that step has ended; NaN while nothing is known.
+        """The remaining seconds after a step has ended; NaN if there is only one step to judge from.
 
         >>> pace = Pace(10)
         >>> pace.left(1, now=100.0), pace.left(2, now=103.0), pace.left(4, now=105.0)
@@ -281,9 +282,9 @@ def clock_time(seconds: float) -> str:
 
 
 def padded_in_order(lengths: Sequence[int], micro_batches: int) -> int:
-    """The tokens, with padding, of samples cut into that many equal micro-batches in the order in which they come.
+    """The number of tokens, with padding, if samples are cut in their order into equal micro-batches.
 
-    It is what most loops compute, and what a plan by tokens is measured against.
+    Most training loops cut batches in this way. It is the baseline for a plan by tokens.
 
     >>> padded_in_order([5, 1, 1, 5], 2)               # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
     20
@@ -294,7 +295,7 @@ def padded_in_order(lengths: Sequence[int], micro_batches: int) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: reserved on a CUDA device, resident on the host."""
+    """The peak memory of this process so far, in bytes: reserved on a CUDA device, resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

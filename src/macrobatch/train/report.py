@@ -1,8 +1,8 @@
-"""`written`: the report of a run, one HTML file that opens offline.
+"""`written` writes the report of a run, one HTML file that opens offline.
 
-It is made of what lies in the run folder: ``metrics.jsonl``, ``validation.jsonl`` and ``run.json``; so it can be made
-anew at any time, also of a run that was killed. The charts are SVG, drawn here; they stretch with the page, therefore
-their labels are text beside them. The few lines of ``report.js`` only show the numbers under the pointer.
+It uses only files of the run folder: ``metrics.jsonl``, ``validation.jsonl`` and ``run.json``. So it can be written
+again at any time, also for a run that was killed. The charts are SVG and stretch with the page; therefore their labels
+are HTML text beside them. ``report.js`` only shows the numbers under the pointer.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from macrobatch.train.settings import Settings, flag_of
 
 REPORT = "report.html"
 RUN = "run.json"
-MOST = 8  # runs beside each other, each in a colour of its own
+MOST = 8  # runs in one report, because there are 8 colours
 
 logger = logging.getLogger("macrobatch")
 
-# Whatever the page may hold, the browser is told to ask nobody for anything.
+# The browser must not send any request, whatever the page holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What lies in the folder of a run."""
+    """The content of a run folder."""
 
     name: str
     steps: Sequence[Row]
@@ -48,7 +48,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """The run there; refuses a folder without any step."""
+        """Read a run folder. Refuses a folder without any step."""
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}. Name the folder of a run.")
         steps = rows(folder / METRICS)
@@ -60,7 +60,7 @@ class Run:
 
 
 def _checked_out(out: Path) -> Path:
-    """Where a report may be written: in a folder that exists, and over nothing but another page."""
+    """The path of a report, if it may be written there: its folder exists, and it overwrites only another page."""
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder. Name a file in it, e.g. {out / REPORT}.")
     if not out.parent.is_dir():
@@ -71,11 +71,11 @@ def _checked_out(out: Path) -> Path:
 
 
 def written(*folders: Path, out: Path | None = None) -> Path:
-    """Write the report of the run in a folder, or of several beside each other, and return its path.
+    """Write the report of one run, or of several runs for comparison, and return its path.
 
     Args:
-        folders: of one run or more.
-        out: the file; by default report.html in the folder of one run, or in the one that holds the first of several.
+        folders: the folders of the runs.
+        out: the file; by default report.html in the folder of one run, or in the parent folder of the first of several.
     """
     if len(folders) > MOST:
         raise UsageError(f"at most {MOST} runs can be told apart in one report: got {len(folders)}.")
@@ -87,7 +87,7 @@ def written(*folders: Path, out: Path | None = None) -> Path:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What the trainer knew of the run; nothing where that cannot be read."""
+    """The content of run.json; empty if it cannot be read."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -120,7 +120,7 @@ def _section_of(charts: Sequence[Chart]) -> str:
 
 
 def _page(title: str, said: Sequence[str], parts: Sequence[str], charts: Sequence[Chart]) -> str:
-    data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")  # names of runs are in it
+    data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")  # run names may have "<"
     own = Path(__file__)
     body = "\n".join(part for part in parts if part)
     header = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
@@ -151,7 +151,7 @@ def _page(title: str, said: Sequence[str], parts: Sequence[str], charts: Sequenc
 """
 
 
-# ---------------------------------------------------------------------------------------------- what the numbers say
+# ----------------------------------------------------------------------------------------------------------- summary
 
 
 def _summary(steps: Sequence[Row]) -> str:
@@ -164,7 +164,7 @@ def _summary(steps: Sequence[Row]) -> str:
 
 
 def _history(run: Run) -> list[str]:
-    """How the run ended, when it was begun, and by which command."""
+    """How the run ended, when it began, and with which command."""
     said = [_ending(run)]
     said += [f"begun {run.facts['date']}" if isinstance(run.facts.get("date"), str) else ""]
     said += [f"$ {run.facts['command']}" if isinstance(run.facts.get("command"), str) else ""]
@@ -172,7 +172,7 @@ def _history(run: Run) -> list[str]:
 
 
 def _ending(run: Run) -> str:
-    """Whether the run came to its end."""
+    """How the run ended: finished, stopped early, or interrupted."""
     identity = run.facts.get("identity")
     steps = identity.get("steps") if isinstance(identity, Mapping) else None
     taken, status = run.steps[-1]["step"], run.facts.get("status")
@@ -190,7 +190,7 @@ def _ending(run: Run) -> str:
 
 
 def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
-    """The numbers that one looks for first."""
+    """The most important numbers."""
     tiles: list[tuple[str, str, str]] = []
     if losses := values(steps, "loss"):
         recent = statistics.fmean(loss for _, loss in losses[-10:])
@@ -231,7 +231,7 @@ def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """The last numbers of each, and in which settings they differ."""
+    """A table with the last numbers of each run, and with the settings in which the runs differ."""
     columns = [_last_numbers(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     table = {name: [column.get(name, "-") for column in columns] for name in names}
@@ -299,7 +299,7 @@ def _where_time_went(steps: Sequence[Row]) -> str:
 
 
 def _sample(facts: Mapping[str, Any]) -> str:
-    """A text by the model."""
+    """The section with a text by the model."""
     text = facts.get("sample")
     if not isinstance(text, str) or not text:
         return ""

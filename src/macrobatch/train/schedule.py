@@ -1,4 +1,4 @@
-"""The learning rate, and the size of the batch, as pure functions of the optimizer step."""
+"""The learning rate and the batch size as pure functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from macrobatch.train.settings import DEFAULT_BATCH, Schedule, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The learning rate of each step, counted from 0: it rises in a line, and then falls as the schedule says.
+    """The learning rate of each step, counted from 0: a linear warm-up, then the schedule.
 
     >>> rate = Rate(peak=1.0, steps=10, warmup=2, schedule="linear", final=0.0)
     >>> [round(rate(step), 3) for step in (0, 1, 2, 6, 9)]
@@ -21,7 +21,7 @@ class Rate:
     steps: int
     warmup: int
     schedule: Schedule
-    final: float  # of the peak, at the end
+    final: float  # the learning rate at the end, as a fraction of the peak
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
@@ -35,7 +35,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """The part of the batch that each step takes: it grows in a line over the first steps.
+    """The fraction of the batch size at each step: it grows linearly over the first steps.
 
     >>> [Ramp(steps=4, start=0.5)(step) for step in range(6)]
     [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
@@ -49,7 +49,7 @@ class Ramp:
 
 
 def rate_of(settings: Settings, steps: int, lr: float) -> Rate:
-    """The learning rate of a run of so many steps, which is `lr` at the reference batch."""
+    """The learning rate of a run with `steps` steps; `lr` is its peak at the reference batch."""
     settings.check_warmup(steps)
     return Rate(
         peak=lr * scale_of(settings),
@@ -61,7 +61,7 @@ def rate_of(settings: Settings, steps: int, lr: float) -> Rate:
 
 
 def scale_of(settings: Settings) -> float:
-    """What a batch of another size than the reference multiplies the learning rate with.
+    """The factor of the learning rate for a batch size that differs from the reference.
 
     >>> scale_of(Settings(batch_size=256, lr_scale="sqrt", reference_batch=64))
     2.0

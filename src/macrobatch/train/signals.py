@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP, a closed screen, a launcher that was killed: remembered until the window is finished."""
+"""Handle Ctrl-C, SIGTERM, SIGHUP, a closed output and a killed launcher, so that the current window can finish."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any, Self
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AGAIN = 0.1  # seconds after which a second signal is meant: `timeout` sends two at once
-AGAIN_BY_TORCHRUN = 3.0  # it passes a Ctrl-C on to ranks that have had it already
+AGAIN = 0.1  # seconds after which a second signal counts: `timeout` sends two at once
+AGAIN_BY_TORCHRUN = 3.0  # seconds; torchrun also sends a Ctrl-C to ranks that already got it from the terminal
 
 
 class Signals:
-    """Inside, the first signal only sets `received`, and says so; the second ends the process at once.
+    """A context in which the first signal only sets `received`, and a second one ends the process at once.
 
     >>> with Signals() as signals:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -26,7 +26,7 @@ class Signals:
     True
 
     Args:
-        say: prints what happens now.
+        say: prints a message for the user.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -47,13 +47,13 @@ class Signals:
 
     @property
     def received(self) -> int:
-        """The number of the signal; 0 where there was none. A torchrun that is gone counts as its SIGTERM."""
+        """The number of the received signal; 0 if there was none. A torchrun that has ended counts as SIGTERM."""
         if not self._received and self._launcher is not None and os.getppid() != self._launcher:
             self.receive(signal.SIGTERM)
         return self._received
 
     def receive(self, number: int) -> None:
-        """Take it as if this signal had come."""
+        """Behave as if this signal had been received."""
         if not self._received:
             self._received, self._when = number, time.monotonic()
 
@@ -67,27 +67,27 @@ class Signals:
     def _tell(self, text: str) -> None:
         if self._say is None:
             return
-        # A handler runs between any two lines of the program, so also where that one is just printing.
+        # A handler runs between any two lines of the program, so also while the program is printing.
         with contextlib.suppress(OSError, RuntimeError):
             self._say(text)
 
 
 def end_at_once(number: int) -> None:
-    """End the process as a kill would; what is on the disk is whole at any moment."""
+    """End the process as a kill would. All files on the disk are complete at any moment."""
     if os.isatty(1):
         with contextlib.suppress(OSError):
-            os.write(1, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+            os.write(1, b"\x1b[?25h\n")  # show the cursor again, which a progress bar hides
     os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def interruptible(*, is_first: bool = True) -> Iterator[None]:
-    """Inside, a signal ends the process with one line: no step is under way, and nothing would be lost.
+    """A context outside of steps, in which a signal ends the process with one line, because nothing can be lost.
 
-    A KeyboardInterrupt would come out of the middle of other people's imports, as any error.
+    A KeyboardInterrupt could be raised in the middle of an import, and would look like any error.
 
     Args:
-        is_first: whether this rank speaks.
+        is_first: whether this rank prints the line.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -103,7 +103,7 @@ def interruptible(*, is_first: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, this is called for each of the signals that are not ignored, as nohup leaves SIGHUP."""
+    """A context in which `handler` handles the signals, except for ignored ones: nohup ignores SIGHUP."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [number for number in NUMBERS if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,6 +1,6 @@
-"""Files and folders as documents, one after the other: nothing larger than a record is in memory at once.
+"""Files and folders as documents, one after the other. Only a `.json` file is read into memory as a whole.
 
-The order is that of the names inside a folder: the same data makes the same documents on every machine.
+The files of a folder are sorted by name, so that the same data makes the same documents on every machine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from macrobatch.train.formats import Columns, Document, kind_of
 
 logger = logging.getLogger("macrobatch")
 
-BLOCK = 250_000  # characters of a text that are read, and encoded, together
+BLOCK = 250_000  # characters of a text that are tokenized together
 _AT_ONCE = 1 << 20  # bytes
-_ROWS = 256  # of a table that are made objects at once
-_LARGEST_CELL = 2**31 - 1  # characters; the library's own limit is 131,072
+_ROWS = 256  # rows of a table that are converted together
+_LARGEST_CELL = 2**31 - 1  # characters; the default of the csv library is 131,072
 _UNREAD = {".zip", ".7z", ".tar", ".tgz", ".rar", ".xls", ".xlsx"}
 _TABLES = {".parquet", ".arrow", ".feather"}
 _INSTEAD = (
@@ -33,7 +33,7 @@ _INSTEAD = (
 
 
 def read(source: Path, columns: Columns, *, warn: bool = True) -> Iterator[Document]:
-    """What the user named: here a file that cannot be used is an error, and in a folder a warning, if wanted."""
+    """The documents of a file or folder. Files of unsupported kinds are an error, or inside a folder a warning."""
     if source.is_dir():
         yield from _folder(source, columns, warn)
         return
@@ -70,7 +70,7 @@ def _folder(folder: Path, columns: Columns, warn: bool) -> Iterator[Document]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """All files, but hidden ones, in an order that is the same on every machine."""
+    """All files except hidden ones, in an order that is the same on every machine."""
     found = []
     for place, folders, names in os.walk(folder, onerror=_complain):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
@@ -83,7 +83,7 @@ def _complain(error: OSError) -> None:
 
 
 def _kind(path: Path) -> str:
-    """The suffix that says what is in it, under that of its packing."""
+    """The suffix that names the format, without the suffix of the compression."""
     return (Path(path.stem) if compressed.is_packed(path) else path).suffix.lower()
 
 
@@ -109,7 +109,7 @@ def _file(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _text(path: Path, columns: Columns) -> Iterator[Document]:  # noqa: ARG001  # a text has no fields
-    """One text, a long one in parts: see `blocks`."""
+    """One text. A long one is split into several documents: see `blocks`."""
     waiting = ""
     for decoded in _decoded_text(path):
         *whole, waiting = blocks(waiting + decoded)
@@ -119,7 +119,7 @@ def _text(path: Path, columns: Columns) -> Iterator[Document]:  # noqa: ARG001  
 
 
 def blocks(text: str) -> list[str]:
-    """A text in parts of a size that can be encoded at once, which end where a line does if there are lines."""
+    """Split a text into parts that can be tokenized at once. They end at line ends, if there are any."""
     found = []
     start = 0
     while len(text) - start > BLOCK:
@@ -130,13 +130,13 @@ def blocks(text: str) -> list[str]:
 
 
 def _decoded_text(path: Path) -> Iterator[str]:
-    """What a file of text holds, with line feeds where lines end."""
+    """The text in a file, in parts, with line feeds as line ends."""
     with compressed.opened(path) as file:
         rest, position, is_first = b"", 0, True
         while True:
             read = file.read(_AT_ONCE)
             content = rest + read
-            # What may go on with the next bytes waits for them: half of a character, and half of an end of a line.
+            # An incomplete character or line end waits for the next bytes.
             size = len(content) - _half(content) if read else len(content)
             text = _decoded(content[:size], str(path), position)
             yield (text.removeprefix("\ufeff") if is_first else text).replace("\r\n", "\n")
@@ -146,10 +146,10 @@ def _decoded_text(path: Path) -> Iterator[str]:
 
 
 def _half(content: bytes) -> int:
-    """How many bytes at the end are the beginning of a character, or of the end of a line."""
+    """How many bytes at the end belong to an incomplete character or line end."""
     for size in range(1, min(3, len(content)) + 1):
         byte = content[-size]
-        if byte >= 0xC0:  # begins a character of so many bytes
+        if byte >= 0xC0:  # the first byte of a character
             return size if size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
         if byte < 0x80:
             return int(content.endswith(b"\r"))
@@ -169,14 +169,14 @@ def _decoded(content: bytes, where: str, position: int = 0) -> str:
 
 
 def _is_binary(content: bytes) -> bool:
-    """Whether this is no text in any of the usual encodings: those have few control characters."""
+    """Whether this is no text in any usual encoding: texts have few control characters."""
     start = content[:8192]
     control = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in start)
     return b"\0" in content or control > 0.02 * len(start)
 
 
 def _has_nul(path: Path) -> bool:
-    """Whether this is no text: those have no NUL."""
+    """Whether a file is binary: texts have no NUL."""
     with compressed.opened(path) as file:
         return b"\0" in file.read(_AT_ONCE)
 
@@ -186,7 +186,7 @@ def _has_nul(path: Path) -> bool:
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
     with compressed.opened(path) as file:
-        # Only a line feed ends a line: strings in JSON may hold the other characters that Python takes for ends.
+        # Only a line feed ends a line: strings in JSON may hold the other characters that Python treats as line ends.
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
@@ -200,7 +200,7 @@ def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
     try:
         records = _parsed(_decoded(content, str(path)).removeprefix("\ufeff"), str(path))
     except _SeveralValuesError:
-        yield from _json_lines(path, columns)  # many call it .json all the same
+        yield from _json_lines(path, columns)  # JSON lines are often in files named .json
         return
     if not isinstance(records, list):
         raise BatchError(
@@ -211,7 +211,7 @@ def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 class _SeveralValuesError(BatchError):
-    """Where one JSON value was wanted, another one follows."""
+    """The text has a second JSON value after the first one."""
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -263,7 +263,7 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _arrow(path: Path, columns: Columns) -> Iterator[Document]:
-    """A file of Arrow, with an index at its end, or a stream of it."""
+    """A table in the file format of Arrow, which has an index at its end, or in its streaming format."""
     arrow = compressed.library("pyarrow", path)
 
     def batches() -> Iterator[Any]:
@@ -307,7 +307,7 @@ def _datasets(folder: Path, columns: Columns) -> Iterator[Document]:
     datasets = compressed.library("datasets", folder)
     try:
         rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever that library and those below it raise for a damaged folder
+    except Exception as error:  # the library raises many types for a damaged folder
         raise BatchError(f"{folder} cannot be read by the library datasets: {error}") from error
     if isinstance(rows, Mapping):
         if "train" not in rows:

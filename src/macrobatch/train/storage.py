@@ -1,11 +1,10 @@
-"""Tensors of all ranks in one folder: a safetensors file for each rank that had something to write.
+"""Tensors of all ranks in one folder: one safetensors file for each rank that has something to write.
 
-torch.distributed.checkpoint plans who writes and reads which part of which tensor, so that what some ranks saved can be
-read by more or by fewer. Its own storages do not serve: one is pickle; the other refuses tied weights, and takes the
-files that it finds for all there were. So what is planned there is written and read here.
+torch.distributed.checkpoint plans which rank writes and reads which part of which tensor, so that more or fewer ranks
+can read what some ranks have saved. Its own storage classes are not suitable: one uses pickle; the other refuses tied
+weights, and does not notice missing files. So this module writes and reads according to torch's plans.
 
-`write` and `read` are called by all ranks together, with a folder that all of them see; what fails on one raises on
-all.
+All ranks call `write` and `read` together, with a folder that all of them see. An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Json, Json]:
-    """Write the tensors, to the disk. What came of it is returned on the first rank: tensors and files, by name."""
+    """Write the tensors to the disk. Returns the descriptions of tensors and of files, on the first rank only."""
     writer = _Writer(folder)
     with _as_ours():
         metadata = state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
@@ -74,7 +73,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Json, Json]:
 
 
 def read(folder: Path, held: Json, tensors: Mapping[str, Tensor]) -> None:
-    """Fill these tensors in place from what `write` returned as the first; on as many ranks as there are now."""
+    """Fill these tensors in place, on as many ranks as there are now. `held` is the first result of `write`."""
     reader = _Reader(folder, held)
     with _as_ours():
         state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
@@ -82,7 +81,7 @@ def read(folder: Path, held: Json, tensors: Mapping[str, Tensor]) -> None:
 
 
 def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Dicts of dicts as one, with dotted names; refuses what cannot be written."""
+    """Nested dicts as one dict with dotted names. Refuses values that cannot be written."""
     named: dict[str, Tensor] = {}
     for key, value in tensors.items():
         name = f"{prefix}{key}"
@@ -98,12 +97,12 @@ def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def flush(file: BinaryIO) -> None:
-    """Wait until what was written is on the disk."""
+    """Wait until everything written to a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
-# --------------------------------------------------------------------------------------------- what ranks agree on
+# ----------------------------------------------------------------------------------------- agreement between ranks
 
 
 def rank() -> int:
@@ -115,7 +114,7 @@ def world_size() -> int:
 
 
 def by_the_first(act: Callable[[], T]) -> T:
-    """What the first rank makes of it, on all; or its error, on all."""
+    """Run a function on the first rank, and return its result, or raise its error, on all ranks."""
     made: T | None = None
     problem: str | None = None
     if rank() == 0:
@@ -133,7 +132,7 @@ def by_the_first(act: Callable[[], T]) -> T:
 
 
 def agreed(problem: str | None) -> None:
-    """An error on every rank where one of them has a problem."""
+    """Raise an error on every rank if one of them has a problem."""
     problems = [problem]
     if dist.is_initialized():
         problems = [None] * dist.get_world_size()
@@ -145,7 +144,7 @@ def agreed(problem: str | None) -> None:
 
 @contextlib.contextmanager
 def _as_ours() -> Iterator[None]:
-    """What torch says while planning: its errors as ours; and not that it takes itself to be alone, for it is."""
+    """A context that turns torch's errors into ours, and hides its warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
@@ -155,16 +154,16 @@ def _as_ours() -> Iterator[None]:
             raise CheckpointError(" ".join(reasons)) from None
 
 
-# ---------------------------------------------------------------------------- the storage that torch's plans work on
+# ----------------------------------------------------------------------------------------- storage for torch's plans
 
 
 class _Writer(StorageWriter):
-    """Writes what torch planned for this rank into one safetensors file."""
+    """Writes the parts that torch planned for this rank into one safetensors file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.problem: str | None = None  # told when all are done: torch would send tracebacks around, or fail to
-        self.results: list[list[WriteResult]] = []  # of all ranks, on the first
+        self.problem: str | None = None  # raised later: torch would send a traceback to all ranks
+        self.results: list[list[WriteResult]] = []  # of all ranks; filled on the first rank only
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -214,7 +213,7 @@ class _Writer(StorageWriter):
 def _safetensors(
     pieces: list[tuple[str, torch.Size, torch.dtype]], tensors: Iterator[Any]
 ) -> Iterator[bytes | ctypes.Array[ctypes.c_char]]:
-    """The bytes of a safetensors file, a tensor at a time: no second copy of them all is made."""
+    """The bytes of a safetensors file, one tensor at a time, so that there is no second copy of all tensors."""
     header: Json = {}
     begin = 0
     for name, shape, dtype in pieces:
@@ -223,7 +222,7 @@ def _safetensors(
         begin = end
     assert len(header) == len(pieces), "a rank has one piece of a tensor"
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    text += b" " * (-len(text) % 8)  # to align the tensors
     yield struct.pack("<Q", len(text)) + text
     for tensor in tensors:
         content = tensor.detach().cpu().contiguous()
@@ -232,7 +231,7 @@ def _safetensors(
 
 
 def _described(name: str, tensor: Any, stored: dict[MetadataIndex, Json]) -> Json:
-    """A tensor, and in which file each chunk of it lies."""
+    """The dtype and shape of a tensor, and the file of each of its chunks."""
     chunks = [
         {
             "offsets": list(chunk.offsets),
@@ -245,7 +244,7 @@ def _described(name: str, tensor: Any, stored: dict[MetadataIndex, Json]) -> Jso
 
 
 class _Reader(StorageReader):
-    """Reads what torch planned for this rank."""
+    """Reads the parts that torch planned for this rank."""
 
     def __init__(self, folder: Path, held: Json) -> None:
         self.folder, self.held = folder, held
@@ -283,7 +282,7 @@ class _Reader(StorageReader):
                     planner.commit_tensor(item, target)
 
     def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
-        """What to read from which file: one is open at a time, however many ranks wrote one."""
+        """The parts to read, grouped by file, so that only one file is open at a time."""
         files = {
             (name, tuple(chunk["offsets"])): chunk["file"]
             for name, tensor in self.held.items()

@@ -1,6 +1,6 @@
-"""Which samples make which batch: it depends on the seed and the global batch alone, not on ranks or micro-batches.
+"""Which samples are in which batch. It depends only on the seed and the global batch, not on ranks or micro-batches.
 
-`Stream` hands out the batch of each optimizer step, for all ranks together; `share` says which part of it is whose.
+`Stream` returns the batch of each optimizer step, for all ranks together; `share` returns the part of one rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from macrobatch.errors import UsageError
 class Stream:
     """The batches of a run, one after the other, over any number of epochs.
 
-    Every epoch is an order of its own, which follows from the seed and its number. A batch goes on into the next epoch
-    where one ends, so that all of them are full; only the very last, where `epochs` says that there is one, may not be.
+    Every epoch has its own order, which depends on the seed and the number of the epoch. A batch at the end of an epoch
+    continues with samples of the next one, so that all batches are full. Only the very last one may be smaller.
 
     >>> stream = Stream([5, 3, 9, 4], seed=0, batch_size=3, epochs=2)
     >>> batches = [stream.next(step) for step in range(4)]
@@ -25,11 +25,11 @@ class Stream:
 
     Args:
         lengths: the tokens of each sample.
-        seed: decides the order.
-        batch_size: samples in a batch; or
-        batch_tokens: the most tokens in a batch. A sample that is longer is a batch of its own.
-        ramp: ``ramp(step)`` is how much of that the batch of this optimizer step has, above 0 and at most 1.
-        epochs: after how many there are no more batches; None: it goes on for ever.
+        seed: determines the order.
+        batch_size: the number of samples in a batch. Pass either this or `batch_tokens`.
+        batch_tokens: the largest number of tokens in a batch. A longer sample is a batch of its own.
+        ramp: ``ramp(step)`` is the fraction of the batch size at this optimizer step, above 0 and at most 1.
+        epochs: the number of epochs, after which there are no more batches; None: there is no end.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Stream:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are over."""
+        """The number of complete epochs."""
         return self._epoch
 
     @property
     def progress(self) -> float:
-        """How many times it has gone through the data."""
+        """The number of passes over the data so far, with fractions."""
         return self._epoch + self._position / len(self._lengths)
 
     def next(self, step: int) -> list[int]:
-        """The batch of the optimizer step that comes after `step` others, as indices of samples; empty at the end."""
+        """The batch after `step` optimizer steps, as indices of samples. It is empty at the end."""
         fraction = self._fraction(step)
         if self._batch_size is not None:
             return self._next_samples(max(round(self._batch_size * fraction), 1))
@@ -81,7 +81,7 @@ class Stream:
         return self._next_tokens(max(round(self._batch_tokens * fraction), 1))
 
     def num_steps(self, epochs: int) -> int:
-        """How many batches there are in so many epochs, counted from the first."""
+        """The number of batches in `epochs` epochs, from the first batch on."""
         if not _is_count(epochs):
             raise UsageError(f"epochs must be a whole number, 1 or more: got {epochs!r}.")
         if self._batch_size is not None and self._ramp is None:
@@ -99,10 +99,10 @@ class Stream:
             step += 1
         return step
 
-    # ---------------------------------------------------------------------------------------------------- where it is
+    # ------------------------------------------------------------------------------------------- saving and restoring
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, as plain numbers."""
+        """The position in the data, as plain numbers."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -111,7 +111,7 @@ class Stream:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there: with the same samples and the same seed, or the batches would not be those of the run."""
+        """Restore the position. Refuses a state with another seed or number of samples, whose batches would differ."""
         own = self.state_dict()
         if set(state) != set(own) or not all(type(value) is int for value in state.values()):
             raise UsageError(f"this is not what a stream's state_dict returned: {dict(state)!r}.")
@@ -170,10 +170,10 @@ class Stream:
 
 
 def share(batch: Sequence[int], lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """The part of a batch that a rank takes, in the batch's order: all ranks get about equally many tokens.
+    """The part of a batch for one rank, in the batch's order. All ranks get about equally many tokens.
 
-    The longest sample goes first, and each to the rank that has the least so far. A rank is left without a sample only
-    where the batch has fewer than there are ranks.
+    The longest samples are assigned first, each to the rank that has the fewest tokens so far. A rank gets no sample
+    only if the batch has fewer samples than there are ranks.
 
     >>> [share([0, 1, 2, 3], [9, 4, 3, 3], rank, 2) for rank in (0, 1)]
     [[0], [1, 2, 3]]
@@ -182,7 +182,7 @@ def share(batch: Sequence[int], lengths: Sequence[int], rank: int, world_size: i
         raise UsageError(f"rank must be one of {world_size!r} ranks, counted from 0: got {rank!r}.")
     loads = [(0, 0, other) for other in range(world_size)]  # tokens, samples, rank
     mine: list[int] = []
-    # Places in the batch, not samples: at the turn of an epoch a sample may stand in it twice.
+    # Sort positions in the batch, not samples: at the end of an epoch a sample may be in it twice.
     for place in sorted(range(len(batch)), key=lambda place: (-lengths[batch[place]], place)):
         tokens, samples, receiver = min(loads)
         loads[receiver] = (tokens + lengths[batch[place]], samples + 1, receiver)

@@ -1,4 +1,4 @@
-"""Whether a model can be trained here: judged by what it computes, not by its name."""
+"""Check whether a model can be trained here, by what it computes, not by its name."""
 
 # mypy: untyped-calls-exclude="torch,transformers"
 from __future__ import annotations
@@ -15,14 +15,15 @@ from macrobatch.errors import UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.train.pretrained import Origin
 
-# Of logits, relative: what is rounding for sure, and what is more. (Some models compute in float32, whatever they get.)
+# Relative differences: below ROUNDING they are only rounding, above MORE they are not. (Some models always compute in
+# float32.)
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 MORE = {torch.float64: 1e-3, torch.float32: 1e-3}
 
 
 @torch.no_grad()
 def require_causal(model: nn.Module, origin: Origin) -> None:
-    """Refuse a model that sees the tokens which it is to predict: it would learn to copy them."""
+    """Refuse a model that sees the tokens that it has to predict: it would learn to copy them."""
     ids = _some_ids(model)
     others = torch.cat([ids[:4], torch.zeros(4, dtype=torch.long)])
     model.eval()
@@ -37,7 +38,7 @@ def require_causal(model: nn.Module, origin: Origin) -> None:
 
 @torch.no_grad()
 def require_plain_loss(model: nn.Module, origin: Origin) -> None:
-    """Refuse a model whose own loss has more in it than predicting the next token: that would be left out here."""
+    """Refuse a model whose own loss has more terms than predicting the next token: they would be missing here."""
     ids = _some_ids(model).unsqueeze(0)
     model.eval()
     own = getattr(model(input_ids=ids, labels=ids), "loss", None)
@@ -52,12 +53,12 @@ def require_plain_loss(model: nn.Module, origin: Origin) -> None:
 
 
 class PaddingEffect(NamedTuple):
-    """What padding on the right does to the tokens before it.
+    """The effect of padding on the right on the tokens before it.
 
     Attributes:
-        is_none: nothing, even without an attention mask. Attention without one is faster, and has kernels that take any
-            shape at once.
-        is_masked: nothing but rounding, with a mask.
+        is_none: there is no effect, even without an attention mask. Attention without a mask is faster, and its kernels
+            support any shape at once.
+        is_masked: with a mask, there is no effect except rounding.
     """
 
     is_none: bool
@@ -66,7 +67,7 @@ class PaddingEffect(NamedTuple):
 
 @contextlib.contextmanager
 def on_trial(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Forwards that leave no trace: no graph, and the model's mode and the random numbers as they were."""
+    """A context for trial forwards: no graph is recorded, and the model's mode and random states are restored."""
     was_training = model.training
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -76,7 +77,7 @@ def on_trial(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def padding_effect(model: nn.Module, width: int, device: torch.device) -> PaddingEffect:
-    """Compare padded samples with the same ones alone, in rows as wide as they come, as in training too if it can."""
+    """Compare padded samples with the same samples alone, in eval mode, and in train mode if there is no dropout."""
     sizes = sorted({width // 3 + 1, width // 8 + 1, min(width, 2)})
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, _num_words(model), (1 + len(sizes), width), generator=draw).to(device)
@@ -96,12 +97,12 @@ def padding_effect(model: nn.Module, width: int, device: torch.device) -> Paddin
                 for more in ({}, {"attention_mask": mask})
             )
             is_none &= without <= ROUNDING.get(expected[0].dtype, 1e-2)
-            is_masked &= not masked > MORE.get(expected[0].dtype, 1e-1)  # NaN says nothing of padding
+            is_masked &= not masked > MORE.get(expected[0].dtype, 1e-1)  # NaN does not count as an effect of padding
     return PaddingEffect(is_none, is_masked)
 
 
 def states_of(model: nn.Module, **inputs: Any) -> torch.Tensor:
-    """What a model makes of its inputs: what its head is given, if it has one. All logits can be more than fits."""
+    """The output of a model before its head, or the logits if it has no head: all logits may not fit into memory."""
     head = getattr(without_ddp(model), "get_output_embeddings", lambda: None)()
     seen: list[torch.Tensor] = []
 
@@ -120,7 +121,7 @@ def states_of(model: nn.Module, **inputs: Any) -> torch.Tensor:
 
 
 def _farthest(rows: torch.Tensor, expected: Sequence[torch.Tensor]) -> float:
-    """How far the beginnings of rows are from what is expected, relative to the largest number."""
+    """The largest difference between the beginnings of rows and what is expected, relative to the largest value."""
     pairs = [(row[: len(one)], one) for row, one in zip(rows, expected, strict=True)]
     return max(float((row - one).abs().max() / one.abs().max()) for row, one in pairs)
 

@@ -1,7 +1,7 @@
-"""Trackers: where the numbers of a run go besides its own files.
+"""Trackers: services and libraries that get the numbers of a run, besides the run's own files.
 
-TensorBoard, Weights & Biases, MLflow and Trackio, each through its own library, which is imported when it is asked for.
-A tracker that fails while a run goes on is left out, with one warning: all numbers are in the run's own lines too.
+TensorBoard, Weights & Biases, MLflow and Trackio are supported, each through its own library, which is imported when it
+is used. A tracker that fails during a run is dropped with one warning: the run's own files have all numbers too.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from macrobatch.train.files import replace_whole
 State = Literal["finished", "interrupted", "failed"]
 Numbers = Mapping[str, float]
 
-IDS = "trackers.json"  # what each tracker calls the run
-PATIENCE = 60.0  # seconds for an upload when a run has ended
+IDS = "trackers.json"  # the id of the run in each tracker
+PATIENCE = 60.0  # seconds to wait for uploads at the end of a run
 
 logger = logging.getLogger("macrobatch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """What a tracker is told of the run.
+    """What a tracker needs to know about the run.
 
     Attributes:
-        folder: of the run, whose name is that of the run.
-        project: that it belongs to.
+        folder: the folder of the run. The run has the folder's name.
+        project: the name of its project.
         config: its settings.
-        resume_step: the step of the checkpoint that it goes on from, 0 where it had none; None for a new run.
-        id: what the tracker calls a run that goes on; None: it does not know it yet.
+        resume_step: the step of the checkpoint that it resumes from, 0 if it had none; None for a new run.
+        id: the id of a resumed run in the tracker; None: it is new there.
     """
 
     folder: Path
@@ -54,29 +54,29 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The name of the run."""
         return self.folder.resolve().name
 
 
 class Tracker(Protocol):
-    """One run in one tracker. Any method may raise, which ends nothing but the tracking."""
+    """One run in one tracker. If a method raises an error, only the tracking ends, not the run."""
 
     @property
     def id(self) -> str | None:
-        """What the tracker calls the run; None where its folder says enough."""
+        """The id of the run in the tracker; None if the tracker needs only the folder."""
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Take the numbers of a step, or of a validation after it."""
+        """Record the numbers of a step, or of a validation after it."""
 
     def close(self, state: State) -> None:
-        """Write what is waiting, and how the run has ended."""
+        """Write pending numbers, and the final state of the run."""
 
 
 class Trackers:
-    """Several trackers as one. One that fails is left out from then on, with a warning.
+    """Several trackers as one. A tracker that fails is dropped with a warning.
 
     Args:
-        named: the trackers, by the names that users know them by.
+        named: the trackers by their names for users.
     """
 
     id = None
@@ -85,11 +85,11 @@ class Trackers:
         self._named = dict(named)
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Hand the numbers on to each."""
+        """Pass the numbers to each tracker."""
         self._each(lambda tracker: tracker.add(step, numbers))
 
     def close(self, state: State) -> None:
-        """Close each."""
+        """Close each tracker."""
         self._each(lambda tracker: tracker.close(state))
         self._named.clear()
 
@@ -113,9 +113,10 @@ def require_installed(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
-    """Begin the run in each of these trackers, or go on with it there; in TensorBoard where none is named.
+    """Begin or resume the run in each of these trackers; without any name, in TensorBoard.
 
-    One that cannot be opened is an error, or only a warning where steps were taken already: those count more.
+    A tracker that cannot be opened is an error. It is only a warning if the run has already taken steps, which are
+    worth more.
     """
     ids = _known_ids(run.folder)
     found: dict[str, Tracker] = {}
@@ -145,12 +146,12 @@ def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # as of None in sys.modules
+    except ValueError:  # if sys.modules has None for it
         return False
 
 
 def _known_ids(folder: Path) -> dict[str, str]:
-    """What each tracker calls the run so far."""
+    """The ids of the run in its trackers so far."""
     try:
         ids = json.loads((folder / IDS).read_text(encoding="utf-8"))
         return {str(name): str(one) for name, one in ids.items()}
@@ -159,7 +160,7 @@ def _known_ids(folder: Path) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line."""
+    """The first line of an error."""
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
 
@@ -168,7 +169,7 @@ def _reason(error: Exception) -> str:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases. It takes no step that it has had: a run that goes on leaves those as they are."""
+    """A run of Weights & Biases. It does not accept a step twice: a resumed run does not send these steps again."""
 
     EXIT_CODES: Mapping[State, int] = {"finished": 0, "interrupted": 130, "failed": 1}
 
@@ -186,18 +187,18 @@ class WeightsAndBiases:
             resume="allow",
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
             config=dict(run.config),
-            reinit="create_new",  # a program around this one may have a run of its own
+            reinit="create_new",  # the program that calls `train` may have its own run
             settings=wandb.Settings(**settings),
         )
         self._next = int(self._run.step)
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Log these numbers."""
+        """Log the numbers of a step."""
         if step >= self._next:
             self._run.log(dict(numbers), step=step)
 
     def close(self, state: State) -> None:
-        """Upload what is waiting."""
+        """Upload pending numbers."""
         self._run.summary["state"] = state
         self._run.finish(exit_code=self.EXIT_CODES[state])
 
@@ -206,13 +207,13 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow. It keeps all values of a step: those that are taken anew come after those that were.
+    """A run of MLflow. It keeps all values of a step: those of a step that is taken again come after the earlier ones.
 
-    A thread of its own sends the numbers: requests take time, and are repeated for minutes where the server is gone.
+    A thread sends the numbers, because requests take time, and are retried for minutes if the server is gone.
     """
 
     STATES: Mapping[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-    MOST_PARAMETERS, MOST_METRICS, LONGEST = 100, 1000, 6000  # in one request, and of a parameter
+    MOST_PARAMETERS, MOST_METRICS, LONGEST = 100, 1000, 6000  # per request, and characters of a parameter
 
     def __init__(self, run: Tracked) -> None:
         from mlflow import MlflowClient
@@ -226,7 +227,7 @@ class MLflow:
             self.id = run.id
             self._client.update_run(self.id, status="RUNNING")
         self._describe(run.config)
-        self._news = threading.Condition()  # of what follows
+        self._news = threading.Condition()  # protects the next three attributes
         self._waiting: list[Any] = []
         self._state: State | None = None
         self._failure: Exception | None = None
@@ -234,7 +235,7 @@ class MLflow:
         self._thread.start()
 
     def _describe(self, config: Mapping[str, Any]) -> None:
-        """Settings are parameters, which cannot be changed any more."""
+        """Send the settings as parameters. MLflow does not allow to change those that it already has."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self.id).data.params
@@ -243,7 +244,7 @@ class MLflow:
             self._client.log_batch(self.id, params=part)
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Hand these numbers to the thread; raises where it could not send earlier ones."""
+        """Pass the numbers to the thread. Raises its error if it could not send earlier ones."""
         from mlflow.entities import Metric
 
         if self._failure is not None:
@@ -255,7 +256,7 @@ class MLflow:
             self._news.notify()
 
     def close(self, state: State) -> None:
-        """Wait until all is sent, for a while."""
+        """Wait until all numbers are sent, for at most `PATIENCE` seconds."""
         with self._news:
             self._state = state
             self._news.notify()
@@ -266,7 +267,7 @@ class MLflow:
             raise TimeoutError(f"it has not taken the last numbers within {PATIENCE:.0f} seconds")
 
     def _send(self) -> None:
-        """Send whatever is waiting, until the run has ended."""
+        """Send pending numbers until the run has ended. Runs in the thread."""
         try:
             is_open = True
             while is_open:
@@ -299,21 +300,21 @@ class Trackio:
             run.project, name=run.name, config=dict(run.config), resume=resume, embed=False, **monitors
         )
         if run.id is not None:
-            self._run.id = run.id  # it looks for the name, which a later run elsewhere may have too
+            self._run.id = run.id  # it searches by name, which another run may have too
         self.id: str = self._run.id
         self._step = run.resume_step or 0
 
     def add(self, step: int, numbers: Numbers) -> None:
-        """Log these numbers."""
+        """Log the numbers of a step."""
         self._step = step
         self._run.log(dict(numbers), step=step)
 
     def close(self, state: State) -> None:
-        """Write what is waiting."""
+        """Write the final state of the run."""
         import trackio
 
         self._run.log({"state": state}, step=self._step)
-        trackio.finish()  # of the run that it counts as the present one: this
+        trackio.finish()  # finishes the current run, which is this one
 
 
 # ------------------------------------------------------------------------------------------------------ all of them
@@ -321,7 +322,7 @@ class Trackio:
 
 @dataclass(frozen=True)
 class Kind:
-    """A tracker that there is: what its makers call it, what to import, what to install, and how to open it."""
+    """A supported tracker: its title, the library to import, the package to install, and how to open it."""
 
     title: str
     library: str

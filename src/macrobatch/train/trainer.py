@@ -79,7 +79,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         baseline = {} if found else hooks.check(learner.model, data.vocabulary)
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
         world.together(lambda: stack.enter_context(folder.locked(run)) if world.is_first else None)
-        past = world.together(lambda: _past(found, run, identity, settings))  # only now: nobody else writes there
+        past = world.together(lambda: _past(found, run, identity, settings))  # after the lock
         owners = (folder.digest_of(identity), *(past.owners if past else ()))
         checkpoints = Checkpoints(run / "checkpoints", keep=settings.keep, owners=owners)
         first = learner.resumed(checkpoints) if past else 0
@@ -95,7 +95,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
             if past is None:
                 data.warn_of_few()
             else:
-                folder.note(run, status=None, stopped=None)  # it goes on
+                folder.note(run, status=None, stopped=None)  # the run is no longer ended
             if past is None or plan.steps != past.steps:
                 unused = ["vocabulary_size"] if settings.tokenizer or learner.origin.tokenizer else []
                 folder.described(run, settings=settings, derived=derived, identity=identity, past=past, unused=unused)
@@ -106,13 +106,13 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
                 recorder = world.together(lambda: _recorder(run, plan.steps, resume_step, settings, world, signals))
             except MacrobatchError:  # a tracker that cannot be opened
                 if past is None and world.is_first:
-                    shutil.rmtree(run, ignore_errors=True)  # nothing has begun
+                    shutil.rmtree(run, ignore_errors=True)  # no step was taken
                 raise
             stack.enter_context(recorder)
             recorder.derived(derived)
             if baseline:
                 recorder.validation(0, baseline)
-            if first == plan.steps:  # what a killed process may not have finished is made again
+            if first == plan.steps:  # a killed process may not have written model and report
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
             status = _loop(learner, data, first, checkpoints, recorder, signals, hooks)
             _ended(learner, data, run, recorder, checkpoints, status, hooks.is_stopped)
@@ -160,7 +160,7 @@ def _loop(
 
 
 def _validated(learner: Learner, data: Data, hooks: Hooks) -> Mapping[str, float]:
-    """The numbers of a validation: those that can be had."""
+    """The numbers of a validation: loss and perplexity if there is data for it, and those of the user's function."""
     numbers: dict[str, float] = {}
     if len(data.validation):
         loss = learner.validated(data.validation)
@@ -174,7 +174,7 @@ def _ended_after(step: int, run: Path) -> str:
 
 
 def _say_ended(recorder: Silent, received: int, step: int, run: Path) -> None:
-    """What happened, and how to go on; beside the screen, where nobody reads that any more."""
+    """Print why the run ended, and how to resume it; on stderr if the output is closed."""
     text = _ended_after(step, run)
     if received == signal.SIGPIPE:
         recorder.warn(f"nobody reads the output any more, as a pipe or terminal was closed: {text}")
@@ -195,12 +195,12 @@ def _ended(
     status: int,
     is_stopped: bool,
 ) -> None:
-    """What a run leaves for people: the model, the best one too where that is another, a report, a text."""
+    """Write the model, the best model too if it is another one, the report, and a text by the model."""
     exported, *adapter = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world)
     said = [f"model: {exported}", *(f"adapter: {folder}" for folder in adapter)]
     if learner.best.step == learner.taken and learner.world.is_first:
         for name in ("model-best", "adapter-best"):
-            shutil.rmtree(run / name, ignore_errors=True)  # of before it was extended
+            shutil.rmtree(run / name, ignore_errors=True)  # from before the run was extended
     if status == 0 and learner.restored_best(checkpoints):
         best, *_ = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world, which="-best")
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
@@ -213,7 +213,7 @@ def _ended(
 
 
 def _sample(learner: Learner, data: Data, exported: Path) -> str | None:
-    """A text by the model."""
+    """A text by the model; None if the settings want none."""
     settings = learner.settings
     if not settings.sample_tokens:
         return None
@@ -231,7 +231,7 @@ def _model(settings: Settings, data: Data) -> nn.Module:
 
 
 def _say_of(world: World) -> Say | None:
-    """Where to say how far it is, before there is a record: beside the screen of the run, on the first rank only."""
+    """A function that prints the progress on stderr, before there is a recorder; None except on the first rank."""
     return (lambda text: print(f"macrobatch: {text}", file=sys.stderr, flush=True)) if world.is_first else None
 
 
@@ -240,7 +240,7 @@ def _begun(settings: Settings, world: World) -> Path | None:
 
 
 def _past(found: str, run: Path, identity: dict[str, Any], settings: Settings) -> folder.Past | None:
-    """What a run to go on with has behind it; None: this is a new one."""
+    """The history of the run to resume; None for a new run."""
     if found:
         return folder.Past.of(run, identity, own_warmup=settings.warmup is not None)
     folder.require_unused(run)
@@ -248,7 +248,7 @@ def _past(found: str, run: Path, identity: dict[str, Any], settings: Settings) -
 
 
 def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> dict[str, Any]:
-    """What the losses of a run depend on. Ranks, micro-batches and the backend are not in it."""
+    """Everything that the losses of a run depend on. Ranks, micro-batches and the backend are not part of it."""
     return {
         "model": models.summary(model),
         "weights": None if settings.model in models.SIZES else settings.model,
@@ -267,14 +267,14 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
 
 
 def _identity_of_adapter(model: nn.Module, world: World) -> dict[str, Any]:
-    """What else they depend on where an adapter is trained. Checkpoints do not hold the frozen weights."""
+    """The identity of an adapter. It includes the frozen weights, because checkpoints do not hold them."""
     adapter = adapters.described(model)
     frozen = adapters.frozen_fingerprint(model) if adapter and world.is_first else ""
     return {"lora": adapter, "frozen": world.told(frozen) or None}
 
 
 def _identity_of_optimizer(settings: Settings) -> dict[str, Any] | None:
-    """None for AdamW as it is, as in runs of before there was a choice."""
+    """Name and options of the optimizer; None for AdamW without options, as in runs of older versions."""
     options = optimizers.options_of(settings)
     return None if settings.optimizer == "adamw" and not options else {"name": settings.optimizer, **options}
 
@@ -294,7 +294,7 @@ def _recorder(
 
 
 def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:
-    """What is printed first."""
+    """What was derived from settings and data, to print before the run begins."""
     world, corpus = learner.world, data.train
     batch = plan.stream().next(plan.steps)
     repeated = "; more than the data has, so samples come several times" if len(batch) > len(corpus) else ""
@@ -319,7 +319,7 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
 
 
 def _trained(learner: Learner) -> dict[str, str]:
-    """How many parameters are trained, where not all are."""
+    """How many parameters are trained, if an adapter is trained."""
     adapter = adapters.described(without_ddp(learner.model))
     if adapter is None:
         return {}

@@ -1,7 +1,7 @@
-"""Attention inside each sample of a packed row by torch's kernels for sequences of unequal lengths.
+"""Attention inside each sample of a packed row, by torch's kernels for sequences of different lengths.
 
-A mask makes every token look at its whole row, and needs memory for all pairs; these kernels know where samples begin.
-They take half precision only, and models of transformers whose attention can be replaced.
+With a mask, every token is compared with its whole row, and memory is needed for all pairs. These kernels know where
+samples begin. They support only half precision, and only models of transformers whose attention can be replaced.
 """
 
 # mypy: untyped-calls-exclude="torch,transformers"
@@ -22,23 +22,23 @@ from macrobatch.errors import UsageError
 kernel: Any
 try:
     from torch.nn.attention.varlen import varlen_attn as kernel
-except ImportError:  # a build of torch without it
+except ImportError:  # a torch without this kernel
     kernel = None
 
-NAME = "macrobatch_varlen"  # under which transformers knows this attention
+NAME = "macrobatch_varlen"  # the name of this attention in transformers
 HALF = (torch.bfloat16, torch.float16)
-UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sliding_window")  # arguments of other attentions
+UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sliding_window")  # arguments that these kernels do not support
 
 
 def can_serve(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether it is worth trying: the attention of the model can be replaced, on a device with the kernels."""
+    """Whether to try it: the model's attention can be replaced, and device and precision suit the kernels."""
     precision = dtype or next(model.parameters()).dtype
     is_there = kernel is not None and device.type == "cuda" and precision in HALF
     return is_there and hasattr(without_ddp(model), "set_attn_implementation")
 
 
 def switch(model: nn.Module, *, on: bool) -> None:
-    """Give a model this attention, or its usual one back."""
+    """Set this attention in a model, or its usual one again."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
     without_ddp(model).set_attn_implementation(NAME if on else "sdpa")
@@ -54,7 +54,7 @@ def attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer calls, with tensors of shape (rows, heads, width, size). Batches without bounds go the usual way."""
+    """Attention for a layer, with tensors (rows, heads, width, size). Without bounds, call torch's usual attention."""
     bounds = others.get("cu_seq_lens_q")
     if bounds is None:
         usual = AttentionInterface()["sdpa"]
@@ -76,12 +76,12 @@ def attention(
 
 
 def _common_dtype(value: Tensor) -> torch.dtype:
-    """What autocast would make of the arguments: rotated positions leave queries and keys in float32."""
+    """The dtype to which autocast would cast the arguments: rotary embeddings leave queries and keys in float32."""
     kind = value.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
 
 
 @functools.cache
 def _causal(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """How this torch is told that no token looks ahead."""
+    """The argument for causal attention in this version of torch."""
     return {"is_causal": True} if "is_causal" in inspect.signature(kernel).parameters else {"window_size": (-1, 0)}

@@ -1,7 +1,7 @@
-"""Text to ids and back: a byte-pair encoding trained on the documents, or a tokenizer that somebody else has trained.
+"""Text to token ids and back: a byte-pair encoding trained on the documents, or an existing tokenizer.
 
-The files are those that everybody has: ``tokenizer.json`` with ``tokenizer_config.json`` beside it. They are read by
-the library tokenizers alone; transformers is asked only for what has no ``tokenizer.json``.
+The files are the usual ones: ``tokenizer.json`` with ``tokenizer_config.json`` beside it. The library tokenizers reads
+them; transformers is used only if there is no ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from macrobatch.train.documents import Document, Documents
 from macrobatch.train.pretrained import read_json, reason
 from macrobatch.train.sources import blocks
 
-END = "<|endoftext|>"  # of the vocabularies trained here
+END = "<|endoftext|>"  # the end token of vocabularies trained here
 
-# What others call it, for a tokenizer.json that has no tokenizer_config.json beside it to say so.
+# End tokens of other tokenizers, for a tokenizer.json without a tokenizer_config.json that names it.
 _ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
 _HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(?<!\.json)")
 _BYTES = 256
-_ENOUGH = 64_000_000  # characters that a vocabulary is trained on; more would take long, and change little
-_AT_ONCE = 1_000_000  # characters that are encoded together: the library takes some hundred bytes for each
-_WORD = 256  # bytes of a word that merges are learnt from: they take time by the square of its length
+_ENOUGH = 64_000_000  # characters to train a vocabulary on; more would take long, and change little
+_AT_ONCE = 1_000_000  # characters that are encoded together: the library needs some hundred bytes per character
+_WORD = 256  # largest word, in bytes, to learn merges from: the time grows with the square of its length
 _LONG = re.compile(rf"\s{{{_WORD // 4},}}|\S{{{_WORD // 4},}}")  # a character has at most four bytes
 
 
 class Vocabulary:
-    """Which id stands for which piece of text.
+    """A tokenizer with its special tokens and its chat template.
 
     >>> vocabulary = Vocabulary.trained([Document("def f(x): return x")] * 2, size=300)
     >>> ids, = vocabulary.encode(["return x"])
@@ -49,9 +49,9 @@ class Vocabulary:
     Attributes:
         size: one more than the largest id.
         end: the id that ends a text.
-        pad: the id to fill up with. Nothing depends on it: see `collated`.
-        start: the ids that begin every text: empty, or what this tokenizer wants there.
-        chat: how conversations are written; None: there is no chat template.
+        pad: the id of the padding token. `collated` does not use it.
+        start: the ids that the tokenizer puts before every text; may be empty.
+        chat: the chat template; None: there is none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Vocabulary:
         config: dict[str, Any] | None = None,
         templates: dict[str, str] | None = None,
     ) -> None:
-        tokenizer.no_truncation()  # files can say so, and text would be lost without a word
+        tokenizer.no_truncation()  # a file may turn it on, and text would be lost silently
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._config = _without_code(config or {})
@@ -79,14 +79,15 @@ class Vocabulary:
         return self.size
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without start and end."""
+        """The ids of each text, without start and end tokens."""
         return list(self.encoded(texts))
 
     def encoded(self, texts: Iterable[str | Marked]) -> Iterator[list[int]]:
-        """The same one after the other, for more texts than should be in memory at once.
+        """The ids of each text, one text after the other, for texts that should not be in memory at once.
 
-        A text beyond 250,000 characters is encoded in parts that end where a line does. Of a marked text, an id that is
-        not learnt is ``~id``, which is negative: those are learnt that have a character in common with a span.
+        A text of more than 250,000 characters is encoded in parts that end at line ends. In a marked text, a token has
+        a loss if it shares a character with a span. All other tokens have ``~id``, which is negative, in place of their
+        id.
         """
         waiting: list[str | Marked] = []
         size = 0
@@ -103,11 +104,11 @@ class Vocabulary:
             plain = self._tokenizer.encode_batch_fast(
                 [part for text in texts if isinstance(text, str) for part in blocks(text)], add_special_tokens=False
             )
-            # Whole, as everybody else encodes them, and with the place of each token.
+            # Not in parts, as other programs encode conversations; and with the position of each token.
             marked = self._placing.encode_batch(
                 [text.text for text in texts if isinstance(text, Marked)], add_special_tokens=False
             )
-        except TypeError:  # what the library raises for half of a character
+        except TypeError:  # for a lone surrogate
             raise UsageError("a text holds half of a character (a lone surrogate): it cannot be encoded.") from None
         parts, wholes = iter(plain), iter(marked)
         for text in texts:
@@ -119,23 +120,23 @@ class Vocabulary:
 
     @cached_property
     def _placing(self) -> Tokenizer:
-        """The tokenizer without what comes after encoding: it moves the places of tokens that begin with a space."""
+        """The tokenizer without its post-processor, which moves the positions of tokens that begin with a space."""
         bare = Tokenizer.from_str(self._tokenizer.to_str())
         bare.post_processor = None
         return bare
 
     def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
-        """The text; without start, end and whatever else is special, unless it is wanted."""
+        """The text of these ids; without special tokens, unless `with_special` is set."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not with_special)
         return text
 
     @property
     def fingerprint(self) -> str:
-        """The same for vocabularies that make the same ids of every text."""
+        """A hash of everything that determines the ids of a text."""
         return digest([self._tokenizer.to_str(), str(self.end), str(self.start)])
 
     def with_chat(self, template: str) -> Vocabulary:
-        """The same with another chat template, which is saved with it."""
+        """The same vocabulary with another chat template, which is saved with it."""
         config = {name: value for name, value in self._config.items() if name != "chat_template"}
         return Vocabulary(
             self._tokenizer, end=self.end, pad=self.pad, config=config, templates={"chat_template.jinja": template}
@@ -144,7 +145,7 @@ class Vocabulary:
     # -------------------------------------------------------------------------------------------- from and to files
 
     def save(self, folder: str | Path) -> None:
-        """Write it so that `load`, and ``AutoTokenizer`` of transformers, can read it."""
+        """Write the files that `load` and ``AutoTokenizer`` of transformers can read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -154,7 +155,7 @@ class Vocabulary:
             (folder / place).write_text(template, encoding="utf-8")
 
     def _told(self) -> dict[str, Any]:
-        """What its tokenizer_config.json says."""
+        """The content of its tokenizer_config.json."""
         name = self._tokenizer.id_to_token
         defaults = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -166,7 +167,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
-        """From a ``tokenizer.json``, a folder with one, or whatever ``AutoTokenizer`` makes something of."""
+        """Load a ``tokenizer.json``, a folder with one, or anything else that ``AutoTokenizer`` can load."""
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
@@ -191,20 +192,21 @@ class Vocabulary:
     def trained(
         cls, documents: Iterable[Document], size: int, cache: Path | None = None, *, template: str = CHATML
     ) -> Vocabulary:
-        """A byte-pair encoding of at most `size` ids, made of these documents: the same ones make the same one.
+        """Train a byte-pair encoding of at most `size` ids. The same documents make the same vocabulary.
 
-        It can write any text, for every byte is an id. Little text makes fewer ids than were asked for. Where there are
-        conversations, it has a chat template, whose marks are ids of their own.
+        It can encode any text, because every byte has an id. With little text it has fewer ids than `size`. If there
+        are conversations, it has a chat template, whose special tokens have their own ids.
 
         Args:
-            documents: what to train on; of very many, some from all over.
-            size: at least 257; where there are conversations, a few more.
-            cache: a folder in which to keep it.
-            template: how to write conversations, where there are some. What looks like <|this|> in it becomes an id.
+            documents: the documents to train on; if they are very large, only evenly spaced parts of them are used.
+            size: the largest number of ids. At least 257; if there are conversations, a few more.
+            cache: a folder in which to keep the result.
+            template: the chat template, if there are conversations. Strings in it such as <|this|> become special
+                tokens.
         """
         documents = Documents.of(documents)
         marks = tokens_in(template) if documents.has_conversations else []
-        end_of_text = STOP if STOP in marks else END  # an answer ends like a text, so that generating stops there
+        end_of_text = STOP if STOP in marks else END  # so that generation stops after an answer
         special = list(dict.fromkeys([end_of_text, *marks]))
         smallest = _BYTES + len(special)
         if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
@@ -222,7 +224,7 @@ class Vocabulary:
 
 
 def _marked(ids: list[int], places: list[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Each id that has a character in a span, and ``~id`` of each other one.
+    """The id of each token that has a character in a span, and ``~id`` of all other tokens.
 
     >>> _marked([5, 6, 7], [(0, 2), (2, 4), (4, 6)], [(3, 4)])
     [-6, 6, -8]
@@ -246,7 +248,7 @@ def _before_a_text(tokenizer: Tokenizer) -> list[int]:
 
 
 def _some(documents: Documents) -> list[str]:
-    """Their texts, as many as are enough, from all over."""
+    """Evenly spaced parts of the documents' texts, about as many as are enough."""
     stride = -(-documents.num_characters // _ENOUGH) or 1
     parts = (block for document in documents for text in document.texts for block in blocks(text))
     return list(itertools.islice(parts, None, None, stride))
@@ -267,7 +269,7 @@ def _byte_pairs(texts: list[str], size: int, special: list[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.pre_tokenizer = words  # encoding a long word is fast
+    tokenizer.pre_tokenizer = words  # without a limit: encoding a long word is fast
     return tokenizer
 
 
@@ -280,7 +282,7 @@ def _tokenizer_in(file: Path) -> Tokenizer:
         raise UsageError(f"{file} is not a tokenizer.json: not UTF-8.") from None
     try:
         return Tokenizer.from_str(content)
-    except Exception as error:  # the library raises just that
+    except Exception as error:  # the library raises plain exceptions
         raise UsageError(f"{file} is not a tokenizer.json that the library tokenizers can read: {error}.") from None
 
 
@@ -295,7 +297,7 @@ def _config_beside(file: Path) -> dict[str, Any]:
 
 
 def _without_code(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration for those who have not the code that some tokenizers come with."""
+    """The configuration without references to code that some tokenizers come with."""
     import transformers
 
     name = config.get("tokenizer_class")
@@ -304,7 +306,7 @@ def _without_code(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _templates_beside(file: Path) -> dict[str, str]:
-    """Chat templates that lie in files of their own: text by place."""
+    """Chat templates in their own files: the text by relative path."""
     places = [file.with_name("chat_template.jinja"), *file.parent.glob("additional_chat_templates/*.jinja")]
     try:
         return {
@@ -315,7 +317,7 @@ def _templates_beside(file: Path) -> dict[str, str]:
 
 
 def _special(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
-    """The id of what a configuration calls by this name: a string, or an object that holds it."""
+    """The id of a special token in a configuration, which is a string, or an object that holds it."""
     token = config.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     found: int | None = tokenizer.token_to_id(token) if isinstance(token, str) else None
@@ -323,7 +325,7 @@ def _special(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | N
 
 
 def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
-    """A folder without a tokenizer.json, or a name on the hub."""
+    """The tokenizer in a folder without a tokenizer.json, or on the hub, loaded by transformers."""
     missing = f"there is no tokenizer {name!r}: neither a tokenizer.json, nor a folder with one"
     is_folder = Path(name).is_dir()
     if not is_folder and not _HUB_NAME.fullmatch(name):
@@ -334,7 +336,7 @@ def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
         found = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=is_folder or hub_is_out_of_reach()
         )
-    except Exception as error:  # of many kinds, for what is missing, damaged or out of reach
+    except Exception as error:  # many types, e.g. for a missing, damaged or unreachable tokenizer
         raise UsageError(f"{missing}, nor anything that transformers can load: {reason(error)}") from error
     if getattr(found, "backend_tokenizer", None) is None:
         raise UsageError(f"the tokenizer {name!r} has no fast version, which is needed here. Convert it first.")
@@ -344,9 +346,9 @@ def _by_transformers(name: str) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def hub_is_out_of_reach() -> bool:
-    """Whether asking the hub would only mean a minute of retrials."""
+    """Whether the hub cannot be reached, so that a request would only retry for a minute."""
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
-        return False  # it need not be known here by name
+        return False  # the proxy resolves the name
     host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
     try:
         socket.getaddrinfo(host, None)

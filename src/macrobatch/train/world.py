@@ -1,4 +1,4 @@
-"""The ranks of a run: started by torchrun or alone, on which device, and what they do together besides training."""
+"""The ranks of a run, started by torchrun or alone: their device, and what they exchange besides gradients."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ from macrobatch.train.settings import Settings
 Result = TypeVar("Result")
 
 HOST = torch.device("cpu")
-PATIENCE = timedelta(minutes=30)  # how long ranks wait for one that prepares the data, or saves
+PATIENCE = timedelta(minutes=30)  # how long ranks wait for one that prepares the data or saves
 
 
 class OtherRankError(MacrobatchError):
-    """Another rank could not go on, and has said why."""
+    """Another rank has failed, and reports the reason itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Who this rank is among how many, and where it computes."""
+    """The number of this rank, the number of ranks, and the device of this rank."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    host_group: Any = None  # to exchange what lives on the host; None where there is one rank only
+    host_group: Any = None  # the process group for data on the host; None if there is only one rank
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this rank prints and writes for all."""
         return self.rank == 0
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Those numbers of every rank."""
+        """The numbers of every rank."""
         return [list(numbers)] if self.size == 1 else collectives.all_gather_numbers(numbers, self.host_group, HOST)
 
     def told(self, text: str) -> str:
-        """What the first rank says, on all."""
+        """The text of the first rank, on all ranks."""
         if self.size == 1:
             return text
         sent: str = collectives.broadcast_object(text, 0, self.host_group)
         return sent
 
     def together(self, action: Callable[[], Result], *, alone_first: bool = False) -> Result:
-        """Do it on every rank; where one fails, none goes on, and none is left waiting.
+        """Run a function on every rank. If it fails on one rank, raise an error on all of them.
 
-        With `alone_first`, one rank of each host does it before the others, which can use the files that it leaves.
+        With `alone_first`, one rank of each host runs it before the others, which can then use the files that it
+        writes.
         """
         turns = [self.local_rank == 0, self.local_rank != 0] if alone_first else [True]
         result: list[Result] = []
@@ -81,7 +82,7 @@ class World:
 
 @contextmanager
 def joined(settings: Settings) -> Iterator[World]:
-    """All ranks that torchrun started, connected; or this process alone. A program may have connected them itself."""
+    """A context that connects all ranks of torchrun, unless the program has done so; or this process alone."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = _device(settings, local)
     is_connected = dist.is_initialized()
@@ -120,7 +121,7 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
 
 
 def _connect(device: torch.device) -> None:
-    """Join the process group of this attempt."""
+    """Join the process group of this start of torchrun."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
@@ -135,12 +136,12 @@ def _connect(device: torch.device) -> None:
 
 
 def agree_on_space(store: Store, rank: int, size: int, patience: timedelta = PATIENCE) -> str:
-    """The name of a space in the store for the ranks of this attempt alone.
+    """Agree on a prefix in the store for the ranks of this start only.
 
-    After a restart torchrun's store still holds what the ranks before wrote, and new ones would take it for each
-    other's addresses. Its count of restarts does not name an attempt: a host that was replaced counts from 0 again.
-    So each rank writes a new number. The first rank names the space after all numbers, and names it anew as long as
-    old numbers are among them. Every rank confirms a name that has its own number in it.
+    After a restart, torchrun's store still holds the values of the earlier ranks, and new ranks would use them as
+    addresses of each other. The number of restarts is no suitable prefix: a host that was replaced counts from 0 again.
+    So each rank writes a new random number. The first rank makes the prefix of all numbers, and makes it again as long
+    as old numbers are among them. Every rank confirms a prefix that contains its own number.
     """
     number, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
     store.set(f"macrobatch/number/{rank}", number)
@@ -159,6 +160,6 @@ def agree_on_space(store: Store, rank: int, size: int, patience: timedelta = PAT
 
 
 def _number_of(store: Store, rank: int) -> str:
-    """What that rank has written last; nothing so far is no number."""
+    """The last number that a rank has written; empty if there is none."""
     key = f"macrobatch/number/{rank}"
     return store.get(key).decode() if store.check([key]) else ""

@@ -1,7 +1,8 @@
-"""The load balancing loss of mixtures of experts, over the whole window.
+"""The load balancing loss of mixture-of-experts models, over the whole window.
 
-It multiplies two means: how many tokens each expert got, and how probable it was. So it is no mean over micro-batches,
-and comes out otherwise when they are cut otherwise. Their sums add up: a first pass counts them.
+It multiplies two means: the share of tokens that each expert got, and its mean probability. So it is no mean over
+micro-batches, and depends on how a batch is cut. The sums of both can be added, so a first pass computes them over the
+whole window.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Balance:
     """The balance loss of a model.
 
     Attributes:
-        coefficient: what it is multiplied by in the loss.
-        choices: how many experts each token goes to.
-        value: what it was when it was found.
+        coefficient: its factor in the loss.
+        choices: the number of experts for each token.
+        value: its value when it was found.
     """
 
     coefficient: float
@@ -33,11 +34,11 @@ class Balance:
     value: float
 
     def of(self, loss: float) -> float:
-        """Which part of a loss it was."""
+        """Its share of a loss."""
         return self.coefficient * self.value / loss
 
     def encoded(self, loss: Tensor, items: Items, outputs: Any, mask: Tensor | None) -> Encoded:
-        """The loss of a micro-batch without it, and the sums that it needs."""
+        """The loss of a micro-batch without the balance loss, and the sums that the balance loss needs."""
         chosen, probable, tokens = sums_of(outputs.router_logits, self.choices, mask)
         rest = loss - self.coefficient * outputs.aux_loss
         return Encoded(rest, items, chosen=Sum(chosen), probable=Sum(probable), tokens=Sum(tokens))
@@ -48,7 +49,7 @@ class Balance:
 
 
 def sums_of(logits: tuple[Tensor, ...], choices: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Over the tokens of all layers: how often each expert was chosen, how probable it was; and how many they are."""
+    """Sums over the tokens of all layers: how often each expert was chosen, its probability, number of tokens."""
     chosen, probable, tokens = [], [], []
     for layer in logits:
         weights = layer.flatten(0, -2).softmax(-1).float()
@@ -61,13 +62,13 @@ def sums_of(logits: tuple[Tensor, ...], choices: int, mask: Tensor | None) -> tu
 
 
 def from_sums(chosen: Tensor, probable: Tensor, tokens: Tensor) -> Tensor:
-    """The balance loss: 1 where all experts are used alike."""
+    """The balance loss: 1 if all experts are used equally."""
     return len(chosen) * ((chosen / tokens) * (probable / tokens)).sum()
 
 
 @contextmanager
 def outputs_of(model: nn.Module, is_watched: bool = True) -> Iterator[list[Any]]:
-    """What the model returns meanwhile; nothing where it is not watched, for outputs are large."""
+    """A context that collects the outputs of the model; none if it is not watched, because outputs are large."""
     found: list[Any] = []
     if not is_watched:
         yield found
@@ -80,15 +81,15 @@ def outputs_of(model: nn.Module, is_watched: bool = True) -> Iterator[list[Any]]
 
 
 def balance_of(model: nn.Module, inputs: dict[str, Any], run: Callable[[], Any]) -> Balance | None:
-    """The balance loss in what `run` returns, if there is one. Its coefficient is its derivative.
+    """The balance loss in what `run` returns, or None. Its coefficient is found as the derivative of the loss.
 
     Raises:
-        UsageError: there is one that is computed in another way than is known here.
+        UsageError: the model has a balance loss that is computed in an unknown way.
     """
     with torch.no_grad(), outputs_of(model) as outputs:
         run()
     if not outputs or not isinstance(getattr(outputs[-1], "aux_loss", None), Tensor):
-        return None  # most models: they need no graph
+        return None  # most models, which then need no graph
     with torch.enable_grad(), outputs_of(model) as outputs:
         loss = run()
     aux = outputs[-1].aux_loss

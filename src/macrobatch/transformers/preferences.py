@@ -1,4 +1,4 @@
-"""DPO with a language modelling loss beside its preferences: two terms, a mean over pairs and one over tokens."""
+"""DPO with a language modelling loss besides the preference loss: two terms, over pairs and over tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from macrobatch.types import Items
 
 
 class Noting:
-    """A weight that keeps what it is multiplied with."""
+    """A weight that records each loss that is multiplied by it."""
 
     def __init__(self, weight: float, found: list[Tensor]) -> None:
         self._weight = weight
@@ -26,23 +26,23 @@ class Noting:
 
 @dataclass(frozen=True)
 class PreferenceTerms:
-    """The losses of a DPOTrainer with several, each weighed as it says.
+    """The losses of a DPOTrainer with several loss types, as terms.
 
     Attributes:
-        types: of losses, in their order.
+        types: the types of the losses, in order.
     """
 
     types: tuple[str, ...]
 
     def counts(self, inputs: dict[str, Any]) -> dict[str, Items]:
-        """Of a batch: its pairs, and the tokens of the completions that were chosen."""
+        """The items of a batch: its pairs, and the tokens of the chosen completions."""
         mask: Tensor = inputs["completion_mask"]
         pairs = len(mask) // 2
         return {"preference": pairs, "sft": (mask[:pairs, 1:] != 0).sum()}
 
     @contextmanager
     def noted(self, trainer: Any) -> Iterator[list[Tensor]]:
-        """While ``compute_loss`` runs: its losses, one of each type."""
+        """A context that collects the weighted losses of ``compute_loss``, one of each type."""
         before, found = trainer.loss_weights, list[Tensor]()
         trainer.loss_weights = [Noting(weight, found) for weight in before]
         try:
@@ -59,7 +59,7 @@ class PreferenceTerms:
 
 
 def terms_of(trainer: Any) -> PreferenceTerms | None:
-    """Where ``sft`` stands beside another loss, and neither weights of samples nor experts make more terms of it."""
+    """The terms of a trainer with ``sft`` and another loss type; None for others, and if there are more terms."""
     types = tuple(getattr(trainer, "loss_types", ()))
     if "sft" not in types or set(types) == {"sft"} or trainer.use_weighting or trainer.aux_loss_enabled:
         return None

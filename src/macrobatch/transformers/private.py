@@ -1,4 +1,4 @@
-"""What is private to transformers and TRL, and used here all the same: this file alone names it."""
+"""All private names of transformers and TRL that this package uses. No other file uses any."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:
-    """The batch as ``training_step`` hands it to ``compute_loss``: on the device, and with what a trainer adds."""
+    """The batch as ``training_step`` passes it to ``compute_loss``: on the device, and with the trainer's additions."""
     return trainer._prepare_inputs(inputs)
 
 
 def items_in(trainer: Any, inputs: Any) -> Any:
-    """What the trainer itself counts as ``num_items_in_batch``; None where it does not."""
+    """The ``num_items_in_batch`` that the trainer itself counts; None if it does not count."""
     return trainer._get_num_items_in_batch([inputs], trainer.args.device)
 
 
 @contextmanager
 def unlogged(trainer: Any) -> Iterator[dict[str, list[float]] | None]:
-    """While TRL's ``compute_loss`` runs for another purpose: what it would log is forgotten.
+    """A context in which TRL's ``compute_loss`` runs for another purpose: what it logs is dropped.
 
     Yields what TRL has collected to log in training; None for other trainers.
     """
@@ -40,16 +40,17 @@ def unlogged(trainer: Any) -> Iterator[dict[str, list[float]] | None]:
 
 
 def add_tokens(trainer: Any, tokens: int) -> int:
-    """To those that TRL has counted; returns all of them."""
+    """Add to the number of tokens that TRL has counted, and return the total."""
     trainer._total_train_tokens += tokens
     return int(trainer._total_train_tokens)
 
 
 @contextmanager
 def every_position_scored() -> Iterator[None]:
-    """TRL's head gets all positions, as on devices without Triton, not only those with labels.
+    """A context in which TRL's head computes all positions, as on devices without Triton, not only those with labels.
 
-    How many have labels the host would have to read, and nothing that waits can be recorded. Its kernels stay the same.
+    Otherwise the host would have to read the number of labels, and an operation that waits for the device cannot be
+    recorded. The kernels stay the same.
     """
     utilities: Any = sys.modules.get("trl.trainer.utils")
     if not hasattr(utilities, "_use_triton"):

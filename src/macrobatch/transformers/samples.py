@@ -1,4 +1,4 @@
-"""Where the samples are in the batches of a trainer."""
+"""Which rows of a trainer's batch belong to which sample."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from macrobatch._cut.joining import joined
 
 Inputs = dict[str, Any]
 HALVES = ("chosen", "rejected")
-BOUNDS = "cu_seq_lens"  # of samples in one long row; there is one more than samples
+BOUNDS = "cu_seq_lens"  # bounds of the samples in one long row: one more than there are samples
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Samples are rows of all tensors; or pairs, the chosen ones in the first half of the rows, then the rejected.
+    """Samples are the rows of all tensors; or pairs, with the chosen ones in the first half of the rows, then the
+    rejected.
 
     Attributes:
-        has_pairs: whether they are pairs.
+        has_pairs: whether samples are pairs.
     """
 
     has_pairs: bool = False
 
     def count(self, inputs: Mapping[str, Any]) -> int:
-        """How many samples a batch has."""
+        """The number of samples in a batch."""
         rows = _rows(inputs)
         return rows // 2 if self.has_pairs else rows
 
@@ -36,12 +37,12 @@ class Layout:
         return {key: _select(value, list(samples), rows, count) for key, value in inputs.items()}
 
     def at_least_two(self, inputs: Inputs) -> Inputs:
-        """The batch, or where it has one sample, with that twice; but for a row that holds many, with their bounds."""
+        """The batch, with its sample twice if there is only one. A packed row with bounds stays as it is."""
         is_alone = self.count(inputs) == 1 and not is_bounded(inputs)
         return self.select(inputs, [0, 0]) if is_alone else dict(inputs)
 
     def as_rows(self, inputs: Inputs) -> Inputs:
-        """The batch with one row for each sample in every tensor, to be cut."""
+        """The batch with one row per sample in every tensor, so that it can be cut."""
         if not self.has_pairs:
             return inputs
         rows, count = _rows(inputs), self.count(inputs)
@@ -53,14 +54,14 @@ class Layout:
         }
 
     def as_inputs(self, rows: Inputs, padding: Mapping[str, int]) -> Inputs:
-        """What `as_rows` has taken apart."""
+        """The batch of a trainer again, from the result of `as_rows`."""
         if not self.has_pairs:
             return dict(rows)
         return {**joined([rows[half] for half in HALVES], padding), **rows["both"]}
 
 
 def is_bounded(inputs: Mapping[str, Any]) -> bool:
-    """Whether a batch is one long row of samples, with their bounds."""
+    """Whether a batch is one long row of samples with their bounds."""
     return any(name.startswith(BOUNDS) for name in inputs)
 
 

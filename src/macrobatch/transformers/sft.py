@@ -1,8 +1,8 @@
-"""What SFTTrainer logs of its batches, for windows that are run together.
+"""The logs of SFTTrainer, if the batches of a window are run together.
 
-Its ``compute_loss`` waits for the GPU five times in each micro-batch, to log entropy and accuracy; and nothing that
-waits can be recorded. Here their sums are kept on the device, and read once a window. They are then means over the
-tokens of the window, not means of means.
+Its ``compute_loss`` waits for the GPU five times per micro-batch, to log entropy and accuracy. An operation that waits
+cannot be recorded. So this module keeps the sums on the device, and reads them once per window. The logged values are
+then means over the tokens of the window, not means of means.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from macrobatch.transformers.meaning import Inputs
 from macrobatch.transformers.private import add_tokens, every_position_scored, unlogged
 from macrobatch.transformers.trl import is_one_of
 
-SUMS = ("label_mask", "entropy", "is_top1")  # of the model's outputs, one number for each token
+SUMS = ("label_mask", "entropy", "is_top1")  # outputs of the model with one number per token
 
 
 class LoggedSums:
-    """Collects what is logged of the micro-batches of a window.
+    """Collects the logged values of the micro-batches of a window.
 
     Args:
         trainer: an SFTTrainer.
-        is_recorded: whether micro-steps are recorded.
+        is_recorded: whether micro-batches are recorded as CUDA graphs.
     """
 
     def __init__(self, trainer: Any, *, is_recorded: bool) -> None:
@@ -36,10 +36,10 @@ class LoggedSums:
 
     @contextmanager
     def of_window(self, batches: Sequence[Inputs]) -> Iterator[None]:
-        """While a window is run: ``compute_loss`` itself logs nothing, and waits for nothing."""
+        """A context for a window, in which ``compute_loss`` itself logs nothing, and does not wait for the device."""
         accelerator = self._trainer.accelerator
         self._sums.zero_()
-        accelerator.gather_for_metrics = _nothing  # of this object alone, and only meanwhile
+        accelerator.gather_for_metrics = _nothing  # only for this object and this context
         try:
             with unlogged(self._trainer) as logged, every_position_scored() if self._is_recorded else nullcontext():
                 yield
@@ -49,7 +49,7 @@ class LoggedSums:
         self._log(logged, batches)
 
     def note(self, outputs: Any) -> None:
-        """Add up what the model has returned for a micro-batch."""
+        """Add the model's outputs for a micro-batch to the sums."""
         with torch.no_grad():
             for place, name in enumerate(SUMS):
                 if isinstance(value := getattr(outputs, name, None), Tensor):
@@ -70,12 +70,12 @@ class LoggedSums:
 
 
 def logged_sums_of(trainer: Any, *, is_recorded: bool) -> LoggedSums | None:
-    """For an SFTTrainer."""
+    """The `LoggedSums` of an SFTTrainer; None for other trainers."""
     return LoggedSums(trainer, is_recorded=is_recorded) if is_one_of(trainer, {"SFTTrainer"}) else None
 
 
 def _nothing(value: Tensor) -> Tensor:
-    return torch.zeros(value.shape)  # on the host, which need not wait for it
+    return torch.zeros(value.shape)  # on the host, so that nothing waits for the device
 
 
 def _tokens_of(batch: Inputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a trainer does that cannot be exact, told when it is constructed."""
+"""Checks, when a trainer is constructed, that it does nothing that cannot be exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from macrobatch.errors import BackendError, UsageError
 
 
 def require_supported(trainer: Any, settings: Any) -> None:
-    """An error for what accumulates in ways of its own, and for options that do not go with a trainer."""
+    """Raise an error if the trainer's engine accumulates gradients itself, or if an option is not supported."""
     name, arguments = type(trainer).__name__, trainer.args
     if trainer.is_deepspeed_enabled:
         raise BackendError(f"{name}: DeepSpeed accumulates gradients itself, inside its engine. Use DDP or FSDP.")
@@ -37,7 +37,7 @@ def require_supported(trainer: Any, settings: Any) -> None:
 
 
 def _own_training_step(trainer: Any) -> str | None:
-    """The class that changes ``training_step``; TRL's only offload activations in it, but for GRPO's."""
+    """The class that overrides ``training_step``. TRL's are ignored, except GRPO's: they only offload activations."""
     for one in type(trainer).__mro__:
         if "training_step" in vars(one) and one.__module__.split(".")[0] not in ("macrobatch", "transformers"):
             return None if one.__module__.startswith("trl.") and one.__name__ != "GRPOTrainer" else one.__name__

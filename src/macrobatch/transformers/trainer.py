@@ -30,7 +30,7 @@ from macrobatch.transformers.windows import BatchByBatch, Settings, WholeWindow,
 
 logger = logging.getLogger("macrobatch")
 OPTIONS = ("accumulate_dtype", "fit_file")
-MOST_ASKED = 8  # samples with which a loss is asked before training
+MOST_ASKED = 8  # samples with which the loss function is tried before training
 STEPS_CHANGED = (
     "gradient_accumulation_steps was changed while training, so that the trainer steps inside a window, or does not "
     "step after one. Set it before train(), or in on_train_begin."
@@ -91,10 +91,10 @@ def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph:
 
 
 class ExactTrainer(Trainer):  # type: ignore[misc]
-    """What `exact` adds to a trainer class.
+    """The methods that `exact` adds to a trainer class.
 
     Attributes:
-        macrobatch_settings: what `exact` was asked for.
+        macrobatch_settings: the options of `exact`.
     """
 
     macrobatch_settings: Settings
@@ -103,12 +103,12 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._windows: Windows | None = None
         self._meaning: Meaning | None = None
-        self._number = 0  # of the window
-        self._batches: list[Inputs] = []  # of a window in which the loss is looked at
-        self._left = 0  # batches of the window that have not come yet
-        self._fillers = 0  # of them, those that only fill it up, which come first
+        self._number = 0  # the number of the window
+        self._batches: list[Inputs] = []  # the batches of a window in which the loss function is checked
+        self._left = 0  # remaining batches of the window
+        self._fillers = 0  # how many of them are empty ones, which come first
         self._awaits_step = self._is_undivided = self._told_of_widths = False
-        self._operations: int | None = None  # for one element of the main input, in this window
+        self._operations: int | None = None  # floating point operations per element of the main input
         super().__init__(*arguments, **named)
         require_supported(self, self.macrobatch_settings)
         self._meaning = declared(self)
@@ -122,18 +122,18 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return super()._inner_training_loop(*arguments, **named)
 
     def start_over(self) -> None:
-        """No window is open, and none waits for its step: the model may have been wrapped anew."""
+        """Forget all windows, because the model may have been wrapped again."""
         self._windows, self._number, self._left, self._awaits_step = None, 0, 0, False
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The batches of the next window, as many as the loop has asked for, or it would not step.
+        """The batches of the next window, as many as the loop asks for, because otherwise it would not step.
 
-        Where there are fewer, empty ones come first: the loop lets gradients travel with the last.
+        If there are fewer, empty ones come first: in the loop, ranks exchange gradients in the last batch.
         """
         if self._awaits_step:
             raise UsageError(STEPS_CHANGED)
         if self._windows is not None:
-            self._windows.drop()  # one that a callback has broken off
+            self._windows.drop()  # a window that a callback has interrupted
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._number += bool(batches)
         self._operations = None
@@ -149,7 +149,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
-        """A batch of the window. Returns its loss where it closes the window, else 0: the loop adds them up."""
+        """Process a batch of the window. Returns the window's loss for its last batch, else 0: the loop sums them."""
         self._left -= 1
         if self._fillers:
             self._fillers -= 1
@@ -157,11 +157,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         self._look_at_loss(model)
         if self._windows is None:
             self._windows = self._windows_for(model)
-        if isinstance(self._windows, WholeWindow) and not self._left:  # it leaves out what training_step does
+        if isinstance(self._windows, WholeWindow) and not self._left:  # no super().training_step
             model.train()
             if callable(getattr(self.optimizer, "train", None)):
                 self.optimizer.train()
-        is_last_word = type(self).compute_loss is ExactTrainer.compute_loss  # no subclass changes what ours returns
+        is_last_word = type(self).compute_loss is ExactTrainer.compute_loss  # else a subclass changes the loss
         self._windows.compares = is_last_word and self._is_looked_at
         self._is_undivided = True
         try:
@@ -176,11 +176,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             return zero_of(self.args.device)
         self._awaits_step = True
         if self._windows.is_void:
-            model.zero_grad()  # no items, no step
+            model.zero_grad()  # without items, no step is taken
         return result.loss.detach().to(self.args.device, torch.float32)
 
     def compute_loss(self, model: Any, inputs: Inputs, *arguments: Any, **named: Any) -> Any:
-        """The trainer's own loss; in training as a mean over the items of the batch alone."""
+        """The trainer's own loss; in training, as a mean over the items of this batch only."""
         windows, meaning = self._windows, self._meaning
         if not self._is_undivided or windows is None or meaning is None:
             return super().compute_loss(model, inputs, *arguments, **named)
@@ -192,24 +192,24 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return loss
 
     def _get_grad_norm(self, *arguments: Any, **named: Any) -> Any:
-        """The loop is about to step: after each window, and only then."""
+        """Check that a window is complete, because the loop is about to step."""
         if self._left or not self._awaits_step:
             raise UsageError(STEPS_CHANGED)
         self._awaits_step = False
         return super()._get_grad_norm(*arguments, **named)
 
     def floating_point_ops(self, inputs: Inputs) -> int:
-        """Those of a batch. The trainer counts all parameters for each, which takes as long as all that we add."""
+        """The operations of a batch. The trainer counts all parameters for each batch, which would take long."""
         count, elements = super().floating_point_ops, _elements_of(self.model, inputs)
         if not elements or getattr(count, "__func__", None) is not Trainer.floating_point_ops:
             return count(inputs)  # type: ignore[no-any-return]
-        if self._operations is None:  # it is in proportion to them
+        if self._operations is None:  # the count is proportional to the elements
             self._operations = count(inputs) // elements
         return self._operations * elements
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
-        """The batches of the window; 1 while a loss is computed that would be divided by them."""
+        """The number of batches of the window; 1 while a loss is computed that would be divided by it."""
         return 1 if self._is_undivided else self._steps_of_window
 
     @current_gradient_accumulation_steps.setter
@@ -227,10 +227,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return BatchByBatch(self, model, settings, saves_train=library in ("transformers", "trl"))
 
     def _look_at_loss(self, model: nn.Module) -> None:
-        """Ask what the loss is a mean over, if that is not known; now and then look whether it still is.
+        """Find out what the loss is a mean over, if that is unknown; and check in some windows that it still is.
 
         Raises:
-            UsageError: it is not, on all ranks.
+            UsageError: it is not, on any rank. All ranks raise it.
         """
         batches, self._batches = self._batches, []
         if not batches or declared(self) is not None:
@@ -239,7 +239,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         if self._meaning is None:
             try:
                 self._meaning = meaning_of(self, model, given[0], layout_for(self))
-            except ValueError as error:  # such as that of a model which has a loss in training mode alone
+            except ValueError as error:  # e.g. of a model that returns a loss in training mode only
                 raise UsageError(
                     f"{type(self).__name__}.compute_loss could not be asked, in evaluation mode, what its loss is a "
                     f"mean over: {error}"
@@ -272,7 +272,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return bool(self.accelerator.reduce(torch.tensor(float(here), device=self.args.device), "sum"))
 
     def _ask_at_construction(self) -> None:
-        """With samples from all over the training data, where they are at hand. An own loss may not be ready yet."""
+        """Find out what the loss is a mean over, with some training data. An own loss may not be ready yet."""
         data = self.train_dataset
         is_listed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not is_listed or not len(data) or self.is_fsdp_enabled or not self.place_model_on_device:
@@ -285,10 +285,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 self._meaning = meaning_of(self, self.model, prepared(self, batch), layout_for(self))
         except MacrobatchError:
             raise
-        except Exception as error:  # it is asked again with the first batch, where its own error is seen
+        except Exception as error:  # it is tried again with the first batch, which shows the error itself
             logger.info("exact: compute_loss could not be asked before training: %s", error)
         finally:
-            before.restore()  # collators draw random numbers
+            before.restore()  # because collators use random numbers
 
 
 def _elements_of(model: Any, inputs: Any) -> int:
@@ -297,7 +297,7 @@ def _elements_of(model: Any, inputs: Any) -> int:
 
 
 def _nothing_of(batch: Any) -> Any:
-    """A batch of no samples, for the trainer to count no tokens in."""
+    """A batch without samples, in which the trainer counts no tokens."""
     if not hasattr(batch, "items"):
         return type(batch)()
     return {key: value[:0] if isinstance(value, Tensor) and value.dim() else value for key, value in batch.items()}

@@ -1,4 +1,4 @@
-"""What is known of TRL's trainers: where their samples are, and what a loss of generated completions is a mean over."""
+"""Facts about TRL's trainers: the layout of their samples, and what a loss of generated completions is a mean over."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PAIRS = {"DPOTrainer", "RewardTrainer"}
 GENERATING = {"GRPOTrainer", "RLOOTrainer"}
 OVER_SEQUENCES = {"grpo", "sapo", "dr_grpo", "luspo"}
 OVER_TOKENS = {"bnpo"}
-COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a batch
-SHARES = {"dapo", "cispo", "vespo"}  # of all completions that were generated together
+COUPLED = {"aot", "aot_unpaired"}  # losses that sort the pairs of a batch
+SHARES = {"dapo", "cispo", "vespo"}  # losses divided by the items of all completions that were generated together
 
 
 def layout_for(trainer: Any) -> Layout:
-    """Preferences come as pairs."""
+    """The layout of a trainer's samples. Preferences are pairs."""
     return Layout(has_pairs=is_one_of(trainer, PAIRS))
 
 
 def declared(trainer: Any) -> Meaning | None:
-    """The meaning of a loss of completions, which are only there after generating; None: the loss can be asked.
+    """What a loss of generated completions is a mean over, which cannot be tried before; None for other losses.
 
     Raises:
-        UsageError: the loss is of a kind that is not known.
+        UsageError: the loss type is not supported.
     """
     if is_one_of(trainer, {"DPOTrainer"}) and (found := COUPLED.intersection(getattr(trainer, "loss_types", ()))):
         raise UsageError(
@@ -58,12 +58,12 @@ def declared(trainer: Any) -> Meaning | None:
 
 
 def generates(trainer: Any) -> bool:
-    """Whether its batches come only with training."""
+    """Whether the trainer generates its batches during the training."""
     return is_one_of(trainer, GENERATING)
 
 
 def _owner_of_loss(trainer: Any) -> str | None:
-    """Which method computes the loss, where it is not TRL's."""
+    """The method that computes the loss, if it is not TRL's; None if it is."""
     for name in ("compute_loss", "_compute_loss"):
         owner = next((one for one in type(trainer).__mro__ if name in vars(one) and not _is_ours(one)), None)
         if owner is not None and not owner.__module__.startswith("trl."):
@@ -86,7 +86,7 @@ def _tokens_of_completions(inputs: Inputs) -> Tensor:
 
 
 def is_one_of(trainer: Any, names: set[str]) -> bool:
-    """Whether it is one of these trainers of TRL, or made of one."""
+    """Whether it is one of these trainers of TRL, or of a subclass."""
     return any(one.__name__ in names and one.__module__.startswith("trl.") for one in type(trainer).__mro__)
 
 

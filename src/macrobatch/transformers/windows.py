@@ -1,4 +1,4 @@
-"""The windows of a trainer, on the engine: batch by batch, or the batches of a window together."""
+"""The windows of a trainer: batch by batch, or all batches of a window together."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PLAIN = {nn.Module.train, PreTrainedModel.train, DistributedDataParallel.train}
 
 @dataclass(frozen=True)
 class Settings:
-    """What `exact` was asked for.
+    """The options of `exact`.
 
     Attributes:
-        micro: how to cut the samples of a window anew; None: its batches stay as they are.
-        cuda_graph: whether micro-steps are recorded.
-        options: for the engine.
+        micro: how to cut the samples of a window again; None: its batches stay as they are.
+        cuda_graph: whether to record micro-batches as CUDA graphs.
+        options: other options, for the engine.
     """
 
     micro: int | Policy | str | None = None
@@ -47,24 +47,24 @@ class Settings:
 
     @property
     def cuts(self) -> bool:
-        """Whether micro-batches are other than the trainer's batches."""
+        """Whether micro-batches differ from the trainer's batches."""
         return self.micro is not None
 
 
 class Windows(ABC):
-    """Takes the batches of windows, one by one."""
+    """Processes the batches of windows, one by one."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._items: list[Items] = []  # of the losses that compute_loss has returned, and nobody has used
-        self._last: Any = None  # the last of those losses, where it is to be compared
+        self._items: list[Items] = []  # items of the losses that compute_loss has returned and no backward has used
+        self._last: Any = None  # the last of these losses, if it is to be compared
         self.compares = False
 
     def note(self, loss: Any, items: Items) -> None:
-        """``compute_loss`` has returned a loss, a mean over so many items."""
+        """Note a loss that ``compute_loss`` has returned, and the number of items that it is a mean over."""
         self._items.append(items)
         if self.compares:
-            self._last = (loss[0] if isinstance(loss, tuple) else loss).detach()  # its graph would stay, too
+            self._last = (loss[0] if isinstance(loss, tuple) else loss).detach()  # detached, so that its graph is freed
 
     def _noted(self) -> Items:
         items, self._items = self._items, []
@@ -79,11 +79,11 @@ class Windows(ABC):
 
     @abstractmethod
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:
-        """A batch; `run` is the trainer's own ``training_step`` with it. The result where it closed the window."""
+        """Process a batch with `run`, the trainer's own ``training_step``. Returns the result of a closed window."""
 
     @abstractmethod
     def drop(self) -> None:
-        """The open window, if any, is as if it had not been."""
+        """Drop the open window, if there is one."""
 
     @property
     @abstractmethod
@@ -92,13 +92,13 @@ class Windows(ABC):
 
 
 class BatchByBatch(Windows):
-    """Every batch is a micro-batch. The trainer's own ``training_step`` runs it, but its backward is ours.
+    """Every batch is a micro-batch. The trainer's own ``training_step`` runs it, but with our backward.
 
     Args:
-        trainer: whose they are.
-        model: as the trainer has wrapped it.
-        settings: of `exact`.
-        saves_train: whether the first thing that ``training_step`` does is ``model.train()``.
+        trainer: the trainer.
+        model: the model, as the trainer has wrapped it.
+        settings: the options of `exact`.
+        saves_train: whether to skip the ``model.train()`` with which ``training_step`` begins.
     """
 
     def __init__(self, trainer: Any, model: nn.Module, settings: Settings, *, saves_train: bool) -> None:
@@ -123,7 +123,7 @@ class BatchByBatch(Windows):
     @contextlib.contextmanager
     def _backward_here(self) -> Iterator[None]:
         accelerator = self._trainer.accelerator
-        accelerator.backward = self._backward  # of this object alone, and only meanwhile
+        accelerator.backward = self._backward  # only for this object and this context
         try:
             yield
         finally:
@@ -149,12 +149,12 @@ class BatchByBatch(Windows):
 
 
 class WholeWindow(Windows):
-    """The batches of a window are kept until the last one, then run together: cut anew, recorded, or in two passes.
+    """Keeps the batches of a window until the last one, then runs them together: cut again, recorded, or in two passes.
 
     Args:
-        trainer: whose they are.
-        model: as the trainer has wrapped it.
-        settings: of `exact`.
+        trainer: the trainer.
+        model: the model, as the trainer has wrapped it.
+        settings: the options of `exact`.
         meaning: what the loss is a mean over.
     """
 
@@ -191,7 +191,7 @@ class WholeWindow(Windows):
             return self._train(joined(rows, self._padding) if self._cuts else rows)
 
     def _counts(self, batch: Inputs | list[Inputs]) -> dict[str, Any]:
-        """The items of each term in a window, as it is handed over."""
+        """The items of each term in a window."""
         terms, layout = self._meaning.terms, self._meaning.layout
         assert terms is not None
         batches = batch if isinstance(batch, list) else [batch]
@@ -223,9 +223,10 @@ class WholeWindow(Windows):
 
 @contextlib.contextmanager
 def first_train_saved(model: nn.Module) -> Iterator[None]:
-    """The first ``model.train()`` does nothing, if it would change nothing: that of the trainer, for each batch.
+    """A context in which the first ``model.train()`` does nothing if it would change nothing: the trainer calls it per
+    batch.
 
-    Later ones, of a loss that evaluates in between, are the model's own, and so is what a copy of it gets.
+    Later calls, e.g. of a loss that evaluates in between, are the model's own, and so are those of a copy of the model.
     """
     own = vars(model)
     if "train" in own:
@@ -245,12 +246,12 @@ def first_train_saved(model: nn.Module) -> Iterator[None]:
 
 
 def _trains_plainly(module: nn.Module) -> bool:
-    """Whether it is in training mode, and to be set so again would be all that ``train()`` does."""
+    """Whether it is in training mode, and its ``train()`` does nothing else than setting that mode."""
     return module.training and "train" not in vars(module) and type(module).train in PLAIN
 
 
 def padding_of(trainer: Any) -> dict[str, int]:
-    """What the fields of a batch are padded with; all others with 0."""
+    """The padding values of a batch's fields; 0 for all other fields."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     config = getattr(trainer.model, "config", None)
     token = getattr(tokenizer, "pad_token_id", None)

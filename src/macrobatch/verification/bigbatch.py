@@ -38,7 +38,7 @@ WIDE = (torch.float64, torch.complex128)
 LossFunction = Callable[[Any, Any], Any]
 
 
-Weight = float | Mapping[str, float]  # of a loss; or of each of its terms, by name
+Weight = float | Mapping[str, float]  # the weight of a loss, or of each of its terms by name
 
 
 class Weighted(NamedTuple):
@@ -53,8 +53,11 @@ class BigBatch:
 
     Args:
         model: the model that the step trains.
+        loss_fn: the user's function, which returns a loss for the model and a part of the batch.
+        batch: the batch, or this rank's share of it.
+        ranks: the ranks that train the model together.
         collate: turns a list of samples into a batch, if `batch` is a list of samples.
-        reduction: of the terms of a loss, where it has several: their means are what is computed.
+        reduction: whether the terms of a loss with several terms are a "mean" or a "sum" over their items.
 
     Attributes:
         names: the parameters of the model, by name.
@@ -165,7 +168,7 @@ class BigBatch:
         """The modules that `loss_fn` calls directly: the wrapped model, or parts of it."""
         self._entries = names_of_entries(lambda: self.gradient([Weighted(None, 0.0)]), self._model)
         self.terms = self.ranks.broadcast(tuple(name for name in self._items[None] if name != WHOLE))
-        if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them anew in each call
+        if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them again in each call
             first = self._last_foreign_leaves
             self.gradient([Weighted(None, 0.0)])
             self.foreign_leaves = [leaf for leaf in first if any(leaf is other for other in self._last_foreign_leaves)]
@@ -174,12 +177,12 @@ class BigBatch:
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
         """The number of items of each part (None: of the whole batch); of samples, if `loss_fn` returns no items.
 
-        Of several terms, those of the first. Ranks may pass different numbers of parts.
+        If there are several terms, it is the number of the first. Ranks may pass different numbers of parts.
         """
         return [next(iter(items.values()), 0.0) for items in self.items_of_terms(parts)]
 
     def items_of_terms(self, parts: Sequence[Sequence[int] | None], *, anew: bool = False) -> list[dict[str, float]]:
-        """The same for each term, by name. `anew`: the loss has become another one since they were counted."""
+        """The number of items of each part, for each term by name. `anew`: count again, as the loss has changed."""
         keys = [None if part is None else tuple(part) for part in parts]
         if self.ranks.largest(float(anew or any(key not in self._items for key in keys))):
             self.gradient([Weighted(part, 0.0) for part in parts])
@@ -205,7 +208,7 @@ class BigBatch:
         return {name: p for name, p in self.names.parameters_of(self._model).items() if p.requires_grad}
 
     def _rank_gradient(self, terms: Sequence[Weighted]) -> NamedGradients:
-        """The gradient of this rank's terms; of all ranks' terms where every backward communicates."""
+        """The gradient of this rank's terms; of all ranks' terms if every backward communicates."""
         parameters = self._parameters()
         snapshot = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
         hooked = [] if self.ranks.is_sharded else list(parameters.values())
@@ -222,7 +225,7 @@ class BigBatch:
                 _restore(snapshot)
 
     def _pad_terms(self, terms: Sequence[Weighted]) -> Sequence[Weighted]:
-        """Pad the terms with weights of 0 where every backward communicates, so that all ranks have equally many."""
+        """Pad the terms with weights of 0 if every backward communicates, so that all ranks have equally many."""
         if not self.ranks.is_sharded:
             return terms
         longest = int(self.ranks.largest(len(terms)))

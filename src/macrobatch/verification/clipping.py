@@ -42,12 +42,12 @@ def allow_clipping(case: Case, notes: list[str]) -> None:
 
 
 def scaled_clipping_cause(case: Case) -> Cause | None:
-    """The cause, if a gradient was clipped while it was still multiplied: then the limit is not what it seems."""
+    """The cause, if a gradient was clipped before it was unscaled: then the limit is not that of the real gradient."""
     for window in case.windows:
         if window.clipped_norm is None:
             continue
         times = window.observed.norm_before_step / (_gradient_norm(case, window.expected) or 1.0)
-        power = 2.0 ** round(math.log2(times)) if 0 < times < math.inf else 1.0  # as scalers multiply
+        power = 2.0 ** round(math.log2(times)) if 0 < times < math.inf else 1.0  # scalers multiply by powers of 2
         times = power if abs(times / power - 1) < 0.05 else times
         limit = window.clipped_norm * times
         is_scaled = times > 1.5 and _is_round(limit) and not _is_round(window.clipped_norm)
@@ -62,7 +62,7 @@ def scaled_clipping_cause(case: Case) -> Cause | None:
 
 
 def _is_round(limit: float, close: float = 2e-5) -> bool:
-    """Whether somebody would clip to it: nobody clips to 0.9137."""
+    """Whether a limit has so few digits that somebody may have chosen it: nobody clips to 0.9137."""
     return abs(float(f"{limit:.{2 if close < 1e-4 else 1}g}") / limit - 1) < close
 
 
@@ -104,7 +104,7 @@ def _doubled(case: Case, window: Comparison) -> Gradient | None:
 
 
 def _is_unchanged(case: Case, window: Comparison, twice: Gradient, once: Gradient) -> bool:
-    """Whether they have the same size, but for the 1e-6 that torch adds to the norm that it divides by."""
+    """Whether they have the same size, except for the 1e-6 that torch adds to the norm that it divides by."""
     close = max(1e-3, window.tolerance, 2e-6 / (_gradient_norm(case, once) or 1.0))
     return abs(twice.fit(once) - 1) < close
 
@@ -153,10 +153,11 @@ def _is_clamped(case: Case, window: Comparison) -> bool:
 
 
 def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
-    """Whether parameters were clipped by norms of their own, or of a group; if so, expect the clipped ones from now on.
+    """Whether parameters or groups were clipped by their own norms; if so, expect the clipped ones from now on.
 
-    Each is as expected, or smaller in the same direction, and then a doubled gradient gives the same result. And it was
-    larger when the last backward ended: a loss that is divided by the gradient's norm is another loss.
+    Each gradient is as expected, or it is smaller in the same direction; then a doubled gradient gives the same result.
+    And it was larger when the last backward ended. (If a loss is divided by the norm of its gradient, it is another
+    loss.)
     """
     if not _has_shrunk(case, window, _gradient_norm(case, window.actual), by=window.tolerance):
         return False
@@ -181,7 +182,7 @@ def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
 
 
 def _have_one_norm(case: Case, window: Comparison, norms: list[float]) -> bool:
-    """Whether several parameters have one norm, and the gradient had the expected one before."""
+    """Whether several parameters have the same norm, and the gradient had the expected norm before."""
     return len(norms) > 1 and min(norms) > (1 - 1e-3) * max(norms) and _had_expected_norm(case, window)
 
 

@@ -46,7 +46,7 @@ class Comparison:
     scale: float
     bound: float
     clipped_norm: float | None = None
-    remaining_factor: float = 1.0  # of its gradient over that of the hypothesis that fits best
+    remaining_factor: float = 1.0  # its gradient divided by that of the hypothesis that fits best
 
     @property
     def parts(self) -> list[list[int]] | None:
@@ -56,7 +56,7 @@ class Comparison:
     @cached_property
     def errors(self) -> dict[str, float]:
         """For each parameter, the largest difference relative to `scale`."""
-        if not math.isfinite(self.scale):  # there is nothing to compare with
+        if not math.isfinite(self.scale):  # the expected gradient is not finite
             return dict.fromkeys(self.actual.parts, math.inf)
         factor = 1.0 if self.clipped_norm is None else self.factor
         return {
@@ -157,7 +157,7 @@ class Case:
         big_batch_calls: the calls of the model for one big batch.
         run_doubled: runs the step again with doubled gradients; returns None if that is impossible.
         repeat_error: the difference between two runs of one big batch; 0 if it is rounding.
-        whole_loss: the loss, if it is one of the whole batch, so that parts of the batch tell little.
+        whole_loss: the loss, if it is a loss of the whole batch (``joint=``). Then parts of the batch tell little.
         scaling_error: the error of the gradient of twice the loss against twice the gradient; 0 if it is rounding.
     """
 

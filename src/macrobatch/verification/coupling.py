@@ -101,7 +101,7 @@ def _residual(whole: Gradient, parts: Sequence[Gradient]) -> Gradient:
 def first_coupling_layer(
     case: Case, half: list[int], run: Callable[[list[int] | None], object] | None = None
 ) -> str | None:
-    """The first module whose output for a sample depends on the other samples. `run`: how some samples are computed."""
+    """The first module whose output for a sample depends on the other samples. `run` computes some samples."""
     assert case.big.samples is not None
     everything, some = _outputs(case, None, case.big.samples.count, run), _outputs(case, half, len(half), run)
     for (name, kind, whole), (other, _, part) in zip(everything, some, strict=False):

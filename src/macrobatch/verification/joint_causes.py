@@ -1,4 +1,4 @@
-"""What is wrong with a step, where the loss is one of the whole batch (``joint=``)."""
+"""Finds the causes of a wrong step if the loss is a loss of the whole batch (``joint=``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from macrobatch.verification.whole_loss import WholeLoss
 
 
 def factor_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
-    """The causes that a factor of the whole gradient, or of some parameters, tells."""
+    """The causes that a constant factor of the whole gradient, or of some parameters, reveals."""
     for window in wrong[:1]:
         if not window.actual.largest < float("inf"):
             yield Cause(
@@ -41,7 +41,7 @@ def factor_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
 
 
 def unexplained(window: Comparison) -> Cause:
-    """Where nothing else is known."""
+    """The cause if no known mistake explains the gradient."""
     return Cause(
         name="unexplained",
         evidence=f"the error is {window.error:.2g} of the largest gradient (factor {window.factor:.4g}), and no "
@@ -52,7 +52,7 @@ def unexplained(window: Comparison) -> Cause:
 
 
 def _own_factors(window: Comparison) -> Iterator[tuple[str, float | None]]:
-    """The parameters that are wrong, each with the factor that explains it; None where none does."""
+    """The parameters with a wrong gradient, each with the factor that explains it; None if no factor does."""
     for name, error in window.errors.items():
         if error > window.tolerance:
             actual, expected = window.actual.only({name}), window.expected.only({name})
@@ -83,7 +83,7 @@ def _factor_cause(case: Case, window: Comparison) -> Cause:
 
 
 def cut_causes(case: Case, window: Comparison) -> Iterator[Cause]:
-    """The first mistake, if any, in how the step cuts the batch. On ranks, only layers are looked at."""
+    """The first mistake, if any, in how the step cuts the batch. On several ranks, only layers are checked."""
     whole = case.whole_loss
     assert whole is not None
     causes = [_layer_cause]
@@ -129,7 +129,7 @@ def _micro_losses_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cau
             return _coupled(f"the gradient is {said}.")
     if whole.encode(case.big.model, case.big.part(None)).loss is None:
         return None
-    # The ordinary loss may be right, beside it.
+    # The ordinary loss besides the joint one may be right.
     with whole.ordinary_alone():
         ordinary = case.big.gradient([Weighted(None, 1.0)])
         alone = [case.big.gradient(_weighted(parts, weights)) for weights in (by_samples, alike)]
@@ -175,7 +175,7 @@ def _left_out_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause |
 
 
 def _items_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | None:
-    """The ordinary loss of the batch is that of its parts, weighed by their items, if it is a mean over those."""
+    """The cause, if the ordinary loss is not the mean of its parts' losses, weighted by their items."""
     parts = window.parts or []
     if whole.encode(case.big.model, case.big.part(None)).loss is None:
         return None
@@ -196,6 +196,6 @@ def _items_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | No
 
 
 def _fits(window: Comparison, gradient: Gradient) -> bool:
-    """Whether a step with that gradient, times any factor, would have done what this one did."""
+    """Whether the gradient of the step is this gradient times any factor."""
     factor = window.actual.fit(gradient)
     return window.actual.distance(gradient, factor) / (window.actual.largest or 1.0) <= window.tolerance

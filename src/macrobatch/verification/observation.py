@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
         backward: the number of the backward.
         largest: its largest absolute value.
         path: which output of the model it belongs to; empty for a parameter.
-        targets: for an output with three dimensions.
+        targets: the targets of the loss, for an output with three dimensions; otherwise None.
     """
 
     backward: int

@@ -1,4 +1,4 @@
-"""Trainers of other libraries, which `verify` takes as they stand."""
+"""Support for trainers of other libraries, which can be passed to `verify` directly."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PADDED_ALONE = Cause(
 
 
 def verification_of(given: object) -> Callable[[Verify], Report] | None:
-    """How `verify` is called for a trainer, or a module of Lightning; None if it is neither.
+    """A function that calls `verify` for a trainer or for a module of Lightning; None if `given` is neither.
 
-    Nothing is imported that the program has not.
+    It imports only libraries that the program has already imported.
     """
     if "transformers.trainer" in sys.modules:
         from macrobatch.transformers.verifying import case_of, is_trainer

@@ -1,7 +1,8 @@
 """A loss of the whole batch (``joint=``) as one function of the model and a batch.
 
-One process computes it as it stands. On several ranks each holds its own share, so the encodings of the others come to
-it without a graph, and what `joint` itself uses counts for a part on each.
+In one process it is computed directly. Of several ranks, each has only its own share of the batch. So it gets the
+encodings of the other ranks without a graph; and the parameters that `joint` uses directly get an equal part of their
+gradient on each rank.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from macrobatch.verification.gradient import Ranks
 
 
 class WholeLoss:
-    """``loss_fn`` and ``joint`` together, as a loss that `BigBatch` can weigh.
+    """``loss_fn`` and ``joint`` together, as a loss that `BigBatch` can weight.
 
     Args:
-        loss_fn: of the user, which returns an `Encoded`.
-        joint: of the user.
-        reduction: of the ordinary loss in it.
-        ranks: those that share the batch.
+        loss_fn: the user's function, which returns an `Encoded`.
+        joint: the user's function that computes the loss from the encodings of the whole batch.
+        reduction: whether the ordinary loss in `Encoded` is a "mean" or a "sum" over its items.
+        ranks: the ranks that share the batch.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], joint: Joint, reduction: Reduction, ranks: Ranks) -> None:
@@ -38,7 +39,7 @@ class WholeLoss:
         self._joint = joint
         self._reduction = reduction
         self._ranks = ranks
-        self._is_ordinary = False  # whether the ordinary loss is wanted alone
+        self._is_ordinary = False  # whether to return only the ordinary loss
         self._reached: Sequence[int] | None = None  # samples whose encodings have a graph; None: all
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -55,15 +56,15 @@ class WholeLoss:
             loss = checked_joint_loss(self._joint(model, layout.encoded(whole)))
             return loss if encoded.loss is None else loss + encoded.loss.reshape(()) * ordinary[0] / ordinary[1]
         loss, total = self._on_ranks(model, layout, tensors, samples, ordinary, encoded.loss)
-        return loss * (total / samples), samples  # ranks are weighed by their samples: that is undone here
+        return loss * (total / samples), samples  # undoes the weighting of ranks by their samples
 
     def encode(self, model: Any, batch: Any) -> Any:
-        """What `loss_fn` returns."""
+        """The result of `loss_fn`."""
         return self._loss_fn(model, batch)
 
     @contextlib.contextmanager
     def ordinary_alone(self) -> Iterator[None]:
-        """Inside, the loss is the ordinary one, with its items."""
+        """A context in which the loss is only the ordinary one, with its items."""
         self._is_ordinary = True
         try:
             yield
@@ -72,7 +73,7 @@ class WholeLoss:
 
     @contextlib.contextmanager
     def reaching(self, samples: Sequence[int]) -> Iterator[None]:
-        """Inside, the gradient reaches the encodings of these samples of the batch alone."""
+        """A context in which the gradient reaches only the encodings of these samples of the batch."""
         self._reached = samples
         try:
             yield
@@ -90,7 +91,7 @@ class WholeLoss:
     def _on_ranks(
         self, model: Any, layout: Layout, tensors: list[Tensor], samples: int, ordinary: Tensor, loss: Tensor | None
     ) -> tuple[Tensor, int]:
-        """A scalar whose gradients on all ranks add up to those of the whole loss, and all samples."""
+        """A scalar whose gradients on all ranks add up to those of the whole loss; and the number of all samples."""
         device, group = ordinary.device, self._ranks.group
         counts = [count for (count,) in all_gather_numbers([samples], group, device)]
         own = [t.detach() for t in tensors]
@@ -102,7 +103,7 @@ class WholeLoss:
         inputs = [row for row in rows if row.requires_grad]
         found = iter(torch.autograd.grad(joint, inputs, retain_graph=True, allow_unused=True))
         start = sum(counts[: dist.get_rank(group)])
-        # The graph of `joint` ends in the gathered rows: what is left of its backward are the parameters it uses.
+        # The graph of `joint` ends in the gathered rows, so its backward reaches only the parameters that it uses.
         scalar = joint / len(counts)
         for tensor, row, field in zip(tensors, rows, layout.fields, strict=True):
             gradient = next(found) if row.requires_grad else None
@@ -114,7 +115,7 @@ class WholeLoss:
         return scalar, sum(counts)
 
     def _ordinary(self, encoded: Encoded, samples: int, device: torch.device) -> Tensor:
-        """What the ordinary loss is multiplied by to be a sum, its items, and nothing."""
+        """Three numbers: the factor that turns the ordinary loss into a sum, its number of items, and 0."""
         items = samples if encoded.items is None else encoded.items
         numbers = torch.zeros(3, dtype=wide(device), device=device)
         if encoded.loss is not None:
@@ -125,7 +126,7 @@ class WholeLoss:
 
 
 def _samples_of(encoded: object) -> int:
-    """As many as the first field has rows."""
+    """The number of samples: the rows of the first field."""
     if isinstance(encoded, Encoded):
         for name in vars(encoded):
             for _, leaf in leaves(getattr(encoded, name), name) if name not in ("loss", "items", "_names") else ():
