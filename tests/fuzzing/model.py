@@ -291,7 +291,7 @@ class Net(nn.Module):
         return offset
 
     def parts(self) -> list[nn.Module]:
-        """The models as they are handed over."""
+        """The models as they are passed."""
         return [self.body, self.tail] if self.p.split else [self]
 
 

@@ -21,7 +21,7 @@ class Program:
     pieces: tuple[str, ...] = ()
     stem: str = "trained"  # or "frozen"
     offset: str = ""
-    split: bool = False  # the model is handed over as a list of two
+    split: bool = False  # the model is passed as a list of two
     other: bool = False  # another model in the graph, which must receive nothing
     input_grad: bool = False
     # What trains it

@@ -1,4 +1,4 @@
-"""Programs that hand over whole batches: `MacroStep`, many kinds of batches, memory that runs out, and mistakes."""
+"""Programs that pass whole batches: `MacroStep`, many kinds of batches, memory that runs out, and mistakes."""
 
 from collections import namedtuple
 from collections.abc import Callable

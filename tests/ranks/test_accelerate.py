@@ -150,7 +150,7 @@ def test_learning_rates_are_those_written_by_hand(ran, name):
 @scenario
 def tokens_counted() -> Outcome:
     return programs.tokens_counted(OURS, steps=2, batch_size=4) | {
-        "handed over": programs.items_handed_over(OURS, steps=2, batch_size=4)
+        "passed": programs.items_handed_over(OURS, steps=2, batch_size=4)
     }
 
 
@@ -160,7 +160,7 @@ def test_tokens_are_counted_as_in_the_guide(ran):
     for outcome in outcomes:
         assert outcome["total"] == 136
         assert [f"{number:.4f}" for number in outcome["weight"].tolist()] == ["0.2117", "0.3172"]
-        assert [f"{number:.4f}" for number in outcome["handed over"].tolist()] == ["0.2117", "0.3172"]
+        assert [f"{number:.4f}" for number in outcome["passed"].tolist()] == ["0.2117", "0.3172"]
 
 
 # ------------------------------------------------------------------------------------- tokens, replicated and sharded

@@ -253,7 +253,7 @@ def test_parameters_frozen_or_thawed_after_ddp_was_made(ran, name):
 
 
 def test_a_thawed_parameter_cannot_travel_with_every_micro_batch(ran):
-    all_refused(ran["thawed-micro"], "frozen or thawed after", 'sync="window"')
+    all_refused(ran["thawed-micro"], "frozen or unfrozen after", 'sync="window"')
 
 
 def teaches(wrap: Callable[[nn.Module], nn.Module], first: bool) -> Outcome:

@@ -297,7 +297,7 @@ def test_an_optimizer_that_takes_no_hooks(model, has_dict):
             if has_dict:  # which nothing can refer to weakly
                 self._optimizer_step_pre_hooks = {}
 
-    with pytest.raises(UsageError, match=r"Wraps takes no hooks.*or hand over the optimizer that it wraps"):
+    with pytest.raises(UsageError, match=r"Wraps takes no hooks.*or pass the optimizer that it wraps"):
         Accumulator(model, Wraps(torch.optim.SGD(model.parameters(), lr=0.1)), steps=2)
 
 

@@ -674,7 +674,7 @@ def test_an_optimizer_of_another_model():
         (lambda loss: (loss, -1), "items must be finite and not negative: got -1"),
         (lambda loss: (loss, "many"), "items must be a number"),
         (lambda loss: (loss, torch.ones(2)), "items must be one number"),
-        (lambda loss: (loss, torch.tensor(-1)), "items handed over in window 1 were negative"),
+        (lambda loss: (loss, torch.tensor(-1)), "items passed in window 1 were negative"),
     ],
 )
 def test_what_a_loss_function_must_not_return(micro, spoil, message):

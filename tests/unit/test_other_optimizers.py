@@ -1,4 +1,4 @@
-"""Optimizers that were not handed over but hold parameters of a window: an error, where torch would say nothing."""
+"""Optimizers that were not passed but hold parameters of a window: an error, where torch would say nothing."""
 
 import gc
 
@@ -11,7 +11,7 @@ from macrobatch import Accumulator, MacroStep
 from macrobatch._step.optimizers import has_hooks
 from macrobatch.errors import UsageError
 
-INSIDE = r"SGD.step\(\) was called inside the open window, by an optimizer that was not handed over"
+INSIDE = r"SGD.step\(\) was called inside the open window, by an optimizer that was not passed"
 AFTER = r"SGD.step\(\) would do nothing"
 
 

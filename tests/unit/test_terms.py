@@ -99,7 +99,7 @@ def test_clipping_uses_the_norm_of_the_whole():
 
 
 def test_by_tokens_and_collate():
-    """`counts` gets the batch as it was handed over: a list of samples here, in its order."""
+    """`counts` gets the batch as it was passed: a list of samples here, in its order."""
     model, batch, losses, seen = heads(), batch_of(9), Losses(NAMES), []
     samples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 

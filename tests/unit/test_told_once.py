@@ -219,7 +219,7 @@ def test_a_scheduler_that_is_stepped_with_each_micro_batch_too(caught):
         acc.backward(model(x).mean(), items=4)
         acc.step()
         scheduler.step()
-    assert "Leave out scheduler.step()" in "".join(message for message in told(caught) if "handed over" in message)
+    assert "Leave out scheduler.step()" in "".join(message for message in told(caught) if "passed" in message)
 
 
 def test_a_scheduler_that_is_stepped_once_an_epoch_too(caught):

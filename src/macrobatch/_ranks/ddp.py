@@ -35,7 +35,7 @@ class DDP(Local):
         if flat and sync == "micro":
             raise BackendError(
                 'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
-                "that are wider than their parameters, so they travel in one flat sum when the window closes."
+                "that are wider than their parameters, so they are exchanged in one flat sum when the window closes."
             )
         self._micro = sync == "micro"
         self._flat = flat
@@ -98,14 +98,14 @@ class DDP(Local):
                     "the loop runs inside a Join (or model.join()) context, which shadows the collectives of ranks "
                     "that have run out, and would pair them wrongly here. Leave it out: batches() and MacroStep keep "
                     "ranks of different lengths together by themselves. If the model was joined earlier, wrap it in "
-                    "DistributedDataParallel anew: torch never switches joining off again."
+                    "DistributedDataParallel again: torch never switches joining off again."
                 )
 
     def _unknown_to_reducer(self) -> BackendError:
         cure = ', or use sync="window"' if self._micro else ""
         return BackendError(
-            "a parameter was frozen or thawed after DistributedDataParallel was made, whose reducer does not know it: "
-            f"its gradient would not travel. Wrap the model anew{cure}."
+            "a parameter was frozen or unfrozen after DistributedDataParallel was made, whose reducer ignores that: "
+            f"its gradient would not be synchronised. Wrap the model again{cure}."
         )
 
     def end(self) -> None:

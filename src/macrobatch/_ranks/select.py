@@ -53,7 +53,7 @@ def select_backend(
     if _ranks(group) != _ranks(own):
         raise BackendError(
             f"process_group has the ranks {_ranks(group)}, but the model averages its gradients over {_ranks(own)}: "
-            "items must be counted over the same ranks. Leave process_group out, or hand over those."
+            "items must be counted over the same ranks. Leave process_group out, or pass those."
         )
     if kind == "DistributedDataParallel":
         flat = _widens(models, accumulate_dtype)
@@ -81,7 +81,7 @@ def require_same_wrapping(models: Sequence[nn.Module], before: tuple[object, ...
     if wrapping(models) != before:
         raise BackendError(
             "a model was wrapped, or torch.distributed initialized, after this Accumulator was made: it does not "
-            "know how gradients travel. Make it last, of the model as it is trained."
+            "know how gradients are exchanged. Make it last, of the model as it is trained."
         )
 
 
@@ -140,11 +140,11 @@ def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
     if len(sharing) < 2:
         return BackendError(
             f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
-            "ranks that train on their own, hand over a process_group of one."
+            "ranks that train on their own, pass a process_group of one."
         )
     return BackendError(
         f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "
-        "share a model, as under tensor parallelism, get the same data and are one to the Accumulator: hand over the "
+        "share a model, as under tensor parallelism, get the same data and are one to the Accumulator: pass the "
         'ranks whose data differs, process_group=mesh["dp"]; a dimension of size 1, as in init_device_mesh(device, (1, '
         'ranks), mesh_dim_names=("dp", "tp")), where all share one model. Where it is larger, wrap the model too: '
         'fully_shard(model, mesh=mesh["dp"]).'

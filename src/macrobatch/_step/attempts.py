@@ -189,7 +189,7 @@ class Attempts:
         why = (
             f"rank {dist.get_rank()} ran out of memory: {asked} more was asked for in a micro-batch of {cut.size} "
             f"{unit}. Other ranks were waiting for it in a collective, so this window cannot be done again. Start the "
-            "job anew (torchrun --max-restarts does)"
+            "job again (torchrun --max-restarts does)"
             + (
                 ": it will begin with smaller ones."
                 if remembers

@@ -27,7 +27,7 @@ from macrobatch.errors import BackendError, BatchError, UsageError
 
 NO_PARAMETER = (
     "the loss reached no parameter of the given models: its graph belongs to others, or the parameters that it uses "
-    "are frozen. Hand over the loss of the model that this Accumulator was made for."
+    "are frozen. Pass the loss of the model that this Accumulator was made for."
 )
 
 

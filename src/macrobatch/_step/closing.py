@@ -139,7 +139,7 @@ class TakeStep(Closing):
             is_scaled = factor.data_ptr() == scale.data_ptr()
         if is_scaled:
             raise UsageError(
-                "the loss was multiplied by scaler.scale() already; backward() does that itself. Hand over the loss."
+                "the loss was multiplied by scaler.scale() already; backward() does that itself. Pass the loss."
             )
 
     def settle(self) -> None:

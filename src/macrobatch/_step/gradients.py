@@ -170,7 +170,7 @@ class Gradients:
             return (
                 f"somebody else's backward() has added gradients to the open window{seen}. Until step() they are "
                 "undivided sums, so nothing else may add to them: call acc.backward(loss) instead of loss.backward(), "
-                "add several losses up and hand over the sum, and freeze this model where another one is trained "
+                "add several losses up and pass the sum, and freeze this model where another one is trained "
                 "through it. discard() drops what was accumulated."
             )
         found = "cleared" if gradient is None else "changed"

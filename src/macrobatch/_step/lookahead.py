@@ -150,14 +150,14 @@ def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]
         if index > length:
             raise BatchError(
                 f"the loader says its length is {length}, but yields more batches. The window was closed at its end: "
-                "correct the length, or hand over iter(loader), which is read ahead instead."
+                "correct the length, or pass iter(loader), which is read ahead instead."
             )
         yield batch, length - index
     if not length:
         raise BatchError("the loader is empty: there is no batch to train on (drop_last with too few samples?).")
     if index < length:
         raise BatchError(
-            f"the loader says its length is {length}, but yielded {index} batches. Correct the length, or hand over "
+            f"the loader says its length is {length}, but yielded {index} batches. Correct the length, or pass "
             "iter(loader), which is read ahead instead."
         )
 

@@ -75,7 +75,7 @@ class StepGuard:
         except (AttributeError, TypeError):  # it has no table of hooks, or another than torch's
             raise UsageError(
                 f"{type(optimizer).__name__} takes no hooks, because its class does not call Optimizer.__init__(). "
-                "Call it there, or hand over the optimizer that it wraps."
+                "Call it there, or pass the optimizer that it wraps."
             ) from None
         weakref.finalize(window_is_open.__self__, handle.remove)  # type: ignore[attr-defined]
 
@@ -130,13 +130,13 @@ class OtherStepsGuard:
         name = type(optimizer).__name__
         if is_inside:
             raise UsageError(
-                f"{name}.step() was called inside the open window, by an optimizer that was not handed over but holds "
-                "parameters of it: their gradients are undivided sums by now. Hand over all optimizers of these models "
+                f"{name}.step() was called inside the open window, by an optimizer that was not passed but holds "
+                "parameters of it: their gradients are undivided sums by now. Pass all optimizers of these models "
                 "as a list, and leave out the other call: step() steps them all. discard() drops what was accumulated."
             )
         raise UsageError(
             f"{name}.step() would do nothing: the gradients of its parameters were those of the window before, and "
-            "were cleared with it, as this optimizer was not handed over. Hand over all optimizers of these models "
+            "were cleared with it, as this optimizer was not passed. Pass all optimizers of these models "
             "as a list, and leave out the other call: step() steps them all."
         )
 

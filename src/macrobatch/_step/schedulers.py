@@ -29,7 +29,7 @@ class Schedulers:
         self._times += is_further
         if is_further and self._times == TIMES:
             warn(
-                "a scheduler that was handed over is stepped by the program as well, and runs ahead of the training. "
+                "a scheduler that was passed is stepped by the program as well, and runs ahead of the training. "
                 "Leave out scheduler.step(): step() calls it once for each optimizer step (told once)."
             )
 

@@ -47,9 +47,7 @@ def checked_loss(loss: object) -> Tensor:
             "joint=): a function of the model and all encodings."
         )
     if not isinstance(loss, Tensor):
-        raise BatchError(
-            f"the loss must be a tensor: got {type(loss).__name__}. Hand over the loss itself, with its graph."
-        )
+        raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Pass the loss itself, with its graph.")
     if loss.numel() != 1:
         raise BatchError(
             f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
@@ -246,7 +244,7 @@ def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
 def _require_each_once(several: Sequence[object], name: str) -> None:
     for index, one in enumerate(several):
         if any(one is other for other in several[:index]):
-            raise UsageError(f"{name} lists the same {type(one).__name__} twice: hand over each once.")
+            raise UsageError(f"{name} lists the same {type(one).__name__} twice: pass each once.")
 
 
 def checked_choice(name: str, value: T, choices: object) -> T:

@@ -74,7 +74,7 @@ class Verdict:
             )
         if reasons & BAD_ITEMS:
             return BatchError(
-                f"items handed over in window {self.window} were negative or not finite; its step was not taken. "
+                f"items passed in window {self.window} were negative or not finite; its step was not taken. "
                 "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum(). Less than "
                 f"{FEWEST_ITEMS:g} in all, or more than {1 / FEWEST_ITEMS:g}, is no count either."
             )
@@ -83,7 +83,7 @@ class Verdict:
         if reasons == NONFINITE:
             return NonFiniteError(
                 f"window {self.window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
-                'no items is 0 / 0: hand over sums with reduction="sum", or items as ints), lower the learning rate, '
+                'no items is 0 / 0: pass sums with reduction="sum", or items as ints), lower the learning rate, '
                 'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
             )
         return None

@@ -164,7 +164,7 @@ CONTRACT: tuple[PrivateName, ...] = (
     *_names(
         "torch.distributed.Reducer",
         "_get_zeros_like_grad_buckets",
-        without="parameters that were thawed after wrapping go unnoticed",
+        without="parameters that were unfrozen after wrapping go unnoticed",
     ),
     # fsdp1.py
     *_names(

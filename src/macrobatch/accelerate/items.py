@@ -63,14 +63,14 @@ class ItemCounter:
         """The engine of the models with these parameters, whatever they are wrapped in."""
         if not models or not all(isinstance(model, nn.Module) for model in models):
             raise UsageError(
-                "backward(loss, items=...) needs to know the modules whose gradients it divides: hand them to "
+                "backward(loss, items=...) needs to know the modules whose gradients it divides: pass them to "
                 "accumulate(), as prepare() returned them. A bare tensor must become a parameter of an nn.Module."
             )
         key = frozenset().union(*map(_ids_of, models))
         open_keys = (other for other, (engine, _) in self._engines.items() if engine.has_accumulated)
         if any(other != key and not other.isdisjoint(key) for other in open_keys):
             raise UsageError(
-                "accumulate() was given other models earlier in this window. Hand the same models to every "
+                "accumulate() was given other models earlier in this window. Pass the same models to every "
                 "accumulate() of a window that counts items."
             )
         if key not in self._engines:
@@ -81,7 +81,7 @@ class ItemCounter:
         if any(is_sharded(model) and not all(isinstance(p, DTensor) for p in model.parameters()) for model in models):
             raise UsageError(
                 "accumulate() was given another model than prepare() returned, and fully_shard has gathered its "
-                "parameters by now. Hand over the prepared model itself."
+                "parameters by now. Pass the prepared model itself."
             )
         each = self._state.plugin_kwargs.get("sync_each_batch", False)
         backend = select_backend(

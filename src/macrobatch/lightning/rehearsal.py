@@ -94,7 +94,7 @@ class Rehearsal:
         if len(fetcher.combined_loader.flattened) > 1:
             raise UsageError(
                 f"{type(self.module).__name__} trains on several loaders at once, of which verify cannot make one big "
-                "batch: hand over what it needs, verify(model, loss_fn, batch, step=...)."
+                "batch: pass what it needs, verify(model, loss_fn, batch, step=...)."
             )
         found: list[Any] = []
         while len(found) < trainer.accumulate_grad_batches and not fetcher.done:

@@ -93,7 +93,7 @@ def require_no_other(trainer: Any, package: str) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, theirs) and not isinstance(callback, _schedule_class(package)):
             raise UsageError(
-                f"the callback {type(callback).__name__} beside ExactStrategy: leave it out, and hand over its "
+                f"the callback {type(callback).__name__} beside ExactStrategy: leave it out, and pass its "
                 f"schedule, ExactStrategy(steps={callback.scheduling})."
             )
 

@@ -108,12 +108,12 @@ def _require_verifiable(trainer: Any, module: Any) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UsageError(
-            f"{name} steps by itself (automatic_optimization=False): hand its loop to verify, "
+            f"{name} steps by itself (automatic_optimization=False): pass its loop to verify, "
             "verify(model, loss_fn, batch, step=...)."
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UsageError(
-            f"{name}.training_step takes a dataloader_iter, so verify cannot tell which batches it uses: hand over its "
+            f"{name}.training_step takes a dataloader_iter, so verify cannot tell which batches it uses: pass its "
             "loop, verify(model, loss_fn, batch, step=...)."
         )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

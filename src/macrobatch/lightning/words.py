@@ -15,7 +15,7 @@ WORDS = {
         "in on_before_optimizer_step()."
     ),
     "Until step() they are undivided sums": UNTIL,
-    "call acc.backward(loss) instead of loss.backward(), add several losses up and hand over the sum": (
+    "call acc.backward(loss) instead of loss.backward(), add several losses up and pass the sum": (
         "leave loss.backward() out of training_step and hooks, return the sum of several losses"
     ),
     " discard() drops what was accumulated.": "",
@@ -26,12 +26,12 @@ WORDS = {
         "set automatic_optimization=False and leave ExactStrategy out."
     ),
     ', or with sum() and reduction="sum"': "",
-    "Hand over the loss of the model that this Accumulator was made for.": "Return the loss of the module itself.",
+    "Pass the loss of the model that this Accumulator was made for.": "Return the loss of the module itself.",
     "(with Accumulator: steps=lambda step: 1 if step == 0 else 8; not with joint=, which has two passes)": (
         "in the first epoch, steps={0: 1, 1: 8}"
     ),
     "Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks that train on "
-    "their own, hand over a process_group of one.": 'Use ExactStrategy("ddp") or ExactStrategy("fsdp2").',
+    "their own, pass a process_group of one.": 'Use ExactStrategy("ddp") or ExactStrategy("fsdp2").',
 }
 
 

@@ -149,7 +149,7 @@ def _map(path: Path) -> memoryview | None:
     except OSError:
         return None
     if not _is_of_another_version(path):
-        logger.warning("%s is damaged or not ours: it is made anew.", path)
+        logger.warning("%s is damaged or not ours: it is made again.", path)
     return None
 
 

@@ -291,7 +291,7 @@ def _where_time_went(steps: Sequence[Row]) -> str:
     return (
         f'<section class="time">\n<h2>Where the time went</h2>\n<div class="stack">{bars}</div>\n'
         f'<table>\n{lines}</table>\n<p class="note">On the first rank. Communication is what it waited for others; '
-        "sums that travel during a backward pass cost a step nothing.</p>\n</section>"
+        "sums that ranks exchange during a backward pass cost a step nothing.</p>\n</section>"
     )
 
 

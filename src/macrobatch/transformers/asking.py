@@ -42,7 +42,7 @@ class Inquiry:
 
     Args:
         trainer: whose ``compute_loss`` is asked.
-        model: the model to hand over, as it is wrapped by now.
+        model: the model to pass, as it is wrapped by now.
     """
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:
@@ -297,7 +297,7 @@ def _has_classes(inputs: Inputs) -> bool:
 
 
 def number_of(trainer: Any, inputs: Inputs) -> Tensor | None:
-    """What the trainer itself would hand over as ``num_items_in_batch`` for this batch, on this rank alone."""
+    """What the trainer itself would pass as ``num_items_in_batch`` for this batch, on this rank alone."""
     with own_items(trainer):
         number = items_in(trainer, inputs)
     return None if number is None else torch.as_tensor(number)

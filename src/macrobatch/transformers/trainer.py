@@ -70,7 +70,7 @@ def exact(trainer: type, *, micro: int | Policy | str | None = None, cuda_graph:
             f"exact() takes a trainer class of transformers, as in exact(Trainer)(model, args): got {name}."
         )
     if issubclass(trainer, ExactTrainer):
-        raise UsageError(f"{trainer.__name__} is exact already: hand the class itself to exact(), with all options.")
+        raise UsageError(f"{trainer.__name__} is exact already: pass the class itself to exact(), with all options.")
     if {"model", "args"} & options.keys():
         raise UsageError("exact() takes a class and returns one: call that, as in exact(Trainer)(model=..., args=...).")
     validation.require_options(options, ("micro", "cuda_graph", *OPTIONS))

@@ -28,7 +28,7 @@ def is_trainer(given: object) -> bool:
 
 
 def case_of(trainer: Any) -> dict[str, Any]:
-    """The arguments of `verified` for a trainer as it stands, exact or not: its first window, in its own way.
+    """The arguments of `verified` for a trainer, exact or not: its first window, as the trainer runs it.
 
     Raises:
         UsageError: it has no batch to try, or its batches come only with training.

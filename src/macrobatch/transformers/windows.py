@@ -73,7 +73,7 @@ class Windows(ABC):
             raise UsageError(
                 f"{name} has called the compute_loss that exact() was given {len(items)} times for one backward: its "
                 "loss is weighed by the items of that, so it must be called once. What replaces compute_loss "
-                "altogether belongs into the class that is handed to exact()."
+                "altogether belongs into the class that is passed to exact()."
             )
         return items[0]
 
