@@ -21,6 +21,7 @@ from transformers import (
     MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -94,6 +95,17 @@ def collate(batch: Sequence[Sample]) -> dict[str, Tensor]:
     ids = padded([sample["input_ids"] for sample in batch], 0)
     mask = padded([torch.ones_like(sample["input_ids"]) for sample in batch], 0)
     return {"input_ids": ids, "attention_mask": mask, "labels": padded([sample["labels"] for sample in batch], -100)}
+
+
+class MeanOverPositions(Trainer):  # type: ignore[misc]
+    """Padded positions count, too: the loss of a sample depends on the width of its batch."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        each = nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], reduction="none")
+        return (each.mean(), outputs) if return_outputs else each.mean()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,7 +15,7 @@ import harness
 from harness import programs
 from harness.processes import end_family, started
 from harness.ranks import Collectives, Outcome, all_well, run
-from harness.trainers import Sample, apart, one_big_batch, samples, train, trainer
+from harness.trainers import MeanOverPositions, Sample, apart, one_big_batch, samples, train, trainer
 from macrobatch import by_tokens, verify
 from macrobatch.transformers import exact
 
@@ -86,6 +87,19 @@ def tokens_of_each_rank() -> Outcome:
     return {"losses": train(made), "weights": made.model.state_dict()}
 
 
+def widths_of_each_rank() -> Outcome:
+    """Each rank's batches have one width: whether it is that of the other rank decides."""
+    told = {}
+    for name, lengths in {"different": (4, 4, 8, 8), "equal": (4, 8, 4, 8)}.items():
+        data = [{"input_ids": torch.arange(1, n + 1), "labels": torch.arange(1, n + 1)} for n in lengths * 4]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(trainer("bert", exact(MeanOverPositions), data))
+        told[name] = ["depends on padding" in str(one.message) for one in caught].count(True)
+    return told
+
+
+SCENARIOS["widths of each rank"] = partial(alone, widths_of_each_rank)
 SCENARIOS["tokens of each rank"] = partial(alone, tokens_of_each_rank)
 SCENARIOS["stream"] = partial(alone, stream_that_ends)
 SCENARIOS["as it is"] = partial(alone, as_it_is)
@@ -162,6 +176,11 @@ def test_under_accelerate_launch(tmp_path):
     expected, _ = one_big_batch("bert", samples("bert", COUNT), 16, max_norm=0.5)
     for rank in range(2):
         assert apart(torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True), expected) <= 1e-14
+
+
+def test_a_loss_that_depends_on_padding_of_another_rank(ran):
+    for outcome in all_well(ran["widths of each rank"]):
+        assert (outcome["different"], outcome["equal"]) == (1, 0)
 
 
 def test_verify_on_ranks(ran):

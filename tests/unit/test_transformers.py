@@ -12,7 +12,18 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer, TrainerCallback
 
-from harness.trainers import Noting, apart, arguments, collate, make, one_big_batch, samples, train, trainer
+from harness.trainers import (
+    MeanOverPositions,
+    Noting,
+    apart,
+    arguments,
+    collate,
+    make,
+    one_big_batch,
+    samples,
+    train,
+    trainer,
+)
 from macrobatch import MacrobatchError, by_tokens, verify
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.transformers import exact
@@ -381,15 +392,6 @@ def test_a_sum_of_shifted_labels_is_divided_by_as_many(trainer_class, way):
     assert verify(trainer("gpt2", exact(trainer_class), data, **more)).ok
 
 
-class MeanOverPositions(Trainer):
-    """Padded positions count, too: the loss of a sample depends on the width of its batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        each = nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], reduction="none")
-        return (each.mean(), outputs) if return_outputs else each.mean()
-
-
 def test_a_loss_that_depends_on_padding_is_told_once():
     data = samples("bert", 24)
     with pytest.warns(UserWarning, match="MeanOverPositions.compute_loss depends on padding: .* changes by 2") as told:
@@ -402,6 +404,14 @@ def test_a_loss_that_depends_on_padding_is_told_once():
     assert "its padding: the gradient is right if all batches" in report.causes[0].evidence
     with pytest.warns(UserWarning, match="depends on padding"):
         train(trainer("bert", exact(MeanOverPositions, micro=by_tokens(40)), data))
+
+
+def test_a_loss_that_depends_on_padding_which_no_batch_has():
+    """As with samples that are grouped by length."""
+    data = [{name: torch.arange(1, n + 1) for name in ("input_ids", "labels")} for n in (4, 4, 8, 8)]
+    with pytest.warns(UserWarning, match="depends on padding"):
+        train(trainer("bert", exact(MeanOverPositions), data))
+    train(trainer("bert", exact(Trainer), data))  # no warning
 
 
 def test_a_loss_that_depends_on_padding_in_windows_of_one_width():

@@ -112,10 +112,11 @@ def _join(
             "window to one width."
         )
     width = max(shape[1] for shape in shapes)
-    return torch.cat([_padded(value, width - value.shape[1], pad, at_left) for value in values])
+    return torch.cat([padded_columns(value, width - value.shape[1], pad, at_left) for value in values])
 
 
-def _padded(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
+def padded_columns(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
+    """The tensor with so many more columns, at one side, which hold `pad`."""
     if not more:
         return value
     columns = value.new_full((len(value), more, *value.shape[2:]), pad)

@@ -25,7 +25,7 @@ from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trl import declared, layout_for
-from macrobatch.transformers.widths import have_different_widths, padding_warning
+from macrobatch.transformers.widths import have_different_widths, padding_warning, widest_of
 from macrobatch.transformers.windows import BatchByBatch, Settings, WholeWindow, Windows, padding_of, zero_of
 
 logger = logging.getLogger("macrobatch")
@@ -255,10 +255,12 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def _look_at_widths(self, model: nn.Module, batches: Sequence[Inputs], given: Sequence[Inputs]) -> None:
         """Warn once, on all ranks, if the loss depends on padding that the micro-batches have less of."""
         assert self._meaning is not None
-        differ = not self._told_of_widths and have_different_widths(batches, self.macrobatch_settings)
-        if not self._is_on_any_rank(differ):
+        if self._told_of_widths:
             return
-        if (message := padding_warning(self, model, self._meaning, given, self._is_on_any_rank)) is not None:
+        widest = self._largest_over_ranks(widest_of(batches))
+        if not self._is_on_any_rank(have_different_widths(batches, self.macrobatch_settings, widest)):
+            return
+        if (message := padding_warning(self, model, self._meaning, given, widest, self._is_on_any_rank)) is not None:
             self._told_of_widths = True
             warn(message)
 
@@ -270,6 +272,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         if self.args.world_size == 1:
             return here
         return bool(self.accelerator.reduce(torch.tensor(float(here), device=self.args.device), "sum"))
+
+    def _largest_over_ranks(self, number: int) -> int:
+        if self.args.world_size == 1:
+            return number
+        return int(self.accelerator.gather(torch.tensor([number], device=self.args.device)).max())
 
     def _ask_at_construction(self) -> None:
         """Find out what the loss is a mean over, with some training data. An own loss may not be ready yet."""
