@@ -39,9 +39,11 @@ def padding_warning(
     trainer: Any, model: nn.Module, meaning: Meaning, batches: Sequence[Inputs], widest: int, any_rank: AnyRank
 ) -> str | None:
     """What to tell about a loss that depends on padding, on any rank: they ask together. None if it does not."""
-    ask, alone = Inquiry(trainer, model), _shortest(max(batches, key=_width), meaning)
-    bare = _without_padding(alone)
-    if _width(bare) == _width(alone):  # there is none
+    ask = Inquiry(trainer, model)
+    each = [(one, _without_padding(one)) for one in (_shortest(batch, meaning) for batch in batches)]
+    alone, bare = max(each, key=lambda pair: _width(pair[0]) - _width(pair[1]))
+    if _width(alone) == _width(bare):  # no batch has padding
+        bare = min((bare for _, bare in each), key=_width)
         alone = _with_padding(bare, widest, trainer)
     (whole, items), (without, _) = (ask.of(meaning, one) for one in (alone, bare))
     effect = abs(whole - without) / (abs(whole) or 1.0) if items else 0.0
