@@ -17,6 +17,7 @@ from harness.processes import end_family, started
 from harness.ranks import Collectives, Outcome, all_well, run
 from harness.trainers import MeanOverPositions, Sample, apart, one_big_batch, samples, train, trainer
 from macrobatch import by_tokens, verify
+from macrobatch.errors import UsageError
 from macrobatch.transformers import exact
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -99,6 +100,24 @@ def widths_of_each_rank() -> Outcome:
     return told
 
 
+class TimesRanks(Trainer):
+    """As `Trainer.compute_loss` does, which its own caller has to know of."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        loss = loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+        return (loss, None) if return_outputs else loss
+
+
+def times_ranks() -> Outcome:
+    try:
+        trainer("bert", exact(TimesRanks), samples("bert", COUNT))
+    except UsageError as error:
+        return {"told": str(error)}
+    return {"told": "nothing"}
+
+
+SCENARIOS["times ranks"] = partial(alone, times_ranks)
 SCENARIOS["widths of each rank"] = partial(alone, widths_of_each_rank)
 SCENARIOS["tokens of each rank"] = partial(alone, tokens_of_each_rank)
 SCENARIOS["stream"] = partial(alone, stream_that_ends)
@@ -176,6 +195,11 @@ def test_under_accelerate_launch(tmp_path):
     expected, _ = one_big_batch("bert", samples("bert", COUNT), 16, max_norm=0.5)
     for rank in range(2):
         assert apart(torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True), expected) <= 1e-14
+
+
+def test_a_loss_that_is_multiplied_by_the_ranks(ran):
+    for outcome in all_well(ran["times ranks"]):
+        assert "changes with the number of processes: with twice as many it is 2 times as large" in outcome["told"]
 
 
 def test_a_loss_that_depends_on_padding_of_another_rank(ran):

@@ -425,6 +425,18 @@ def test_a_loss_that_depends_on_padding_in_windows_of_one_width():
     train(trainer("bert", exact(MeanOverPositions), alike))
 
 
+class DividesBySteps(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs).loss / self.args.gradient_accumulation_steps
+        return (loss, None) if return_outputs else loss
+
+
+def test_a_loss_that_is_divided_by_the_steps():
+    told = "DividesBySteps.compute_loss changes with gradient_accumulation_steps: with twice as many it is 0.5 times"
+    with pytest.raises(UsageError, match=told):
+        trainer("bert", exact(DividesBySteps), samples("bert", 8))
+
+
 class TwoDenominators(Trainer):
     """A mean over labels, and a score function over all tokens: 0, with a gradient that is a mean over the tokens."""
 

@@ -27,6 +27,7 @@ from macrobatch.transformers.balance import Balance, balance_of, outputs_of
 from macrobatch.transformers.meaning import Inputs, Meaning, all_labels, causal_labels, own_items
 from macrobatch.transformers.private import items_in, unlogged
 from macrobatch.transformers.samples import Layout, is_bounded
+from macrobatch.transformers.scaled import require_unscaled
 
 DIRECTIONS = 2
 ROUGH = 0.05  # losses that are rounded so much say nothing about gradients
@@ -151,6 +152,7 @@ def meaning_of(trainer: Any, model: nn.Module, inputs: Inputs, layout: Layout) -
         first = ask(probe, number)
     if first is None:
         return Meaning(None, "what compute_loss says", layout=layout)
+    require_unscaled(trainer, first, lambda: ask(probe, number))
     second = ask(probe, None if number is None else 2 * number)
     assert second is not None
     divided = 2 * (first - second) / first if first else 0.0  # the part of the loss that num_items_in_batch divides
