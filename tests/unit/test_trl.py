@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from harness.trainers import HEADS, SMALL, WORDS, apart, arguments, make, train
-from macrobatch import by_tokens
+from macrobatch import by_tokens, verify
 from macrobatch.errors import UsageError
 from macrobatch.transformers import exact
 
@@ -128,22 +128,41 @@ def test_dpo_with_two_terms(way):
     assert apart(theirs, big.model.state_dict()) > 1e-4
 
 
+@pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]], ids=["one term", "two terms"])
+def test_verify_of_dpo(loss_type):
+    """Pairs stay pairs. The batches have different widths."""
+    data = texts(("prompt", 2, 6), ("chosen", 1, 15), ("rejected", 1, 9), count=22)
+
+    def made(trainer_class):
+        return trainer_class(
+            model=make("llama"),
+            ref_model=reference_model(),
+            args=arguments(kind=trl.DPOConfig, bf16=False, max_length=40, loss_type=loss_type),
+            train_dataset=data,
+            processing_class=tokenizer(),
+        )
+
+    assert verify(made(exact(trl.DPOTrainer))).ok
+    assert verify(made(trl.DPOTrainer)).ok is (len(loss_type) == 1)
+
+
 def test_dpo_with_a_loss_that_compares_all_pairs_is_refused():
     data = texts(("prompt", 2, 6), ("chosen", 1, 15), ("rejected", 1, 9), count=22)
     with pytest.raises(UsageError, match="compares all pairs"):
         run(exact(trl.DPOTrainer), trl.DPOConfig, data, options={"loss_type": ["aot"]}, ref_model=reference_model())
 
 
+def reward_model():
+    torch.manual_seed(1)
+    return LlamaForSequenceClassification(LlamaConfig(**SMALL, **HEADS, num_labels=1)).double()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_reward(way):
-    def scoring():
-        torch.manual_seed(1)
-        return LlamaForSequenceClassification(LlamaConfig(**SMALL, **HEADS, num_labels=1)).double()
-
     data = texts(("chosen", 1, 15), ("rejected", 1, 9), count=22)
     options = {"max_length": 40, "center_rewards_coefficient": 0.1}
-    big, losses = run(trl.RewardTrainer, trl.RewardConfig, data, big=True, model=scoring, options=options)
-    made, ours = run(exact(trl.RewardTrainer, **WAYS[way]), trl.RewardConfig, data, model=scoring, options=options)
+    big, losses = run(trl.RewardTrainer, trl.RewardConfig, data, big=True, model=reward_model, options=options)
+    made, ours = run(exact(trl.RewardTrainer, **WAYS[way]), trl.RewardConfig, data, model=reward_model, options=options)
     assert ours == pytest.approx(losses, abs=2e-6)
     assert apart(made, big.model.state_dict()) <= ROUNDING
 

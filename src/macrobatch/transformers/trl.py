@@ -35,7 +35,7 @@ def declared(trainer: Any) -> Meaning | None:
             f"loss_type={sorted(found)} compares all pairs of a batch with each other: it is another loss for each "
             "way to cut the batch. Choose another one, or one batch for each step: gradient_accumulation_steps=1."
         )
-    if is_one_of(trainer, {"DPOTrainer"}) and (terms := terms_of(trainer)) is not None and _is_trls_own(trainer):
+    if is_one_of(trainer, {"DPOTrainer"}) and (terms := terms_of(trainer)) is not None and has_own_loss(trainer):
         layout = layout_for(trainer)
         return Meaning(layout.count, "pairs, and tokens", terms=terms, layout=layout)
     if not is_one_of(trainer, GENERATING):
@@ -71,7 +71,8 @@ def _owner_of_loss(trainer: Any) -> str | None:
     return None
 
 
-def _is_trls_own(trainer: Any) -> bool:
+def has_own_loss(trainer: Any) -> bool:
+    """Whether its loss is TRL's own, and not that of a subclass."""
     return _owner_of_loss(trainer) is None
 
 

@@ -17,9 +17,9 @@ from macrobatch.transformers.meaning import Inputs
 from macrobatch.transformers.private import prepared
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trainer import ExactTrainer
-from macrobatch.transformers.trl import generates, layout_for
+from macrobatch.transformers.trl import declared, generates, layout_for
 from macrobatch.transformers.windows import Settings, padding_of
-from macrobatch.types import Encoded, Items
+from macrobatch.types import Encoded, Items, Terms
 
 
 def is_trainer(given: object) -> bool:
@@ -42,10 +42,14 @@ def case_of(trainer: Any) -> dict[str, Any]:
     model = _wrapped(trainer)
     batches = _first_window(trainer)
     padding, layout = padding_of(trainer), layout_for(trainer)
-    meaning = meaning_of(trainer, model, batches[0], layout)
+    meaning = declared(trainer) or meaning_of(trainer, model, batches[0], layout)
     rows = [layout.count(batch) for batch in batches]
 
-    def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded:
+    def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded | Terms:
+        if (terms := meaning.terms) is not None:
+            with terms.noted(trainer) as losses, trainer.compute_loss_context_manager():
+                trainer.compute_loss(model, dict(inputs))
+            return terms.of(losses, terms.counts(inputs))
         with outputs_of(trainer.model, meaning.balance is not None) as outputs, trainer.compute_loss_context_manager():
             loss, items = meaning.loss(trainer, trainer.compute_loss, model, dict(inputs))
         return meaning.weighed(loss, items, outputs, inputs)
@@ -61,7 +65,8 @@ def case_of(trainer: Any) -> dict[str, Any]:
         run_window(trainer, model, window_of(inputs))
 
     joint = None if meaning.balance is None else meaning.balance.joint
-    case = {"model": model, "loss_fn": loss_fn, "batch": joined(batches, padding), "joint": joint}
+    batch = layout.as_inputs(joined([layout.as_rows(batch) for batch in batches], padding), padding)
+    case = {"model": model, "loss_fn": loss_fn, "batch": batch, "joint": joint}
     return {**case, "step": step, "wide_step": wide_step}
 
 

@@ -23,9 +23,9 @@ from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
+from macrobatch.transformers.logs import logs_of
 from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.private import prepared
-from macrobatch.transformers.sft import logged_sums_of
 from macrobatch.types import Encoded, Items, StepResult, Terms
 
 PLAIN = {nn.Module.train, PreTrainedModel.train, DistributedDataParallel.train}
@@ -163,7 +163,7 @@ class WholeWindow(Windows):
         self._meaning = meaning
         self._cuts = settings.cuts
         self._padding = padding_of(trainer)
-        self._logged = logged_sums_of(trainer, is_recorded=settings.cuda_graph)
+        self._logged = logs_of(trainer, is_recorded=settings.cuda_graph)
         self._waiting: list[Inputs] = []
         options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": the_only_one}
         if meaning.balance is not None:

@@ -1,0 +1,72 @@
+"""TRL's trainers of pairs under `exact` on two ranks that have different numbers of micro-batches."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from harness.ranks import Outcome, all_well, run
+from macrobatch import by_tokens
+from macrobatch.transformers import exact
+from tests.ranks.test_transformers import alone
+from tests.unit import test_trl
+from tests.unit.test_trl import ROUNDING, apart, datasets, reference_model, reward_model, trl
+
+SCENARIOS: dict[str, Callable[[], Outcome]] = {}
+TRAINERS = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
+    "dpo and sft": (trl.DPOTrainer, trl.DPOConfig, {"loss_type": ["sigmoid", "sft"]}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
+}
+LOGGED = {
+    "dpo": "logps/chosen",
+    "dpo and sft": "logps/rejected",
+    "reward": "mean_reward",
+}  # means of means
+
+
+def pairs() -> Any:
+    """Every other batch of two has long texts: those of the second rank."""
+    draw = torch.Generator().manual_seed(3)
+
+    def text(length: int) -> str:
+        return " ".join(f"w{int(word)}" for word in torch.randint(0, 20, (length,), generator=draw))
+
+    lengths = [14 if index // 2 % 2 else 3 for index in range(24)]
+    rows = [{"prompt": text(3), "chosen": text(n), "rejected": text(n - 1)} for n in lengths]
+    return datasets.Dataset.from_list(rows)
+
+
+def fit(name: str, trainer_class: Any, **sizes: Any) -> Any:
+    datasets.disable_progress_bars()
+    _, config, options = TRAINERS[name]
+    given = {"model": reward_model} if name == "reward" else {"ref_model": reference_model()}
+    made, _ = test_trl.run(trainer_class, config, pairs(), options={"max_length": 40, **options}, **given, **sizes)
+    return made
+
+
+def by_tokens_on_ranks(name: str) -> Outcome:
+    made = fit(name, exact(TRAINERS[name][0], micro=by_tokens(40)), steps=3)
+    return {"weights": made.model.state_dict(), "logs": made.state.log_history}
+
+
+for _name in TRAINERS:
+    SCENARIOS[_name] = partial(alone, partial(by_tokens_on_ranks, _name))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("trl"), forks=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL and datasets, about themselves
+@pytest.mark.parametrize("name", TRAINERS)
+def test_pairs_by_tokens(ran, name):
+    big = fit(name, TRAINERS[name][0], big=True, steps=6)
+    for outcome in all_well(ran[name]):
+        assert apart(outcome["weights"], big.model.state_dict()) <= 10 * ROUNDING
+        for ours, theirs in zip(outcome["logs"][:2], big.state.log_history[:2], strict=True):
+            assert ours["num_tokens"] == theirs["num_tokens"]
+            assert ours[LOGGED[name]] == pytest.approx(theirs[LOGGED[name]], rel=0.5, abs=1e-3)
