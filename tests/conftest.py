@@ -95,9 +95,12 @@ SLOW = {
 def pytest_configure():
     """One thread, for fixtures of modules too, which run before those of a test: two threads sum in another order.
 
-    Programs that tests start must not inherit from nohup, or from a CI, that SIGHUP is ignored.
+    Programs that tests start must not inherit from nohup, from a shell that runs the tests in the background, or from a
+    CI that SIGHUP or SIGINT is ignored.
     """
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -322,15 +322,18 @@ with Signals(say=lambda text: print(text, flush=True)) as signals:
 
 def test_the_first_signal_says_what_it_does_and_the_second_ends_at_once():
     with subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        assert started.stdout.readline() == b"ready\n"
-        started.send_signal(signal.SIGINT)
-        said = started.stdout.readline().decode()
-        assert "after this step" in said
-        assert "again" in said
-        time.sleep(0.3)
-        started.send_signal(signal.SIGINT)
-        assert started.wait(20) == 128 + signal.SIGINT
-        assert started.stderr.read() == b""
+        try:
+            assert started.stdout.readline() == b"ready\n"
+            started.send_signal(signal.SIGINT)
+            said = started.stdout.readline().decode()
+            assert "after this step" in said
+            assert "again" in said
+            time.sleep(0.3)
+            started.send_signal(signal.SIGINT)
+            assert started.wait(20) == 128 + signal.SIGINT
+            assert started.stderr.read() == b""
+        finally:
+            started.kill()  # or the test would wait for it
 
 
 def test_nohup_keeps_a_run_alive():
