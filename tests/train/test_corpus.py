@@ -498,12 +498,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_made_anew(tmp_path, damage, caplog):
+def test_a_damaged_file_is_made_again(tmp_path, damage, caplog):
     kept(tmp_path, "a", lambda: b"content")
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "a").write_bytes(damage(whole))
     assert kept(tmp_path, "a", lambda: b"content") == b"content"
-    assert "made anew" in caplog.text
+    assert "made again" in caplog.text
     assert (tmp_path / "a").read_bytes() == whole
 
 

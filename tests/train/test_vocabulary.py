@@ -144,12 +144,12 @@ def test_a_kept_vocabulary_is_the_trained_one(vocabulary, tmp_path):
     assert Vocabulary.trained(TEXTS[:1], 300, tmp_path).fingerprint != vocabulary.fingerprint
 
 
-def test_a_kept_vocabulary_that_was_damaged_is_trained_anew(vocabulary, tmp_path, caplog):
+def test_a_kept_vocabulary_that_was_damaged_is_trained_again(vocabulary, tmp_path, caplog):
     Vocabulary.trained(TEXTS, 300, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes().replace(b'"rose"', b'"nose"').replace(b"the", b"teh"))
     assert Vocabulary.trained(TEXTS, 300, tmp_path).fingerprint == vocabulary.fingerprint
-    assert "made anew" in caplog.text
+    assert "made again" in caplog.text
 
 
 @pytest.mark.parametrize("size", [256, 0, -1, True, 300.0])
