@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,15 +50,8 @@ def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
     [2, 3]
     """
     flat = [list(flatten(batch, (), "batch", _count(batch), {})) for batch in batches]
-    at_left, found = _are_padded_at_left(flat), []
-    for part, leaves_before in zip(parts, flat, strict=True):
-        lists: dict[int, bool] = {}
-        after = flatten(part, (), "batch", _count(part), lists)
-        narrow = iter(
-            [_narrow(leaf.value, before.value, at_left) for leaf, before in zip(after, leaves_before, strict=True)]
-        )
-        found.append(rebuild(part, partial(_next, narrow), lists))
-    return found
+    at_left = _are_padded_at_left(flat)
+    return [_narrowed(part, leaves, at_left) for part, leaves in zip(parts, flat, strict=True)]
 
 
 def the_only_one(batches: Sequence[Any]) -> Any:
@@ -123,8 +115,12 @@ def padded_columns(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
     return torch.cat([columns, value] if at_left else [value, columns], 1)
 
 
-def _next(values: Iterator[Any], _: Any) -> Any:
-    return next(values)
+def _narrowed(part: Any, before: Sequence[Leaf], at_left: bool) -> Any:
+    """A part that is as wide as these leaves."""
+    lists: dict[int, bool] = {}
+    after = flatten(part, (), "batch", _count(part), lists)
+    narrow = iter([_narrow(leaf.value, like.value, at_left) for leaf, like in zip(after, before, strict=True)])
+    return rebuild(part, lambda _: next(narrow), lists)
 
 
 def _narrow(value: Any, like: Any, at_left: bool) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from macrobatch._cut.joining import joined, narrowed
+from macrobatch._cut.joining import joined
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import samples_of
 from macrobatch.errors import UsageError
@@ -81,14 +81,12 @@ def run_first_window(given: Any, verify: Verify) -> None:
             samples = samples_of(batch)
             return [samples.take(part) for part in parts]
 
-        def step(_: nn.Module, batch: Any) -> None:
-            rehearsal.run(narrowed(window_of(batch), batches))
-
-        def wide_step(_: nn.Module, batch: Any) -> None:
-            rehearsal.run(window_of(batch))
+        def run(_: nn.Module, window: list[Any]) -> None:
+            rehearsal.run(window)
 
         batch = joined(batches, padding_for(module), None)
-        verify(rehearsal.notes, model=module, loss_fn=loss_fn, batch=batch, step=step, wide_step=wide_step)
+        case = {"model": module, "loss_fn": loss_fn, "batch": batch}
+        verify(rehearsal.notes, batches=batches, window_of=window_of, run=run, **case)
 
     rehearsal.at_first_window(act)
 

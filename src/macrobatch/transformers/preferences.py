@@ -40,8 +40,14 @@ class PreferenceTerms:
         pairs = len(mask) // 2
         return {"preference": pairs, "sft": (mask[:pairs, 1:] != 0).sum()}
 
+    def loss(self, trainer: Any, model: Any, inputs: dict[str, Any]) -> dict[str, tuple[Tensor, Items]]:
+        """The terms of the trainer's own loss for a batch."""
+        with self._noted(trainer) as losses, trainer.compute_loss_context_manager():
+            trainer.compute_loss(model, dict(inputs))
+        return self._of(losses, self.counts(inputs))
+
     @contextmanager
-    def noted(self, trainer: Any) -> Iterator[list[Tensor]]:
+    def _noted(self, trainer: Any) -> Iterator[list[Tensor]]:
         """A context that collects the weighted losses of ``compute_loss``, one of each type."""
         before, found = trainer.loss_weights, list[Tensor]()
         trainer.loss_weights = [Noting(weight, found) for weight in before]
@@ -50,7 +56,7 @@ class PreferenceTerms:
         finally:
             trainer.loss_weights = before
 
-    def of(self, losses: list[Tensor], counts: dict[str, Items]) -> dict[str, tuple[Tensor, Items]]:
+    def _of(self, losses: list[Tensor], counts: dict[str, Items]) -> dict[str, tuple[Tensor, Items]]:
         """The two terms, with their items."""
         by_name: dict[str, list[Tensor]] = {"preference": [], "sft": []}
         for kind, loss in zip(self.types, losses, strict=True):

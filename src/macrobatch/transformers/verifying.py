@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import Trainer
 
-from macrobatch._cut.joining import joined, narrowed
+from macrobatch._cut.joining import joined
 from macrobatch._step.snapshot import Snapshot
 from macrobatch.errors import UsageError
 from macrobatch.transformers.asking import meaning_of
@@ -47,9 +48,7 @@ def case_of(trainer: Any) -> dict[str, Any]:
 
     def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded | Terms:
         if (terms := meaning.terms) is not None:
-            with terms.noted(trainer) as losses, trainer.compute_loss_context_manager():
-                trainer.compute_loss(model, dict(inputs))
-            return terms.of(losses, terms.counts(inputs))
+            return terms.loss(trainer, model, inputs)
         with outputs_of(trainer.model, meaning.balance is not None) as outputs, trainer.compute_loss_context_manager():
             loss, items = meaning.loss(trainer, trainer.compute_loss, model, dict(inputs))
         return meaning.weighed(loss, items, outputs, inputs)
@@ -58,16 +57,10 @@ def case_of(trainer: Any) -> dict[str, Any]:
         starts = [sum(rows[:index]) for index in range(len(rows))]
         return [layout.select(inputs, range(at, at + count)) for at, count in zip(starts, rows, strict=True)]
 
-    def step(model: nn.Module, inputs: Inputs) -> None:
-        run_window(trainer, model, narrowed(window_of(inputs), batches))
-
-    def wide_step(model: nn.Module, inputs: Inputs) -> None:
-        run_window(trainer, model, window_of(inputs))
-
     joint = None if meaning.balance is None else meaning.balance.joint
     batch = layout.as_inputs(joined([layout.as_rows(batch) for batch in batches], padding), padding)
     case = {"model": model, "loss_fn": loss_fn, "batch": batch, "joint": joint}
-    return {**case, "step": step, "wide_step": wide_step}
+    return {**case, "batches": batches, "window_of": window_of, "run": partial(run_window, trainer)}
 
 
 def run_window(trainer: Any, model: nn.Module, batches: list[Inputs]) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from macrobatch._cut.joining import padded_columns
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import ByTokens
+from macrobatch._cut.token_groups import MASK
 from macrobatch.transformers.asking import ROUGH, AnyRank, Inquiry, draws_random_numbers, number_of
 from macrobatch.transformers.meaning import Inputs, Meaning
 from macrobatch.transformers.windows import Settings, padding_of
 
-MASK = "attention_mask"
 PADDED_BY_NAME = {MASK, "input_ids", "labels", "shift_labels", "token_type_ids"}
 
 

@@ -202,10 +202,9 @@ class WholeWindow(Windows):
         trainer, meaning = self._trainer, self._meaning
         inputs = meaning.layout.as_inputs(rows, self._padding)
         if (terms := meaning.terms) is not None:
-            with terms.noted(trainer) as losses, trainer.compute_loss_context_manager():
-                trainer.compute_loss(model, dict(inputs))
+            found = terms.loss(trainer, model, inputs)
             self._noted()
-            return terms.of(losses, terms.counts(inputs))
+            return found
         is_watched = meaning.balance is not None or self._logged is not None
         with outputs_of(trainer.model, is_watched) as outputs, trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, dict(inputs))

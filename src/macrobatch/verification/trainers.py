@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from macrobatch._cut.joining import narrowed
 from macrobatch.verification.report import Cause, Report
 from macrobatch.verification.saved_state import SavedState
 
@@ -39,16 +40,30 @@ def verification_of(given: object) -> Callable[[Verify], Report] | None:
     return None
 
 
-def verified(verify: Verify, *, wide_step: Callable[[Any, Any], None], **arguments: Any) -> Report:
-    """The report on a window whose batches have different widths, as the trainer pads them.
+def verified(
+    verify: Verify,
+    *,
+    batches: Sequence[Any],
+    window_of: Callable[[Any], list[Any]],
+    run: Callable[[Any, list[Any]], None],
+    **arguments: Any,
+) -> Report:
+    """The report on a window of a trainer, whose batches have the widths that the trainer gives them.
 
-    If it is wrong, `wide_step`, in which all batches are as wide as one big batch, tells why: its samples can be
-    identified, and if it is right, the padding makes the difference.
+    If it is wrong, the window is run again with all batches as wide as one big batch. That tells why: its samples can
+    be identified, and if it is right, the padding makes the difference.
+
+    Args:
+        verify: the function `verify`.
+        batches: the batches of the window.
+        window_of: cuts them out of one big batch, all as wide as that.
+        run: runs a window with a model.
+        arguments: the other arguments of `verify`.
     """
-    report = verify(**arguments)
-    if report.ok:
+    report = verify(step=lambda model, batch: run(model, narrowed(window_of(batch), batches)), **arguments)
+    if report.ok:  # on all ranks alike
         return report
-    wide = verify(**arguments | {"step": wide_step})
+    wide = verify(step=lambda model, batch: run(model, window_of(batch)), **arguments)
     return replace(report, causes=(PADDED_ALONE,)) if wide.ok else wide
 
 
