@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from macrobatch import Encoded, MacroStep, contrastive_loss
-from macrobatch._step import kept_graphs
+from macrobatch._joint import kept_graphs
 
 SCALE = 20.0
 Batch = dict[str, Tensor]

@@ -1,6 +1,6 @@
 """`Accumulator`: gradient accumulation in your own loop over micro-batches, with exact optimizer steps.
 
-The engine in `_step` accumulates the gradients. `Accumulator` adds the iteration over a data loader.
+The engine in `_engine` accumulates the gradients. `Accumulator` adds the iteration over a data loader.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch._step.assembly import engine_for
-from macrobatch._step.denominators import TermCounter
-from macrobatch._step.epochs import Epochs
-from macrobatch._step.turns import Turn
-from macrobatch._step.validation import checked_choice, checked_counts, checked_switch
+from macrobatch import _checks as catalogue
+from macrobatch._arguments import checked_choice, checked_counts, checked_switch
+from macrobatch._assembly import engine_for, mean_of
+from macrobatch._batch.denominators import TermCounter
+from macrobatch._checks.weights import EqualWeights
+from macrobatch._engine.engine import Uncopied
+from macrobatch._engine.objectives import Terms as SeveralTerms
+from macrobatch._engine.totals import MicroPlan
+from macrobatch._loop.epochs import Epochs
 from macrobatch.errors import UsageError
 from macrobatch.types import Counts, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
 
 Batch = TypeVar("Batch")
 
 
-class Accumulator:
+class Accumulator(Uncopied):
     """Accumulates gradients in your own loop, and takes the optimizer step of the whole batch.
 
     Use it if your loop goes over micro-batches. The micro-batches of one optimizer step are a *window*. When a window
@@ -138,10 +142,11 @@ class Accumulator:
             accumulate_dtype=accumulate_dtype,
             nonfinite=nonfinite,
             process_group=process_group,
-            has_terms=self._has_terms,
+            objective=SeveralTerms if self._has_terms else mean_of,
         )
-        counter = None if counts is None else TermCounter(counts, self._engine.backend, lambda: self._engine.device)
-        self._epochs = Epochs(self._engine, remainder, counter)
+        counter = None if counts is None else TermCounter(counts, self._engine)
+        weighs = reduction == "mean" and catalogue.are_on()
+        self._epochs = Epochs(self._engine, remainder, counter, EqualWeights() if weighs else None)
 
     # ------------------------------------------------------------------------------------------ the main path
 
@@ -247,7 +252,7 @@ class Accumulator:
             )
         if last is not None:
             checked_switch("last", last)
-        with self._engine.micro_batch(Turn(last, is_told=last is not None)):
+        with self._engine.micro_batch(MicroPlan(last, is_told=last is not None)):
             yield
 
     # ------------------------------------------------------------------------------------------ what one can ask

@@ -15,31 +15,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from macrobatch import _arguments as arguments
+from macrobatch import _checks as catalogue
+from macrobatch._assembly import MakeObjective, engine_for, mean_of
+from macrobatch._batch.attempts import Attempts
+from macrobatch._batch.cutting import Cutter
+from macrobatch._batch.denominators import BatchTerms, with_items
+from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
+from macrobatch._checks.weights import UnevenLabels
 from macrobatch._cudagraph.cache import RecordingCache, eager_message
 from macrobatch._cudagraph.capture import capturer_for
 from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_ddp
 from macrobatch._cudagraph.two_passes import FirstPassCache, JointRecordings, SecondPassCache
-from macrobatch._cut.fitting import Fitting, FittingCount, FittingTokens, Sized, checked_micro
-from macrobatch._cut.label_watch import LabelWatch
-from macrobatch._cut.memory import UNLIMITED, FittingSizes
+from macrobatch._cut.fitting import checked_micro
+from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.plans import Part
-from macrobatch._cut.policies import ByCount, ByTokens, Cut, Policy, require_each_once
+from macrobatch._cut.policies import Cut, Policy
 from macrobatch._cut.prefetch import Prefetcher
-from macrobatch._cut.samples import Collate, Samples, samples_of
+from macrobatch._cut.samples import Collate
 from macrobatch._cut.trees import copy_shared
-from macrobatch._ranks.agreement import Agreement, Row
+from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.engine import Uncopied
+from macrobatch._engine.events import Observer
+from macrobatch._engine.objectives import Terms as SeveralTerms
+from macrobatch._engine.totals import MicroPlan
+from macrobatch._joint.kept_graphs import kept_graphs_for
+from macrobatch._joint.objective import Joint as WholeBatchLoss
+from macrobatch._joint.two_passes import JointChecks, TwoPasses
+from macrobatch._ranks.agreement import Agreement
 from macrobatch._ranks.placements import sharing_ranks
-from macrobatch._ranks.select import require_own_statistics
-from macrobatch._step import validation
-from macrobatch._step.assembly import engine_for
-from macrobatch._step.attempts import Attempts
-from macrobatch._step.batch_terms import BatchTerms, with_items
-from macrobatch._step.kept_graphs import kept_graphs_for
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.spans import Observer
-from macrobatch._step.spare import Spare
-from macrobatch._step.turns import Turn
-from macrobatch._step.two_passes import TwoPasses
 from macrobatch.errors import BackendError, BatchError, UsageError, warn
 from macrobatch.types import Counts, Encoded, Items, Joint, Options, StepResult, Terms
 
@@ -47,7 +51,7 @@ Model = nn.Module | Sequence[nn.Module]
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Items] | Terms | Encoded]
 
 
-class MacroStep:
+class MacroStep(Uncopied):
     """Takes the optimizer step of a whole batch, which it cuts into micro-batches that fit into memory.
 
     Use it if you have whole batches that are too large for one forward and backward. Create it once, then call it with
@@ -131,7 +135,7 @@ class MacroStep:
             if name in options:
                 raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
         own = ("micro", "collate", "counts", "joint", "cuda_graph", "fit_file")
-        validation.require_options(options, [*own, *Options.__annotations__])
+        arguments.require_options(options, [*own, *Options.__annotations__])
         if not callable(loss_fn):
             raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")
         if collate is not None and not callable(collate):
@@ -141,39 +145,44 @@ class MacroStep:
         self._model = model
         self._loss_fn = loss_fn
         self._collate = collate
-        self._micro = checked_micro(micro)
-        if fit_file is not None and self._fitting is None:
+        has_terms = arguments.checked_counts(counts) is not None
+        has_joint = arguments.checked_joint(joint, counts) is not None
+        records = arguments.checked_switch("cuda_graph", cuda_graph)
+        is_checked = catalogue.are_on()
+        passes = PassesDiffer() if is_checked else None
+        checks = JointChecks(FrozenChanged(), RanksDiffer(), BatchNormStatistics()) if is_checked else None
+        objective: MakeObjective = SeveralTerms if has_terms else mean_of
+        if has_joint:
+            objective = partial(WholeBatchLoss, passes=passes)
+        more = (passes, *checks) if has_joint and passes is not None and checks is not None else ()
+        engine = self._engine = engine_for(model, optimizer, objective=objective, checks=more, **options)
+        self._terms = None if counts is None else BatchTerms(counts, engine)
+        parameters = (p for model in engine.models for p in model.parameters())
+        self._sharing = sharing_ranks(parameters, engine.backend.group)
+        self._feed = Prefetcher()
+        self._has_scaler = options.get("scaler") is not None
+        self._graphs = self._make_graphs(has_joint=has_joint) if records else None
+        self._sizes = FittingSizes(fit_file)
+        recorded = self._graphs is not None
+        policy = checked_micro(micro)
+        self._cutter = Cutter(engine, policy, collate, self._sizes, records=recorded, has_passes=has_joint)
+        fitting = self._cutter.fitting
+        if fit_file is not None and fitting is None:
             raise UsageError(
                 'fit_file keeps the sizes that micro="auto" or by_tokens("auto") has found: leave it out otherwise.'
             )
-        self._sizes = FittingSizes(fit_file)
-        has_terms = validation.checked_counts(counts) is not None
-        has_joint = validation.checked_joint(joint, counts) is not None
-        self._engine = engine_for(model, optimizer, has_terms=has_terms, has_joint=has_joint, **options)
-        self._terms = None if counts is None else BatchTerms(counts, self._engine)
-        parameters = (p for model in self._engine.models for p in model.parameters())
-        self._sharing = sharing_ranks(parameters, self._engine.backend.group)
-        if self._fitting is not None and self._sharing:
+        if fitting is not None and self._sharing:
             raise BackendError(
                 '"auto" cuts by the memory of one rank, but '
                 f"rank {dist.get_rank()} shares a model with the ranks {self._sharing}, which must cut alike. Say how: "
                 "micro= a number, by_count or by_tokens with a budget."
             )
-        self._feed = Prefetcher()
-        records = validation.checked_switch("cuda_graph", cuda_graph)
-        self._graphs = self._make_graphs(has_joint=has_joint) if records else None
-        self._agreement = Agreement(self._engine.backend)
-        self._containers: set[str] = set()  # the paths of lists in batches that have no entry for each sample
-        self._attempts = Attempts(self._engine, self._agreement, self._fitting, self._sizes)
-        self._spare = Spare(self._engine, self._agreement)
-        watches = self._engine.reduction == "mean" and not (has_terms or has_joint)
-        self._label_watch = LabelWatch() if watches else None
-        self._counts_samples = False  # whether loss_fn returned no items, when it was last called
-        keeps = (
-            has_joint and self._fitting is not None and self._graphs is None and self._engine.backend.abilities.confines
-        )
-        self._kept = kept_graphs_for(self._engine.device) if keeps else None
-        self._passes = None if joint is None else self._make_passes(joint)
+        self._attempts = Attempts(engine, Agreement(engine.backend), fitting, self._sizes)
+        watches = is_checked and options.get("reduction", "mean") == "mean" and not (has_terms or has_joint)
+        self._labels = UnevenLabels() if watches else None
+        keeps = has_joint and fitting is not None and not recorded and engine.backend.abilities.leaves_are_parameters
+        self._kept = kept_graphs_for(engine.device) if keeps else None
+        self._passes = None if joint is None else self._make_passes(joint, checks)
 
     def __call__(self, batch: Any) -> StepResult:
         """Take the optimizer step of a batch: forward, backward, clipping, step, and clearing of the gradients.
@@ -196,11 +205,11 @@ class MacroStep:
         if self._terms is not None:
             self._terms.begin_window()
         while True:
-            cut = self._cut(batch)
+            cut = self._cutter.cut(batch, self._count_terms)
             if self._terms is not None:
                 self._terms.expect(cut)
             if cut.is_empty:
-                return self._engine.skip()
+                return self._engine.close_empty()
             take_turns = self._take_turns if self._passes is None else self._take_turns_twice
             if self._attempts.run(cut, partial(take_turns, cut), self._graphs, self._kept):
                 return self._close(cut)
@@ -269,74 +278,6 @@ class MacroStep:
             self._engine.backend.observe_communication(partial(spans.of, "communication"))
         spans.subscribe(observer)
 
-    # ------------------------------------------------------------------------------------------ before a window
-
-    @property
-    def _fitting(self) -> Fitting | None:
-        """The way to cut the batch if the size of micro-batches is found by trying; otherwise None."""
-        return self._micro if isinstance(self._micro, FittingCount | FittingTokens) else None
-
-    @property
-    def _has_few_shapes(self) -> bool:
-        """Whether recorded micro-batches are cut so that there are few different shapes."""
-        return isinstance(self._micro, ByTokens | FittingTokens)
-
-    def _cut(self, batch: Any) -> Cut:
-        """Cut the batch into micro-batches, as agreed with the other ranks."""
-        try:
-            samples = samples_of(batch, self._collate, self._containers)
-            (parts, size), row = self._plan(samples)
-            if self._terms is not None and samples.count:
-                self._terms.count(batch)
-        except Exception:
-            self._exchange(Row(failed=1))
-            raise
-        rows = self._exchange(row)
-        if any(row.failed for row in rows):
-            ranks = [rank for rank, row in enumerate(rows) if row.failed]
-            raise BatchError(f"the batch of rank {ranks[0]} cannot be cut; its own error says why. No step was taken.")
-        least = min(row.proposed for row in rows)
-        if any(row.size > least for row in rows):  # all cut alike: by what fits on every rank
-            (parts, size), row = self._plan(samples, least)
-            rows = self._exchange(row)
-        counts = [row.parts for row in rows]
-        held = self._fitting is not None and any(row.size > row.proven for row in rows)
-        abilities = self._engine.backend.abilities
-        held = held or self._graphs is not None or self._passes is not None
-        held = held or (0 in counts and not abilities.needs_every_rank)
-        held = held and not self._agreement.is_alone and abilities.can_hold
-        if held or counts.count(counts[0]) < len(counts):
-            require_own_statistics(
-                self._engine.models,
-                f"{counts} micro-batches on the ranks: all would have to take turns together, and succeed together. "
-                "Give every rank equally many samples, and micro= a number.",
-            )
-        turns = max(counts) if abilities.lockstep and not held else max(len(parts), abilities.needs_every_rank)
-        self._spare.find(rows, samples, parts)
-        self._engine.expect_repeats(counts.count(counts[0]) < len(counts))
-        return Cut(samples, parts, turns, held, is_empty=not any(counts), size=size)
-
-    def _plan(self, samples: Samples, most: int = UNLIMITED) -> tuple[Sized, Row]:
-        """The micro-batches of this rank and the row it sends to the others. `most` limits a size found by trying."""
-        few_shapes, has_spare = self._graphs is not None, samples.count > 0 or self._spare.is_there
-        if not samples.count:
-            return Sized([], 0), Row(has_spare=has_spare)
-        if isinstance(self._micro, FittingCount | FittingTokens):
-            shape = self._micro.shape(samples)
-            proposed = min(self._sizes.proposal(shape), most)
-            cut = self._micro.cut(samples, proposed, few_shapes=few_shapes)
-            proven = self._sizes.proven_size(shape)
-            return cut, Row(samples.count, len(cut.parts), cut.size, proposed, proven, has_spare)
-        parts = self._micro.parts(samples, few_shapes=few_shapes)
-        if not isinstance(self._micro, ByCount | ByTokens):
-            require_each_once(parts, samples.count)
-        size = max(len(part.samples) for part in parts)
-        return Sized(parts, size), Row(samples.count, len(parts), has_spare=has_spare)
-
-    def _exchange(self, row: Row) -> list[Row]:
-        with self._engine.spans.of("communication"):
-            return self._agreement.exchange(row)
-
     # ------------------------------------------------------------------------------------------ the window
 
     def _take_turns(self, cut: Cut) -> None:
@@ -351,28 +292,31 @@ class MacroStep:
         if not cut.turns:
             engine.join_empty()
         if graphs is not None:
-            graphs.open(engine.open_gradients(), self._coming(cut), few_shapes=self._has_few_shapes)
-        if self._label_watch is not None:
-            self._label_watch.begin_window()
+            graphs.open(engine, self._coming(cut), few_shapes=self._cutter.has_few_shapes)
+        if self._labels is not None:
+            self._labels.begin()
         takes, counted = [partial(self._take, cut, part) for part in cut.part_per_turn()], set[bool]()
         for index, (micro_batch, samples) in enumerate(self._feed.each(takes, engine.device)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
-            if self._label_watch is not None and not is_repeat:
-                self._label_watch.note(micro_batch, samples)
-            with engine.micro_batch(Turn(last=is_final and not cut.is_held, repeat=is_repeat)):
+            if self._labels is not None and not is_repeat:
+                self._labels.note(micro_batch, samples)
+            with engine.micro_batch(MicroPlan(last=is_final and not cut.is_held, repeat=is_repeat)):
                 recording = None
-                if graphs is not None and not is_repeat and engine.window.knows_multiplier:
+                if graphs is not None and not is_repeat and self._knows_scale():
                     recording = graphs.find(micro_batch, samples, cut.parts[index].key)
                 if recording is not None:
-                    engine.window.counts_samples = self._counts_samples
                     engine.replay(recording, micro_batch)
                 else:
                     own = copy_shared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
                     self._run(own, samples, counted)
             if not is_final:
                 engine.close()
-        if graphs is not None and engine.is_open:
-            graphs.close(engine.open_gradients(), engine.window)
+        if graphs is not None:
+            graphs.close(engine)
+
+    def _knows_scale(self) -> bool:
+        """Whether the factor of all losses of the window does not depend on the next micro-batch."""
+        return not self._has_scaler or self._engine.open_window().multiplier is not None
 
     def _take_turns_twice(self, cut: Cut) -> None:
         """Run the two passes of a loss of the whole batch. `collate` is called once for each micro-batch."""
@@ -395,16 +339,19 @@ class MacroStep:
 
         self._passes.run(cut, micro_batches, self._coming(cut))
 
-    def _make_passes(self, joint: Joint) -> TwoPasses:
-        bare = without_ddp(self._model)
+    def _make_passes(self, joint: Joint, checks: JointChecks | None) -> TwoPasses:
+        bare, objective = without_ddp(self._model), self._engine.objective
+        assert isinstance(objective, WholeBatchLoss)
         return TwoPasses(
             self._engine,
+            objective,
             partial(self._loss_fn, self._model),
             partial(joint, bare),
             self._attempts.agree,
             recordings=self._graphs if isinstance(self._graphs, JointRecordings) else None,
-            few_shapes=self._has_few_shapes,
+            few_shapes=self._cutter.has_few_shapes,
             kept=self._kept,
+            checks=checks,
         )
 
     def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
@@ -417,8 +364,11 @@ class MacroStep:
         counted.add(items is not None)
         if len(counted) > 1:
             raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
-        self._engine.window.counts_samples = items is None
-        self._engine.backward(loss, samples if items is None else items)
+        self._engine.backward(loss, samples if items is None else items, are_samples=items is None)
+
+    def _count_terms(self, batch: Any) -> None:
+        if self._terms is not None:
+            self._terms.count(batch)
 
     def _coming(self, cut: Cut) -> list[tuple[Hashable, Callable[[], tuple[Any, int]]]]:
         """For each micro-batch: the key that identifies its shape, and a function that returns it before its turn."""
@@ -426,10 +376,10 @@ class MacroStep:
         return [(part.key, partial(self._feed.one, partial(self._take, cut, part), device)) for part in cut.parts]
 
     def _take(self, cut: Cut, part: Part | None) -> tuple[Any, int]:
-        """A micro-batch and its number of samples. If `part` is None, it is a copy of the spare sample."""
+        """A micro-batch and its number of samples. If `part` is None, it is a copy of the placeholder."""
         with self._engine.spans.of("data"):
             if part is None:
-                return self._spare.copy(), 1
+                return self._cutter.placeholder.copy(), 1
             return cut.samples.take(part), len(part.samples)
 
     def _loss(self, model: Any, micro_batch: Any) -> tuple[Any, Items]:
@@ -440,9 +390,8 @@ class MacroStep:
             if len(loss) != 2:
                 raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
             loss, items = loss
-        self._counts_samples = items is None
         if items is not None:
-            self._label_watch = None  # nothing is weighed by samples
+            self._labels = None  # nothing is weighed by samples
         return loss, items
 
     def _close(self, cut: Cut) -> StepResult:
@@ -450,8 +399,8 @@ class MacroStep:
         result = self._engine.close(now=cut.is_held)
         assert result is not None, "the window is complete"
         self._attempts.note_success(cut, self._kept)
-        if self._label_watch is not None and (why := self._label_watch.uneven()) is not None:
-            self._label_watch = None
+        if self._labels is not None and (why := self._labels.uneven()) is not None:
+            self._labels = None
             warn(why)
         return result
 
@@ -461,30 +410,25 @@ class MacroStep:
         """The cache of CUDA graphs. If micro-batches cannot be recorded: None, and a warning that says why."""
         engine, bare = self._engine, without_ddp(self._model)
 
-        def loss_of(micro_batch: Any, samples: Callable[[], int]) -> tuple[Any, Items]:
+        def loss_of(micro_batch: Any, samples: Callable[[], int]) -> tuple[Any, Items, bool]:
             loss, items = self._loss(bare, micro_batch)
             if has_joint:
-                return loss, None
+                return loss, None, False
             if self._terms is not None:
-                return with_items(loss, samples), None
-            return validation.checked_loss(loss), validation.checked_items(samples() if items is None else items)
+                return with_items(loss, samples), None, False
+            return loss, samples() if items is None else items, items is None
 
         capturer = capturer_for(engine.device)
         why = f"the model is on {engine.device}" if capturer is None else self._why_eager()
         if capturer is None or why is not None:
             warn(eager_message(str(why)))
             return None
-        options: Any = {
-            "reduction": engine.reduction,
-            "has_scaler": engine.scaler is not None,
-            "capturer": capturer,
-        }
+        parts: Any = (engine.models, loss_of, engine.objective)
+        options: Any = {"has_scaler": self._has_scaler, "capturer": capturer}
         if has_joint:
-            return JointRecordings(
-                FirstPassCache(engine.models, loss_of, **options), SecondPassCache(engine.models, loss_of, **options)
-            )
+            return JointRecordings(FirstPassCache(*parts, **options), SecondPassCache(*parts, **options))
         denominators = None if self._terms is None else self._terms.denominators
-        return RecordingCache(engine.models, loss_of, denominators=denominators, **options)
+        return RecordingCache(*parts, denominators=denominators, **options)
 
     def _why_eager(self) -> str | None:
         """The reason why micro-batches cannot be recorded as CUDA graphs; None if they can."""

@@ -101,7 +101,7 @@ def test_the_guard_sees_what_nobody_may_touch(planted):
         "super()._named()",
         "part._replace(samples=())",
         "x.__class__.__name__",
-        "from macrobatch._step.graph import reach_of",
+        "from macrobatch._torch.graph import reach_of",
         "class A:\n    def _own(self): ...\ndef f(a): return a._own()",  # of the same room
         '"""torch._foreach_mul_ is told of in a docstring."""',
     ],

@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 import macrobatch._torch.contract as contract
 from harness.ranks import Outcome, all_well, run
 from macrobatch import Accumulator
-from macrobatch._step.graph import run_backward
 from macrobatch._torch import autograd, cuda, ddp, distributed, fsdp1, fsdp2, modules, optimizers, tensors
+from macrobatch._torch.autograd import run_backward
 from macrobatch._torch.contract import CONTRACT, PrivateName, is_there, warn_about_unknown_torch
 
 PROBED: list[str] = []
@@ -283,7 +283,7 @@ def test_a_backward_by_its_last_line_is_a_backward(monkeypatch, has_engine):
     if has_engine:
         assert autograd.engine_run_backward is not None
     else:
-        monkeypatch.setattr("macrobatch._step.graph.engine_run_backward", None)
+        monkeypatch.setattr("macrobatch._torch.autograd.engine_run_backward", None)
     x, y = (nn.Parameter(torch.tensor(value)) for value in (2.0, 3.0))
     for inputs, expected in ((None, (6.0, 4.0)), ([x], (12.0, 4.0))):
         run_backward(x * y, torch.tensor(2.0), inputs)

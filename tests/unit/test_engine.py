@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from macrobatch import Accumulator, MacroStep
+from macrobatch._assembly import checks_of_engines
+from macrobatch._engine.closing import Closing, LeaveMean, result_of
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.objectives import Mean
+from macrobatch._engine.totals import MicroPlan
 from macrobatch._ranks.backend import Local
-from macrobatch._step.closing import Closing, result_of
-from macrobatch._step.engine import Engine
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.turns import Turn
 from macrobatch.errors import UsageError
 
 SIZES = (5, 2, 7, 4)
@@ -38,7 +39,7 @@ def mean_gradients():
 
 def accumulate(engine, model, items=len):
     for x, y in micro_batches():
-        with engine.micro_batch(Turn()):
+        with engine.micro_batch(MicroPlan()):
             engine.backward(nn.functional.mse_loss(model(x), y), items(x))
         result = engine.close()
     return result
@@ -64,9 +65,9 @@ def test_a_program_that_steps_by_itself_finds_the_mean(items):
 
 def test_a_program_that_steps_by_itself_must_wait_for_the_close():
     model, optimizer = model_and_optimizer()
-    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), steps=2)
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), steps=2, checks=checks_of_engines())
     x, y = micro_batches()[0]
-    with engine.micro_batch(Turn()):
+    with engine.micro_batch(MicroPlan()):
         engine.backward(nn.functional.mse_loss(model(x), y), len(x))
     with pytest.raises(UsageError, match="inside the open window"):
         optimizer.step()
@@ -75,7 +76,8 @@ def test_a_program_that_steps_by_itself_must_wait_for_the_close():
 def test_the_mean_that_is_left_keeps_the_scale_of_a_scaler():
     model, optimizer = model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer], scaler), steps=len(SIZES), scaler=scaler)
+    mean = Mean("mean", scaler, Local(), shrinks=False)
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer], scaler), mean, steps=len(SIZES))
     accumulate(engine, model)
     close_to([p.grad / 1024 for p in model.parameters()], mean_gradients())
 
@@ -86,25 +88,21 @@ class Collect(Closing):
     def __init__(self):
         self.taken, self.leaves_gradients, self.means = 0, False, []
 
-    def guard_steps(self, window_is_open, holds_cleared):
-        pass
+    taken = 0
+
+    def restore(self, taken):
+        self.taken = taken
 
     def begin_window(self):
-        pass
-
-    def check_loss(self, loss):
-        pass
-
-    def check_untouched(self):
         pass
 
     def settle(self):
         pass
 
-    def close(self, window, gradients, *, shared):
-        gradients.gather()
-        gradients.divide(window.divisor())
-        self.means = [p.grad.clone() for p in gradients.parameters]
+    def close(self, window, store, flags, *, average, shared):
+        store.gather()
+        store.divide(window.divisor(average))
+        self.means = [p.grad.clone() for p in store.parameters]
         self.taken += 1
         return result_of(window, step=self.taken, lr=(), skipped=False)
 

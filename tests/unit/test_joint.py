@@ -29,7 +29,7 @@ from harness.joint import (
 )
 from harness.reference import relative_error
 from macrobatch import Encoded, MacroStep, by_tokens, contrastive_loss
-from macrobatch._step.kept_graphs import ROOMS, SHARE, SPARE
+from macrobatch._joint.kept_graphs import ROOMS, SHARE, SPARE
 from macrobatch.errors import BatchError, FitError
 
 # ------------------------------------------------------------------------------------------------------ exact

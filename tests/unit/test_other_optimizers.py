@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from harness.reference import relative_error, weights_of
 from macrobatch import Accumulator, MacroStep
-from macrobatch._step.optimizers import has_hooks
+from macrobatch._torch.optimizers import has_hooks
 from macrobatch.errors import UsageError
 
 INSIDE = r"SGD.step\(\) was called inside the open window, by an optimizer that was not passed"

@@ -12,10 +12,10 @@ from harness.reference import BY_COUNT, Trainee, mean_loss, relative_error, trai
 from macrobatch import MacroStep
 from macrobatch._cut.plans import Part, plan_by_count
 from macrobatch._cut.samples import Samples
+from macrobatch._engine.closing import TakeStep
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.totals import MicroPlan
 from macrobatch._ranks.backend import Abilities, Local
-from macrobatch._step.closing import TakeStep
-from macrobatch._step.engine import Engine
-from macrobatch._step.turns import Turn
 from macrobatch.errors import BatchError
 
 BATCHES = [reference.batch(size, seed=size) for size in (3, 1, 4, 2, 5, 2)]
@@ -66,7 +66,7 @@ def test_a_backend_of_ones_own(max_norm):
     backend = Averaging(own.model)
     engine = engine_on(own, backend, max_norm)
     for micro in BATCHES:
-        with engine.micro_batch(Turn()):
+        with engine.micro_batch(MicroPlan()):
             assert own.model.training
             engine.backward(mean_loss(own.model, micro), micro.items)
         assert not own.model.training  # as it was

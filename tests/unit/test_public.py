@@ -17,10 +17,16 @@ ROOMS = {
     "types": set(),
     "_torch": {"errors"},
     "_io": {"errors"},
-    "_ranks": {"errors", "types", "_torch"},
+    "_ranks": {"errors", "types", "_torch", "_cut"},
     "_cut": {"errors", "_torch", "_io"},
-    "_step": {"errors", "types", "_torch", "_cut", "_ranks"},
-    "_cudagraph": {"errors", "types", "_torch", "_cut", "_step"},
+    "_arguments": {"errors", "types", "_torch", "_ranks"},
+    "_engine": {"errors", "types", "_torch", "_ranks", "_arguments"},
+    "_checks": {"errors", "types", "_torch", "_cut", "_ranks", "_engine"},
+    "_joint": {"errors", "types", "_torch", "_cut", "_ranks", "_arguments", "_engine", "_checks"},
+    "_batch": {"errors", "types", "_torch", "_cut", "_ranks", "_arguments", "_engine", "_joint"},
+    "_loop": {"errors", "types", "_torch", "_cut", "_ranks", "_engine", "_checks", "_batch"},
+    "_assembly": {"errors", "types", "_torch", "_ranks", "_arguments", "_engine", "_checks"},
+    "_cudagraph": {"errors", "types", "_torch", "_cut", "_arguments", "_engine", "_checks", "_joint"},
     "losses": {"errors", "types", "_torch", "_cut"},
     "contrastive": {"errors", "_torch"},
 }
@@ -90,9 +96,9 @@ def test_no_file_imports_itself_in_a_circle():
 
 
 def test_the_guard_sees_a_wrong_import():
-    assert wrong_imports("from macrobatch.accumulator import Accumulator", "_step") == ["accumulator"]
-    assert wrong_imports("import numpy", "_step") == ["numpy"]
-    assert wrong_imports("from macrobatch._step import closing", "_ranks") == ["_step.closing"]
+    assert wrong_imports("from macrobatch.accumulator import Accumulator", "_engine") == ["accumulator"]
+    assert wrong_imports("import numpy", "_engine") == ["numpy"]
+    assert wrong_imports("from macrobatch._engine import closing", "_ranks") == ["_engine.closing"]
     assert wrong_imports("from macrobatch import accelerate", "macrostep") == ["accelerate"]
     assert wrong_imports("import rich", "train") == []
 

@@ -1,7 +1,7 @@
 """Records micro-batches as CUDA graphs, once for each shape, and replays them.
 
 A micro-step is the forward and backward of one micro-batch. Its replay takes microseconds of host time, while Python
-takes milliseconds. The inputs, gradients and totals (`StaticTotals`) of a recording have fixed addresses. Everything
+takes milliseconds. The inputs, gradients and sums (`StaticWindow`) of a recording have fixed addresses. Everything
 else is in one memory pool that all recordings share, because no two run at the same time.
 
 Shapes are recorded before a window begins, when no gradient exists yet. So the warm-up changes only random number
@@ -36,18 +36,16 @@ from macrobatch._cudagraph.eligibility import (
     signature,
     tensors_of,
 )
-from macrobatch._cudagraph.recorded_step import Recording, StaticTermTotals, StaticTotals
+from macrobatch._cudagraph.recorded_step import Recording, StaticWindow
 from macrobatch._cut.memory import is_out_of_memory, release_cached_memory
-from macrobatch._step.denominators import Denominators
-from macrobatch._step.gradients import Gradients
-from macrobatch._step.graph import confinement_of, reach_of, run_confined
-from macrobatch._step.snapshot import Snapshot, modules_of
-from macrobatch._step.terms import TermWindow
-from macrobatch._step.totals import UNSCALED, Window
-from macrobatch._step.validation import checked_terms
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.objectives import Objective
+from macrobatch._engine.totals import Denominators, Micro, Totals
+from macrobatch._engine.window import Window
+from macrobatch._torch.graph import confinement_of, reach_of, run_confined
+from macrobatch._torch.snapshot import Snapshot, modules_of
 from macrobatch._torch.tensors import version_of, zero_all
 from macrobatch.errors import warn
-from macrobatch.types import Reduction
 
 MAX_SHAPES = 64  # a recording holds the launch parameters of thousands of kernels
 MAX_AT_ONCE = 8  # shapes that are recorded when they first come
@@ -56,7 +54,7 @@ WARM_UPS = 3
 MAX_TIME_SHARE = 0.9  # of the eager time: slower recordings are not worth their memory
 
 MicroBatch = tuple[Any, int]  # a micro-batch on the device, with its number of samples
-LossFunction = Callable[[Any, Callable[[], int]], tuple[Any, Any]]
+LossFunction = Callable[[Any, Callable[[], int]], tuple[Any, Any, bool]]
 
 
 class Slot(NamedTuple):
@@ -69,6 +67,13 @@ class Slot(NamedTuple):
 
     shape: Hashable
     samples: int | None
+
+
+class Recorded(NamedTuple):
+    """What the host knows of the items of a recorded micro-batch, and whether the program gives them."""
+
+    totals: Totals
+    is_counted: bool | None = None
 
 
 class _RestartError(Exception):
@@ -84,10 +89,10 @@ class RecordingCache:
 
     Args:
         models: the models that are trained.
-        loss_of: ``loss_of(micro_batch, samples)`` returns the loss and its items, or a dict of terms and None. It must
-            call the models without DDP (`without_ddp`), whose Python code a replay would leave out. If it calls
-            ``samples()``, for the number of samples, a recording serves this number of samples only.
-        reduction: whether these losses are a "mean" or a "sum" over items.
+        loss_of: ``loss_of(micro_batch, samples)`` returns what the objective gets, its items, and whether these are
+            samples. It must call the models without DDP (`without_ddp`), whose Python code a replay would leave out. If
+            it calls ``samples()``, for the number of samples, a recording serves this number of samples only.
+        objective: what is differentiated.
         has_scaler: whether a scaler multiplies the losses.
         capturer: the capturer for the models' device.
         denominators: returns the denominators of the window that begins, if losses are dicts of terms.
@@ -97,15 +102,15 @@ class RecordingCache:
         self,
         models: Sequence[nn.Module],
         loss_of: LossFunction,
+        objective: Objective,
         *,
-        reduction: Reduction,
         has_scaler: bool,
         capturer: Capturer,
         denominators: Callable[[], Denominators] | None = None,
     ) -> None:
         self._models = models
         self._loss_of = loss_of
-        self._reduction: Reduction = reduction
+        self._objective = objective
         self._has_scaler = has_scaler
         self._denominators = denominators
         self._capturer = capturer
@@ -127,7 +132,7 @@ class RecordingCache:
     def _release_memory(self) -> None:
         self._buffers: dict[int, Tensor] = {}  # the gradients, by id of the parameter
         self._versions: dict[int, int] = {}
-        self._totals: StaticTotals | None = None
+        self._static: StaticWindow | None = None
         self._pool: Any = None  # exists as long as a recording in it
 
     @property
@@ -138,24 +143,31 @@ class RecordingCache:
     # ------------------------------------------------------------------------------------------ a window
 
     def open(
-        self, gradients: Gradients, upcoming: Sequence[tuple[Hashable, Callable[[], MicroBatch]]], *, few_shapes: bool
+        self,
+        engine: Engine,
+        upcoming: Sequence[tuple[Hashable, Callable[[], MicroBatch]]],
+        *,
+        few_shapes: bool,
+        layout: Any = None,  # noqa: ARG002
     ) -> None:
         """Record shapes of the window that begins, if it is worth it, and attach the gradient buffers.
 
         Args:
-            gradients: the gradients of the window. None of them exists yet.
+            engine: the engine. No gradient of its window exists yet.
             upcoming: for each micro-batch its key (`Part.key`), and a function that returns it.
             few_shapes: whether the plan of the window has few different shapes.
+            layout: what encodings look like, for recordings of first passes.
         """
-        self._check_model(gradients.parameters)
+        parameters = engine.open_store().parameters
+        self._check_model(parameters)
         if not self._is_disabled and not self._is_full:
-            self._record_upcoming(gradients.parameters, upcoming, few_shapes)
+            self._record_upcoming(parameters, upcoming, few_shapes)
         if self._is_disabled and self._buffers:
             self.forget()
-        if self._totals is not None:
-            self._totals.clear()
-        self._attach_buffers(gradients.parameters)
-        gradients.mark()
+        if self._static is not None:
+            self._static.clear()
+        self._attach_buffers(parameters)
+        engine.accept_gradients()
 
     def find(self, micro_batch: Any, samples: int, key: Hashable) -> Recording | None:
         """The recording for a micro-batch; None if it must run eagerly."""
@@ -196,23 +208,23 @@ class RecordingCache:
             "your collate= can pad to one of a few lengths."
         )
 
-    def close(self, gradients: Gradients, window: Window | None) -> None:
-        """Add the totals to the window after its last micro-batch, and detach the buffers that it never used."""
+    def close(self, engine: Engine) -> None:
+        """Add the sums to the window after its last micro-batch, and detach the buffers that it never used."""
         if self._ran_out:  # the window itself fitted: it would have failed otherwise
             self._ran_out = False
             self._warn("cuda_graph=True: there is not enough memory to record a shape. It runs eagerly.")
-        if self._totals is None or window is None:
+        if self._static is None or engine.window is None:
             return
-        added_to = {id(p) for recording in self._totals.used_recordings for p in recording.reached}
+        added_to = {id(p) for recording in self._static.used for p in recording.reached}
         if added_to:
-            self._totals.add_to(window)
-        for parameter in gradients.parameters:
+            self._static.add_to(engine.window)
+        for parameter in engine.store.parameters:
             buffer = self._buffers.get(id(parameter))
             if buffer is None or parameter.grad is not buffer or id(parameter) in added_to:
                 continue
             if version_of(buffer) == self._versions[id(parameter)]:  # no eager micro-step wrote to it
                 parameter.grad = None
-        gradients.mark()
+        engine.accept_gradients()
 
     def _attach_buffers(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set ``.grad`` of all recorded parameters to their zeroed buffers; eager micro-steps add to them too."""
@@ -311,12 +323,12 @@ class RecordingCache:
     def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         capturer = self._capturer
         self._counts_samples = False
-        totals = self._totals = self._totals or self._new_totals()
+        static_window = self._static = self._static or self._new_static()
         pool = self._pool = self._pool or capturer.new_pool()
         static = copy_tensors(micro_batch)
 
-        def micro_step() -> Window:
-            return self._micro_step(static, samples, totals, leaves_of)
+        def micro_step() -> Recorded:
+            return self._micro_step(static, samples, static_window, leaves_of)
 
         with pause_gc(), capturer.claim(pool) as claim:
             for parameter, leaf in leaves_of.items():
@@ -327,21 +339,21 @@ class RecordingCache:
                 leaves_of[parameter].grad = None
                 if not self._is_reached(parameter):
                     del self._buffers[id(parameter)]
-            graph, window = capturer.capture(micro_step, pool)
+            graph, recorded = capturer.capture(micro_step, pool)
         inputs = [leaf for _, leaf in tensors_of(static)]
-        recording = self._recording(graph, inputs, totals, added_to, window)
+        recording = self._recording(graph, inputs, static_window, added_to, recorded)
         replayed = min(capturer.milliseconds(lambda: recording.run(micro_batch)) for _ in range(2))
         return recording if replayed < MAX_TIME_SHARE * eager else None
 
     def _recording(
-        self, graph: Graph, inputs: list[Tensor], totals: StaticTotals, reached: set[nn.Parameter], window: Window
+        self, graph: Graph, inputs: list[Tensor], static: StaticWindow, reached: set[nn.Parameter], recorded: Recorded
     ) -> Recording:
-        return Recording(graph, inputs, totals, reached, window.host_items)
+        return Recording(graph, inputs, static, reached, *recorded)
 
-    def _new_totals(self) -> StaticTotals:
-        if self._denominators is None:
-            return StaticTotals(self._capturer.device)
-        return StaticTermTotals(self._denominators())
+    def _new_static(self) -> StaticWindow:
+        denominators = None if self._denominators is None else self._denominators()
+        is_mean, has_scaler = self._objective.is_mean, self._has_scaler
+        return StaticWindow(self._capturer.device, denominators, weighs=is_mean, has_scaler=has_scaler)
 
     def _warm_up(
         self, micro_step: Callable[[], object], leaves_of: dict[nn.Parameter, nn.Parameter], claim: PoolClaim
@@ -381,38 +393,29 @@ class RecordingCache:
         return any(parameter in recording.reached for recording in self._recordings.values() if recording is not None)
 
     def _micro_step(
-        self, micro_batch: Any, samples: int, totals: StaticTotals, leaves_of: dict[nn.Parameter, nn.Parameter]
-    ) -> Window:
-        """Run one micro-step as an eager one would, and add its totals to the static ones."""
-        window, loss, items = self._forward(micro_batch, samples, totals)
-        if window.counts_for_nothing(items):
+        self, micro_batch: Any, samples: int, static: StaticWindow, leaves_of: dict[nn.Parameter, nn.Parameter]
+    ) -> Recorded:
+        """Run one micro-step as an eager one would, and add it to the static sums."""
+        window = static.window()
+        micro = self._combine(micro_batch, samples, window)
+        if not micro.counts or micro.root is None or micro.seed is None:
             raise _NoItemsError
-        require_leaves(loss, leaves_of)
-        confinement = confinement_of(reach_of(loss), set(map(id, leaves_of.values())))
-        run_confined(loss, window.add(loss, items), confinement)
-        totals.add(window)
-        return window
-
-    def _forward(self, micro_batch: Any, samples: int, totals: StaticTotals) -> tuple[Window, Tensor, Any]:
-        """A window of one micro-batch, the scalar for its backward, and the items for the window to count."""
-        loss, items = self._loss_of(micro_batch, partial(self._count, samples))
-        options: Any = {"number": 0, "length": 1, "reduction": self._reduction, "multiplier": self._multiplier(totals)}
-        if isinstance(totals, StaticTermTotals):
-            window = TermWindow(**options)
-            window.expect(totals.denominators, totals.buffers)
-            weighed = window.weigh(checked_terms(loss, items, window.names))
-            return window, weighed.loss, weighed  # type: ignore[return-value]  # one that counts has a loss
-        if loss.dtype == torch.float16 and not self._has_scaler:
+        if micro.root.dtype == torch.float16 and not self._has_scaler:
             raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
-        return Window(**options), loss, items
+        require_leaves(micro.root, leaves_of)
+        confinement = confinement_of(reach_of(micro.root), set(map(id, leaves_of.values())))
+        run_confined(micro.root, micro.seed, confinement)
+        window.totals.add(micro, window.device)
+        return Recorded(window.totals, micro.is_counted)
+
+    def _combine(self, micro_batch: Any, samples: int, window: Window) -> Micro:
+        given, items, are_samples = self._loss_of(micro_batch, partial(self._count, samples))
+        return self._objective.combine(given, items, window, repeats=False, are_samples=are_samples)
 
     def _count(self, samples: int) -> int:
         """The number of samples, for a loss that depends on it."""
         self._counts_samples = True
         return samples
-
-    def _multiplier(self, totals: StaticTotals) -> float | Tensor:
-        return totals.multiplier if self._has_scaler else UNSCALED
 
     # ------------------------------------------------------------------------------------------ warnings
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch._cut.trees import leaves, map_tensors
-from macrobatch._step.graph import reach_of
-from macrobatch._step.snapshot import HostRandom, modules_of
 from macrobatch._torch import modules as inside
+from macrobatch._torch.graph import reach_of
+from macrobatch._torch.snapshot import HostRandom, modules_of
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 
 

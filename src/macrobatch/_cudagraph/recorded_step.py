@@ -1,88 +1,75 @@
-"""One recorded micro-step, and the totals to which all recordings add."""
+"""One recorded micro-step, and the window at fixed addresses to which all recordings add."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import tensors_of
-from macrobatch._step.denominators import Denominators
-from macrobatch._step.terms import TermBuffers, TermWindow
-from macrobatch._step.totals import HostItems, Totals, Window, wide
-from macrobatch._torch.tensors import copy_all
+from macrobatch._engine.totals import Denominators, Sums, Totals
+from macrobatch._engine.window import UNSCALED, Window
+from macrobatch._torch.tensors import copy_all, wide, zero_all
 
 
-class StaticTotals:
-    """The totals of loss and items, at fixed addresses: all recordings add to them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), device=device, dtype=wide(device))
-        self.multiplier = torch.ones((), device=device, dtype=torch.float32)  # of the losses, from the window's scaler
-        kinds = (torch.int64, wide(device))
-        self._counts = {
-            dtype: torch.zeros(2, device=device, dtype=dtype) for dtype in kinds
-        }  # sum and lowest of the items
-        self._used: set[torch.dtype] = set()
-        self.used_recordings: set[Recording] = set()
-
-    def begin(self, window: Window) -> None:
-        """Copy the settings of a window that recordings read, before its first replay."""
-        if isinstance(multiplier := window.multiplier, Tensor):
-            self.multiplier.copy_(multiplier)
-
-    def add(self, window: Window) -> None:
-        """Add the totals of one micro-batch. Recordings contain this call."""
-        totals = window.totals()
-        self.loss += totals.loss
-        if totals.items is not None and totals.lowest is not None:
-            self._used.add(totals.items.dtype)
-            items, lowest = self._counts[totals.items.dtype]
-            items += totals.items
-            torch.minimum(lowest, totals.lowest, out=lowest)
-
-    def clear(self) -> None:
-        """Set all totals to 0 at the beginning of a window."""
-        self.used_recordings.clear()
-        for total in (self.loss, *self._counts.values()):
-            total.zero_()
-
-    def add_to(self, window: Window) -> None:
-        """Add the totals to a window."""
-        window.absorb(Totals(self.loss, None, None))
-        for dtype in self._used:
-            items, lowest = self._counts[dtype]
-            window.absorb(Totals(torch.zeros_like(self.loss), items, lowest))
-
-
-class StaticTermTotals(StaticTotals):
-    """The buffers of terms, at fixed addresses: recorded windows add to them.
+class StaticWindow:
+    """The sums of a window, its multiplier and its early denominators, at fixed addresses.
 
     Args:
-        denominators: the denominators of one window. `begin` replaces their values by those of later windows.
+        device: the device of the models.
+        denominators: the early denominators of one window; None if they are late. `begin` copies those of later ones.
+        weighs: whether losses are means over their items, with late denominators.
+        has_scaler: whether a scaler multiplies the losses.
+        notes: the names of the numbers for checks that micro-batches note.
+
+    Attributes:
+        used: the recordings that the current window has replayed.
     """
 
-    def __init__(self, denominators: Denominators) -> None:
-        super().__init__(denominators.own.device)
-        self.denominators = denominators
-        self.buffers = TermBuffers.of(denominators)
+    def __init__(
+        self,
+        device: torch.device,
+        denominators: Denominators | None,
+        *,
+        weighs: bool,
+        has_scaler: bool,
+        notes: Sequence[str] = (),
+    ) -> None:
+        columns = 1 if denominators is None else len(denominators.names) * denominators.are_terms
+        self.used: set[Recording] = set()
+        self._device = device
+        self._weighs = weighs and denominators is None
+        self._sums = Sums.zeros(columns, device)
+        self._notes = {name: torch.zeros((), device=device, dtype=wide(device)) for name in notes}
+        self._multiplier = torch.ones((), device=device, dtype=torch.float32) if has_scaler else UNSCALED
+        self._divisors = torch.ones(
+            1 if denominators is None else len(denominators.names), device=device, dtype=wide(device)
+        )
+        self._denominators = denominators and denominators._replace(divisors=self._divisors.unbind())
 
-    def begin(self, window: Window) -> None:
-        super().begin(window)
-        assert isinstance(window, TermWindow)
-        self.buffers.divisors.copy_(window.buffers.divisors)
-
-    def add(self, window: Window) -> None:
-        """Do nothing: the recorded window has added to the buffers itself."""
+    def window(self) -> Window:
+        """A window for one recorded micro-batch, which adds to the sums."""
+        totals = Totals(len(self._sums.items), weighs=self._weighs, static=self._sums, notes=self._notes)
+        return Window(0, 1, self._device, totals, self._multiplier, self._denominators)
 
     def clear(self) -> None:
-        super().clear()
-        for buffer in self.buffers[1:]:
-            buffer.zero_()
+        """Set all sums to 0 at the beginning of a window."""
+        self.used.clear()
+        zero_all([*self._sums, *self._notes.values()])
+
+    def begin(self, window: Window) -> None:
+        """Copy what recordings read of a window, before its first replay."""
+        if isinstance(window.multiplier, Tensor) and isinstance(self._multiplier, Tensor):
+            self._multiplier.copy_(window.multiplier)
+        total = self._divisors if window.denominators is None else window.denominators.total
+        if total.shape == self._divisors.shape:  # without an ordinary loss, that of a whole batch has no divisor
+            self._divisors.copy_(torch.where(total == 0, 1, total))
 
     def add_to(self, window: Window) -> None:
-        assert isinstance(window, TermWindow)
-        window.absorb_buffers(self.buffers)
+        """Add the sums to a window."""
+        window.totals.add_sums(self._sums, self._notes)
 
 
 class Recording:
@@ -91,31 +78,33 @@ class Recording:
     Args:
         graph: the captured graph.
         inputs: the tensors from which it reads a micro-batch.
-        totals: the totals to which it adds.
+        static: the window to which it adds.
         reached: the parameters to which it adds gradients.
-        host_items: the items of a micro-batch of this shape, if the host knows them.
+        totals: what the host knows of the items of such a micro-batch.
+        is_counted: whether the program gives items.
     """
 
     def __init__(
         self,
         graph: Graph,
         inputs: list[Tensor],
-        totals: StaticTotals,
+        static: StaticWindow,
         reached: set[nn.Parameter],
-        host_items: HostItems,
+        totals: Totals,
+        is_counted: bool | None = None,
     ) -> None:
         self.reached = reached
+        self.totals = totals
+        self.is_counted = is_counted
         self._graph = graph
         self._inputs = inputs
-        self._totals = totals
-        self._host_items = host_items
+        self._static = static
 
     def replay(self, micro_batch: object, window: Window) -> None:
-        """Replay a micro-batch, and add it to the window."""
-        window.add_recorded(self._host_items, self._totals.loss)
-        if not self._totals.used_recordings:
-            self._totals.begin(window)
-        self._totals.used_recordings.add(self)
+        """Replay a micro-batch of this window."""
+        if not self._static.used:
+            self._static.begin(window)
+        self._static.used.add(self)
         self.run(micro_batch)
 
     def run(self, micro_batch: object) -> None:

@@ -1,6 +1,6 @@
 """Recordings of the two passes of a loss of the whole batch.
 
-The second pass is a micro-step like any other. Its input (`Bundle`) is the micro-batch, the gradients of its encodings
+The second pass is a micro-step like any other. Its input (`Pull`) is the micro-batch, the gradients of its encodings
 and the results of the first pass. The first pass has no backward: a recording of it leaves encodings at fixed
 addresses.
 """
@@ -15,52 +15,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._cudagraph.cache import MicroBatch, RecordingCache
+from macrobatch._arguments import checked_items, checked_ordinary
+from macrobatch._checks.joint import PassesDiffer
+from macrobatch._checks.pass_difference import on_device
+from macrobatch._cudagraph.cache import MicroBatch, Recorded, RecordingCache
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import NotRecordableError
-from macrobatch._cudagraph.recorded_step import Recording, StaticTotals
-from macrobatch._step.encodings import Layout, take_apart
-from macrobatch._step.joint_window import FirstPass, JointWindow, share_of
-from macrobatch._step.pass_difference import is_all_double, on_device
-from macrobatch._step.totals import Window, wide
-from macrobatch._step.validation import checked_items, checked_ordinary
-from macrobatch._torch.tensors import copy_all
+from macrobatch._cudagraph.recorded_step import Recording, StaticWindow
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.totals import Micro, Totals
+from macrobatch._engine.window import Window
+from macrobatch._joint.encodings import Layout, take_apart
+from macrobatch._joint.objective import Encodings, FirstPass
+from macrobatch._torch.tensors import copy_all, wide
 from macrobatch.types import Encoded, Items, Sum
 
 Upcoming = Sequence[tuple[Hashable, Callable[[], MicroBatch]]]
 
 
-class StaticJointTotals(StaticTotals):
-    """The totals that recordings of the second pass read, and the number of differences between the passes."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.ordinary = torch.ones(3, device=device, dtype=wide(device))
-
-    def begin(self, window: Window) -> None:
-        super().begin(window)
-        assert isinstance(window, JointWindow)
-        if window.ordinary is not None:
-            self.ordinary.copy_(window.ordinary)
-
-
 class SecondPassCache(RecordingCache):
-    """Holds the recordings of second passes. Their micro-batches are of type `Bundle`."""
+    """Holds the recordings of second passes. Their micro-batches are of type `Pull`."""
 
-    def _new_totals(self) -> StaticTotals:
-        return StaticJointTotals(self._capturer.device)
+    def _new_static(self) -> StaticWindow:
+        device = self._capturer.device
+        both = FirstPass(1, torch.ones(3, device=device, dtype=wide(device)), True).denominators(device)
+        notes = (PassesDiffer.NOTE,)
+        return StaticWindow(device, both, weighs=False, has_scaler=self._has_scaler, notes=notes)
 
-    def _forward(self, micro_batch: Any, samples: int, totals: StaticTotals) -> tuple[Window, Tensor, Any]:
-        assert isinstance(totals, StaticJointTotals)
-        encoded, _ = self._loss_of(micro_batch.micro_batch, partial(self._count, samples))
+    def _combine(self, micro_batch: Any, samples: int, window: Window) -> Micro:
+        encoded, _, _ = self._loss_of(micro_batch.micro_batch, partial(self._count, samples))
         _, tensors = take_apart(encoded, self._count(samples))
-        window = JointWindow(number=0, length=1, reduction=self._reduction, multiplier=self._multiplier(totals))
-        window.expect(FirstPass(0, totals.ordinary, True, is_all_double(self._models)), self._capturer.device)
         items = None if micro_batch.ordinary is None else micro_batch.ordinary[1]
-        weighed = window.weigh(share_of(micro_batch, tensors, encoded, items, samples))
-        if weighed.loss is None:
+        encodings = Encodings.of(micro_batch, tensors, encoded, items, samples)
+        micro = self._objective.combine(encodings, None, window, repeats=False)
+        if micro.root is None:
             raise NotRecordableError("no encoding has a graph")
-        return window, weighed.loss, weighed
+        return micro
 
 
 @dataclass
@@ -94,8 +84,8 @@ class StaticEncoding:
 class RecordedEncoding(Recording):
     """The recorded first pass of a micro-batch."""
 
-    def __init__(self, graph: Graph, inputs: list[Tensor], totals: StaticTotals, layout: Layout, found: StaticEncoding):
-        super().__init__(graph, inputs, totals, set(), 0)
+    def __init__(self, graph: Graph, inputs: list[Tensor], static: StaticWindow, layout: Layout, found: StaticEncoding):
+        super().__init__(graph, inputs, static, set(), Totals(0, weighs=False))
         self._layout = layout
         self._found = found
         self._items = found.items
@@ -122,11 +112,9 @@ class FirstPassCache(RecordingCache):
         super()._release_memory()
         self._found: dict[int, StaticEncoding] = {}  # by number of samples
 
-    def open_first(
-        self, parameters: Sequence[nn.Parameter], layout: Layout, upcoming: Upcoming, *, few_shapes: bool
-    ) -> None:
-        """Record shapes of the window that begins, if it is worth it. `layout` describes their encodings."""
-        self._check_model(parameters)
+    def open(self, engine: Engine, upcoming: Upcoming, *, few_shapes: bool, layout: Any = None) -> None:
+        """Record shapes of the window that begins, if it is worth it."""
+        self._check_model(engine.open_store().parameters)
         self._layout = layout
         if not self._is_disabled and not self._is_full:
             self._record_upcoming([], upcoming, few_shapes)
@@ -142,26 +130,26 @@ class FirstPassCache(RecordingCache):
         self,
         micro_batch: Any,
         samples: int,
-        totals: StaticTotals,  # noqa: ARG002
+        static: StaticWindow,  # noqa: ARG002
         leaves_of: dict[nn.Parameter, nn.Parameter],  # noqa: ARG002
-    ) -> Window:
+    ) -> Recorded:
         """Run only the forward, and store its encodings at fixed addresses."""
-        encoded, _ = self._loss_of(micro_batch, partial(self._count, samples))
+        encoded, _, _ = self._loss_of(micro_batch, partial(self._count, samples))
         layout, tensors = take_apart(encoded, self._count(samples))
         if layout != self._layout:
             raise NotRecordableError("encodings look otherwise than before")
         self._found[samples].store(tensors, encoded.loss, encoded.items)
-        return Window(number=0, length=1, reduction=self._reduction)
+        return Recorded(Totals(0, weighs=False))
 
     def _recording(
         self,
         graph: Graph,
         inputs: list[Tensor],
-        totals: StaticTotals,
+        static: StaticWindow,
         reached: set[nn.Parameter],  # noqa: ARG002
-        window: Window,  # noqa: ARG002
+        recorded: Recorded,  # noqa: ARG002
     ) -> Recording:
-        return RecordedEncoding(graph, inputs, totals, self._layout, self._found[self._samples])
+        return RecordedEncoding(graph, inputs, static, self._layout, self._found[self._samples])
 
 
 class JointRecordings:

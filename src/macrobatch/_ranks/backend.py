@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.collectives import Group, host_group, local_tensor
+from macrobatch._torch.autograd import run_backward
 from macrobatch.errors import BackendError
 
 
@@ -20,7 +21,7 @@ class Abilities:
 
     Attributes:
         lockstep: every micro-batch communicates, so all ranks must run the same number of them.
-        confines: a backward can be confined to the models' parameters, because they are the leaves of its graph.
+        leaves_are_parameters: the leaves of a graph are the models' parameters, so a backward can be confined to them.
         moves_gradients: the backend may copy gradients to other tensors between backwards.
         shows_views: ``.grad`` is a view of a tensor that the backend holds. Each forward makes new views.
         can_hold: all communication of a window can wait for its close (`Local.hold_window`).
@@ -30,7 +31,7 @@ class Abilities:
     """
 
     lockstep: bool = False
-    confines: bool = True
+    leaves_are_parameters: bool = True
     moves_gradients: bool = False
     shows_views: bool = False
     can_hold: bool = True
@@ -71,8 +72,9 @@ class Local:
         """The same as `begin`, but after the forward. The caller has switched the exchange of gradients on or off."""
         self.begin(last)
 
-    def prepare_backward(self) -> None:
-        """Called directly before the backward, after the last check of the accumulated gradients."""
+    def backward(self, root: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None) -> None:
+        """Run a backward, which adds to the gradients of `inputs` only, or of all leaves."""
+        run_backward(root, seed, inputs)
 
     def end(self) -> None:
         """Called after the backward of a micro-batch, or when it is dropped. It restores all settings."""
@@ -127,6 +129,10 @@ class Local:
 
     def drop_stale_gradients(self) -> None:
         """Called before a window: drop the gradients that an earlier one may have left."""
+
+
+class UnsynchronisedError(BackendError):
+    """A backward has left gradients that only this rank has. They cannot be undone."""
 
 
 def closed_early(wrapper: str) -> BackendError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,13 +75,16 @@ def tally_use(
     return [name for name, ranks in zip(named, users, strict=True) if not ranks], is_same
 
 
-def start_all_reduce(numbers: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start a sum over the ranks. The returned function waits for it."""
-    work = dist.all_reduce(numbers, group=group, async_op=True)
+def start_named_sum(numbers: Mapping[str, Tensor], group: Group) -> Callable[[], dict[str, Tensor]]:
+    """Start to sum numbers over the ranks, which all have the same names. The returned function waits for the sums."""
+    names = sorted(numbers)
+    sums = torch.cat([numbers[name].reshape(-1) for name in names])
+    work = dist.all_reduce(sums, group=group, async_op=True)
 
-    def arrived() -> Tensor:
+    def arrived() -> dict[str, Tensor]:
         work.wait()
-        return numbers
+        parts = torch.split(sums, [numbers[name].numel() for name in names])
+        return {name: part.view(numbers[name].shape) for name, part in zip(names, parts, strict=True)}
 
     return arrived
 

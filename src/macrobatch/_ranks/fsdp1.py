@@ -22,7 +22,7 @@ class FSDP1(Local):
 
     abilities = Abilities(
         lockstep=True,  # parameters are gathered for every micro-batch
-        confines=False,  # torch forbids it here
+        leaves_are_parameters=False,  # torch forbids it here
         shows_views=True,
         can_hold=False,
         needs_every_rank=True,

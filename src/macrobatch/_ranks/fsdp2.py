@@ -35,7 +35,7 @@ class FSDP2(Local):
         self.group = group
         self.abilities = Abilities(
             lockstep=self._micro or not self._gathered,
-            confines=False,  # the leaves of the graph are the gathered parameters, not the shards that users see
+            leaves_are_parameters=False,  # they are the gathered parameters, not the shards that users see
             # An aborted forward or backward leaves state in many places. Only torch 2.13 and later clear it.
             can_hold=self._gathered and fsdp.can_recover(models),
             needs_every_rank=True,
@@ -100,7 +100,11 @@ class FSDP2(Local):
         fsdp.reduce_unused_too(self._models)
         self._watch_shards()
 
-    def prepare_backward(self) -> None:
+    def backward(self, root: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None) -> None:
+        self._prepare_backward()
+        super().backward(root, seed, inputs)
+
+    def _prepare_backward(self) -> None:
         fsdp.fill_unused(self._models)
         if (self._closed or self._micro) and not self._held:
             self._reach_hooks = [
@@ -214,7 +218,7 @@ class FSDP2(Local):
             raise closed_early("fully_shard over a mesh of two dimensions")
         if held or not self._micro:
             self.begin(last=True)
-            self.prepare_backward()
+            self._prepare_backward()
             fsdp.reduce_held_gradients(self._models)
             self.end()
         self._reshard()

@@ -18,6 +18,19 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
+def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+    """Run ``torch.autograd.backward(loss, seed, inputs=inputs)`` without its checks.
+
+    The arguments are known to be right here, and the checks take as long as the backward of a small layer.
+    """
+    if type(loss) is Tensor and engine_run_backward is not None:
+        engine_run_backward(
+            (loss,), (seed,), False, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(loss, seed, inputs=inputs)
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run this when the current backward ends. Callbacks run in the order in which they were queued."""
     queue = getattr(torch.autograd.graph, "queue_callback", None)  # public since torch 2.15

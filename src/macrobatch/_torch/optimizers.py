@@ -1,31 +1,82 @@
-"""Optimizers and `GradScaler`: hooks around steps, and what a scaler records for each optimizer."""
+"""Optimizers and `GradScaler`: fused steps, hooks around steps, and what a scaler records for each optimizer."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 _OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # the attribute of this name in torch.optim is deleted
 
 
-def hooks_before_step(optimizer: Optimizer) -> Iterable[Any]:
-    """The hooks of this optimizer alone."""
-    return getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks of others run before or after each step. They must see the mean in ``.grad``.
+
+    Hooks of this library only look: they have the attribute `only_checks`.
+    """
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    of_all = [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
+    if getattr(optimizer, "_optimizer_step_post_hooks", {}):
+        return True
+    return not all(hasattr(hook, "only_checks") for hook in (*own, *of_all))
 
 
-def has_hooks_after_step(optimizer: Optimizer) -> bool:
-    """Whether this optimizer has hooks of its own."""
-    return bool(getattr(optimizer, "_optimizer_step_post_hooks", {}))
+# ---------------------------------------------------------------------------------------------- fused steps
 
 
-def hooks_on_all_optimizers() -> list[Any]:
-    """The hooks that run before or after the steps of every optimizer of the process."""
-    return [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's kernel divides by ``grad_scale`` and skips the step at ``found_inf``.
+
+    Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do. Others raise, or silently ignore both. SGD
+    with dampening is excluded: its first step differs from later ones, and it would take a skipped step for the first.
+    """
+    is_fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+    return is_fused and _is_torchs_own(optimizer.step)
+
+
+def _is_torchs_own(step: Any) -> bool:
+    """Whether a step, with everything that wraps it, is torch's own code: neither overridden nor replaced."""
+    while True:
+        step = getattr(step, "__func__", step)  # the function of a bound method
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
+            return False
+        if not hasattr(step, "__wrapped__"):
+            return step in _own_steps()
+        step = step.__wrapped__
+
+
+@functools.cache
+def _own_steps() -> set[Callable[..., Any]]:
+    return {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
+
+
+def step_fused(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Take a step that divides the gradients by `grad_scale`, and does nothing if `found_inf` is 1."""
+    fresh = [
+        parameter
+        for group in optimizer.param_groups
+        if group.get("momentum") and found_inf is not None
+        for parameter in group["params"]
+        if parameter.grad is not None and (optimizer.state.get(parameter) or {}).get("momentum_buffer") is None
+    ]
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    for parameter in fresh:  # if fused SGD skips its first step, the momentum that it made is uninitialised memory
+        buffer = optimizer.state[parameter]["momentum_buffer"]
+        buffer.masked_fill_(found_inf.to(buffer.device, torch.bool), 0)  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------------------------------- scalers
 
 
 def scale_of(scaler: GradScaler) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""Tensors: their version counters, hooks on their gradients, and arithmetic on many of them at once."""
+"""Tensors: version counters, hooks on gradients, numbers in the host's memory, arithmetic on many tensors at once."""
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -35,3 +36,45 @@ def hooks_on_gradient(tensor: Tensor) -> dict[int, Any]:
 def layout_before_ddp(parameter: Tensor) -> Any:
     """The mesh and placements of a DTensor that DistributedDataParallel(device_mesh=) has made a plain tensor."""
     return getattr(parameter, "_st_info", None)
+
+
+# ---------------------------------------------------------------------------------------------- single numbers
+
+_IN_C: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+    torch.int64: ctypes.c_int64,
+    torch.int32: ctypes.c_int32,
+}
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The dtype for totals: float64, except on Apple's GPUs, which do not support it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def number_on_host(tensor: Tensor) -> Any:
+    """The value of a one-element tensor that is already in the host's memory, without any wait; None otherwise."""
+    if type(tensor) is not Tensor or not tensor.is_cpu or (kind := _IN_C.get(tensor.dtype)) is None:
+        return None
+    if tensor.is_neg():  # the memory of a negated view holds the opposite sign
+        return None
+    with unobserved():  # this reads no device; item() would look like it to a mode that watches reads
+        address = 0 if tensor.is_pinned() else tensor.data_ptr()
+    return kind.from_address(address).value if address else None
+
+
+def in_order(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, moved back to the device if it may still be on its way to the host. So nobody has to wait for it.
+
+    A tensor after ``to("cpu", non_blocking=True)`` is pinned. This must not convert the dtype: torch would convert on
+    the host first, even in one call ``to(device, dtype)``.
+    """
+    if type(tensor) is not Tensor or not tensor.is_cpu:
+        return tensor
+    with unobserved():
+        is_pinned = tensor.is_pinned()
+    if not is_pinned:
+        return tensor
+    with torch.enable_grad():
+        return tensor.to(device, non_blocking=True)

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from macrobatch._assembly import checks_of_engines, mean_of
+from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._ranks.select import select_backend
-from macrobatch._step.engine import Engine
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
@@ -89,7 +90,8 @@ class ItemCounter:
         )
         scaler = self._scaler()
         closing = LeaveMean([], scaler)
-        return Engine(models, [], backend, closing, scaler=scaler), closing
+        objective = mean_of("mean", scaler, backend, models)
+        return Engine(models, [], backend, closing, objective, checks=checks_of_engines()), closing
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from macrobatch._arguments import checked_loss
+from macrobatch._checks.steps import StepGuard
+from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.objectives import Seeds
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._ranks.ddp import needs_every_parameter, require_all_used
-from macrobatch._step.foreach import multiply
-from macrobatch._step.graph import reach_of
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.optimizers import StepGuard
-from macrobatch._step.scaling import Seeds
-from macrobatch._step.validation import checked_loss
+from macrobatch._torch.foreach import multiply
+from macrobatch._torch.graph import reach_of
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch._torch.tensors import version_of
 from macrobatch.accelerate.items import ItemCounter

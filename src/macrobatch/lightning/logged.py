@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from macrobatch._cut.trees import has_samples, leaves
-from macrobatch._step.totals import wide
+from macrobatch._torch.tensors import wide
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.types import Items

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from macrobatch._arguments import checked_dtype, checked_switch
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import Policy
-from macrobatch._step.validation import checked_dtype, checked_switch
 from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from macrobatch._assembly import engine_for
 from macrobatch._cut.joining import joined, the_only_one
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._cut.token_groups import BESIDE_TOKENS, LABELS, MASK, OTHER_MASKS, TOKENS
-from macrobatch._step.assembly import engine_for
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError, warn
 from macrobatch.lightning.choosing import package_of
@@ -153,7 +153,7 @@ class BatchByBatch:
 
     @property
     def num_open(self) -> int:
-        return self._engine.open_slots if self._engine.has_accumulated else 0
+        return self._engine.num_begun if self._engine.has_accumulated else 0
 
     def state_dict(self) -> dict[str, int | float]:
         return self._engine.state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from macrobatch._step.gradients import UNDIVIDED
+from macrobatch._checks.gradients import UNDIVIDED
 from macrobatch.errors import MacrobatchError
 
 UNTIL = "Until the window's last backward they are undivided sums"

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from macrobatch._cut.joining import joined
 from macrobatch._cut.padding import IGNORED
-from macrobatch._step.snapshot import Snapshot
 from macrobatch._torch.modules import run_eagerly
+from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.transformers.balance import Balance, balance_of, outputs_of
 from macrobatch.transformers.meaning import Inputs, Meaning, all_labels, causal_labels, own_items

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from macrobatch import _arguments as validation
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import Policy
-from macrobatch._step import validation
-from macrobatch._step.snapshot import Snapshot
+from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError, warn
 from macrobatch.transformers.asking import meaning_of, still_fits
 from macrobatch.transformers.meaning import Inputs, Meaning

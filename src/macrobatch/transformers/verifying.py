@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from macrobatch._cut.joining import joined
-from macrobatch._step.snapshot import Snapshot
+from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import UsageError
 from macrobatch.transformers.asking import meaning_of
 from macrobatch.transformers.balance import outputs_of

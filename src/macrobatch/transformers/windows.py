@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from macrobatch._assembly import engine_for
 from macrobatch._cut.joining import joined, the_only_one
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
-from macrobatch._step.assembly import engine_for
-from macrobatch._step.leaving import LeaveMean
-from macrobatch._step.snapshot import modules_of
-from macrobatch._step.turns import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._torch.snapshot import modules_of
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from macrobatch._arguments import checked_items, checked_loss, checked_terms
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import Collate, Samples, samples_of
 from macrobatch._cut.trees import map_tensors
 from macrobatch._ranks.collectives import Group, local_tensor
-from macrobatch._step.graph import reach_of
-from macrobatch._step.snapshot import Snapshot
-from macrobatch._step.validation import checked_items, checked_loss, checked_terms
 from macrobatch._torch import fsdp2
+from macrobatch._torch.graph import reach_of
 from macrobatch._torch.modules import REPLICATED, run_eagerly, unwrapped
+from macrobatch._torch.snapshot import Snapshot
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.types import Reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from macrobatch._step.snapshot import Snapshot
+from macrobatch._torch.snapshot import Snapshot
 from macrobatch.verification.bigbatch import Weighted
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import first_coupling_layer, halves_of

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from macrobatch import _arguments as arguments
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
 from macrobatch._cut.samples import Collate, samples_of
 from macrobatch._ranks.select import common_wrapper, select_backend
-from macrobatch._step import validation as arguments
 from macrobatch.errors import BatchError, MacrobatchError, UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.types import Counts, Joint, Reduction

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._cut.trees import leaves
 from macrobatch._ranks.collectives import local_tensor
-from macrobatch._step.snapshot import Snapshot
 from macrobatch._torch.modules import buffers_of, wrapper_of
+from macrobatch._torch.snapshot import Snapshot
 
 
 class SavedTensor(NamedTuple):

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from macrobatch._arguments import checked_joint_loss, checked_ordinary
 from macrobatch._cut.trees import leaves
+from macrobatch._joint.encodings import Exchange, Field, Layout, take_apart, total_of
 from macrobatch._ranks.collectives import all_gather_numbers
-from macrobatch._step.encodings import Exchange, Field, Layout, take_apart, total_of
-from macrobatch._step.totals import wide
-from macrobatch._step.validation import checked_joint_loss, checked_ordinary
+from macrobatch._torch.tensors import wide
 from macrobatch.types import Encoded, Joint, Reduction
 from macrobatch.verification.gradient import Ranks
 

@@ -1,0 +1,106 @@
+"""Make an engine from the arguments of `Accumulator` or `MacroStep`: check them, and choose its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Unpack
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from macrobatch import _arguments as arguments
+from macrobatch import _checks as catalogue
+from macrobatch._engine.closing import Closing, LeaveMean, TakeStep
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.events import Check
+from macrobatch._engine.objectives import Mean, Objective
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.select import select_backend
+from macrobatch._torch.contract import warn_about_unknown_torch
+from macrobatch.errors import UsageError
+from macrobatch.types import NonFinite, Options, Reduction
+
+MakeObjective = Callable[[Reduction, GradScaler | None, Local, Sequence[nn.Module]], Objective]
+
+
+def mean_of(reduction: Reduction, scaler: GradScaler | None, backend: Local, models: Sequence[nn.Module]) -> Objective:
+    """The objective of a plain loss."""
+    is_half = any(p.dtype == torch.float16 for model in models for p in model.parameters())
+    return Mean(reduction, scaler, backend, shrinks=is_half or backend.uses_float16())
+
+
+def checks_of_engines() -> list[Check]:
+    """New checks for an engine, or none if they are turned off."""
+    return [check() for check in catalogue.OF_ENGINES] if catalogue.are_on() else []
+
+
+def engine_for(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    *,
+    steps: int | Callable[[int], int] = 1,
+    drops_short: bool = False,
+    objective: MakeObjective = mean_of,
+    checks: Sequence[Check] = (),
+    **options: Unpack[Options],
+) -> Engine:
+    """Check the arguments, and make an engine that takes an optimizer step when a window closes.
+
+    Without an optimizer, the engine leaves the mean gradient in ``.grad``, for programs that clip and step themselves.
+    `checks` are added to those of every engine.
+    """
+    warn_about_unknown_torch()
+    arguments.require_options(options, Options.__annotations__)
+    models = arguments.all_of(nn.Module, model, "model")
+    arguments.require_gradients_of_samples(models)
+    optimizers = () if optimizer is None else arguments.all_of(Optimizer, optimizer, "optimizer")
+    steps = steps if callable(steps) else arguments.checked_steps(steps, "steps")
+    scaler = arguments.checked_scaler(options.get("scaler"))
+    reduction = arguments.checked_choice("reduction", options.get("reduction", "mean"), Reduction)
+    accumulate_dtype = arguments.checked_dtype(options.get("accumulate_dtype"))
+    backend = select_backend(
+        models,
+        sync=options.get("sync", "window"),
+        gather=options.get("gather", "micro"),
+        process_group=options.get("process_group"),
+        accumulate_dtype=accumulate_dtype,
+    )
+    if optimizer is None:
+        closing = _leaving(options, scaler)
+    else:
+        closing = _stepping(optimizers, options, scaler, counts_on_host=callable(steps))
+    return Engine(
+        models,
+        optimizers,
+        backend,
+        closing,
+        objective(reduction, scaler, backend, models),
+        steps=steps,
+        checks=[*checks_of_engines(), *checks],
+        accumulate_dtype=accumulate_dtype,
+        drops_short=drops_short,
+    )
+
+
+def _stepping(
+    optimizers: Sequence[Optimizer], options: Options, scaler: GradScaler | None, *, counts_on_host: bool
+) -> Closing:
+    return TakeStep(
+        arguments.checked_optimizers(optimizers),
+        arguments.checked_schedulers(options.get("scheduler"), optimizers),
+        scaler=scaler,
+        max_norm=arguments.checked_norm(options.get("max_norm")),
+        nonfinite=arguments.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
+        counts_on_host=counts_on_host,
+    )
+
+
+def _leaving(options: Options, scaler: GradScaler | None) -> Closing:
+    for name in ("scheduler", "max_norm", "nonfinite"):
+        if options.get(name) is not None:
+            raise UsageError(
+                f"{name}= belongs to the optimizer step: without an optimizer, the program takes it itself."
+            )
+    return LeaveMean([], scaler)

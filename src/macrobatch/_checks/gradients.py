@@ -1,0 +1,239 @@
+"""Checks of gradients: nobody else may touch them inside a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from macrobatch._engine.closing import TOUCHED
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.events import Check
+from macrobatch._engine.store import VIEW, are_same
+from macrobatch._engine.totals import Micro
+from macrobatch._engine.verdict import Flag, Flags
+from macrobatch._ranks.collectives import local_tensor
+from macrobatch._torch.foreach import norm_dtype
+from macrobatch._torch.tensors import hooks_after_accumulation, version_of
+from macrobatch.errors import BatchError, UsageError
+
+UNDIVIDED = (
+    "Until step() they are undivided sums: leave zero_grad() and clip_grad_norm_() out of the loop (step() clears, and "
+    "clips with max_norm=, once a window), and call discard() to drop what was accumulated. In a program of "
+    "Accelerate's, put accelerator.clip_grad_norm_() under `if accelerator.sync_gradients:`."
+)
+
+
+class ChangedGradients(Check):
+    """Compares identity and version counter of every gradient with those after the last backward.
+
+    Two kinds of writes do not change version counters: writes to a list of DTensors at once, as in clip_grad_norm_, and
+    writes to views of what a backend holds. Norms show them, which are compared on the device.
+    """
+
+    name = "changed gradients"
+    sentence = "Somebody else clips, clears, scales or adds to the gradients inside a window, while they are sums."
+    cost = "per micro-batch and per window: a look at each gradient's identity and version (0.1 us a parameter); under "
+    cost += "FSDP and tensor parallelism also a norm of each"
+    shows = "the gradients of the open window were changed"
+    program = """
+        for batch in acc.batches(loader):
+            acc.backward(loss_fn(batch))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            acc.step()
+        """
+
+    def watch(self, engine: Engine) -> bool:  # noqa: ARG002
+        self._versions: list[int] = []
+        self._norms: list[Tensor] = []
+        self._writes: Tensor | None = None  # whether a norm shows a write on this rank; on the device
+        return True
+
+    def window_begin(self, engine: Engine) -> None:
+        self._writes = None
+        self.after_backward(engine, None)
+
+    def after_backward(self, engine: Engine, micro: Micro | None) -> None:  # noqa: ARG002
+        self._versions = _versions(engine.store.left)
+        if engine.store.tells_by_norm:
+            self._norms = self._local_norms(engine)
+
+    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
+        self.before_close(engine)
+
+    def before_close(self, engine: Engine) -> None:
+        store, now = engine.store, engine.store.now()
+        versions = _versions(now)
+        if versions == self._versions and are_same(now, store.left):
+            if store.tells_by_norm:
+                self._compare_norms(engine)
+            return
+        if engine.backend.abilities.shows_views:  # only some ranks may see it: all ranks learn of it at the close
+            was_cleared = any(left is VIEW and gradient is None for gradient, left in zip(now, store.left, strict=True))
+            cleared = torch.full((), was_cleared, dtype=torch.bool, device=engine.device)
+            self._writes = cleared if self._writes is None else self._writes | cleared
+            self._compare_norms(engine)
+            return
+        for index, (gradient, left) in enumerate(zip(now, store.left, strict=True)):
+            if gradient is left and versions[index] == self._versions[index]:
+                continue
+            may_move = engine.backend.abilities.moves_gradients
+            if may_move and _was_moved(left, self._versions[index], gradient):
+                continue
+            raise UsageError(self._message(engine, index, gradient, left))
+        store.absorb()
+        self.after_backward(engine, None)
+
+    def flags(self, engine: Engine) -> Flags:
+        if self._writes is None:
+            return {}
+        number = 0 if engine.window is None else engine.window.number
+        message = f"somebody else changed the gradients of the open window {number}, so its step was not taken. "
+        return {TOUCHED: Flag(self._writes.to(engine.device), lambda: UsageError(message + UNDIVIDED))}
+
+    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
+        self._versions, self._norms = [], []
+
+    def _message(self, engine: Engine, index: int, gradient: Tensor | None, left: Tensor | None) -> str:
+        """The error message for a gradient that is not as the last backward left it."""
+        seen, store = "", engine.store
+        if index < len(store.parameters):
+            seen = f" (seen at parameter {store.own[id(store.parameters[index])]!r})"
+        if left is None:
+            return (
+                f"somebody else's backward() has added gradients to the open window{seen}. Until step() they are "
+                "undivided sums, so nothing else may add to them: call acc.backward(loss) instead of loss.backward(), "
+                "add several losses up and pass the sum, and freeze this model where another one is trained "
+                "through it. discard() drops what was accumulated."
+            )
+        found = "cleared" if gradient is None else "changed"
+        return f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
+
+    def _local_norms(self, engine: Engine) -> list[Tensor]:
+        """The norms of this rank's parts of the gradients whose version counters do not show all writes."""
+        store = engine.store
+        parts = [local_tensor(gradient) for gradient in store.left if isinstance(gradient, DTensor)]
+        if engine.backend.abilities.shows_views:
+            nothing = torch.zeros((), device=engine.device)
+            parts = [nothing if parameter.grad is None else parameter.grad for parameter in store.parameters]
+        with torch.no_grad():
+            return [torch.linalg.vector_norm(part, dtype=norm_dtype(part)) for part in parts]
+
+    def _compare_norms(self, engine: Engine) -> None:
+        """Compare the norms with the earlier ones, on the device."""
+        for now, before in zip(self._local_norms(engine), self._norms, strict=True):
+            differs = (now != before) & ~(now.isnan() & before.isnan())
+            self._writes = differs if self._writes is None else self._writes | differs.to(self._writes.device)
+
+
+class HooksThatChange(Check):
+    """Runs a hook before and one after all other hooks of a parameter while a backward runs."""
+
+    name = "hooks that change gradients"
+    sentence = "A hook of the program changes or clears a gradient after each addition, though it is a sum."
+    cost = "per window a look at each parameter; per micro-batch nothing, or two hooks for each parameter that has one"
+    shows = "a hook that runs after each addition to the gradient"
+    program = """
+        model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+        for batch in acc.batches(loader):
+            acc.backward(loss_fn(batch))
+            acc.step()
+        """
+
+    def watch(self, engine: Engine) -> bool:  # noqa: ARG002
+        self._handles: list[Any] = []
+        self._hooked: dict[str, Any] = {}
+        return True
+
+    def window_begin(self, engine: Engine) -> None:
+        self._hooked = {name: p for name, p in engine.store.named.items() if hooks_after_accumulation(p)}
+
+    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
+        if self._hooked:
+            self.micro_end(engine)
+            self._handles = _guard(self._hooked)
+
+    def micro_end(self, engine: Engine) -> None:  # noqa: ARG002
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _guard(hooked: Mapping[str, Any]) -> list[Any]:
+    """Register the hooks around those of the program."""
+    handles = []
+    for name, parameter in hooked.items():
+        if not parameter.requires_grad:  # frozen since: its hooks do not run
+            continue
+        guard = _Guard(name)
+        first = parameter.register_post_accumulate_grad_hook(guard.note)
+        hooks = hooks_after_accumulation(parameter)
+        others = [(key, hook) for key, hook in hooks.items() if key != first.id]
+        own = hooks[first.id]
+        hooks.clear()  # torch runs hooks in the order of insertion, which `move_to_end` does not change
+        hooks[first.id] = own
+        hooks.update(others)
+        handles += [first, parameter.register_post_accumulate_grad_hook(guard.check)]
+    return handles
+
+
+class _Guard:
+    """Runs before and after all other hooks of one parameter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def note(self, parameter: Tensor) -> None:
+        self._gradient = parameter.grad
+        self._version = -1 if parameter.grad is None else version_of(parameter.grad)
+
+    def check(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is self._gradient and (gradient is None or version_of(gradient) == self._version):
+            return
+        raise UsageError(
+            f"a hook that runs after each addition to the gradient of parameter {self._name!r} "
+            "(register_post_accumulate_grad_hook) has changed or cleared it. Inside a window it is an undivided sum: "
+            "do this once a window, in a hook of the optimizer (register_step_pre_hook), which sees the mean."
+        )
+
+
+class NoParameter(Check):
+    """Looks for a gradient after the first backward of a window."""
+
+    name = "a loss of another model"
+    sentence = "The loss reaches no parameter of the given models."
+    cost = "per window: a look for a first gradient"
+    shows = "the loss reached no parameter of the given models"
+    program = """
+        other = nn.Linear(2, 1)
+        for batch in acc.batches(loader):
+            acc.backward(other(batch).square().mean())
+            acc.step()
+        """
+
+    def watch(self, engine: Engine) -> bool:
+        return engine.backend.abilities.leaves_are_parameters
+
+    def after_backward(self, engine: Engine, micro: Micro | None) -> None:
+        is_first = micro is not None and engine.window is not None and engine.window.num_backwards == 1
+        if is_first and not engine.store.exist():
+            raise BatchError(
+                "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
+                "that it uses are frozen. Pass the loss of the model that this Accumulator was made for."
+            )
+
+
+def _versions(gradients: Sequence[Any]) -> list[int]:
+    """The version counters of these tensors, which count writes; -1 if there is no tensor."""
+    return [-1 if gradient is None or gradient is VIEW else version_of(gradient) for gradient in gradients]
+
+
+def _was_moved(left: Tensor | None, version: int, gradient: Tensor | None) -> bool:
+    """Whether a gradient was copied to another tensor, but not written to. The host waits to read the comparison."""
+    if left is None or gradient is None or gradient is left or version_of(left) != version:
+        return False
+    return bool(((gradient == left) | (gradient.isnan() & left.isnan())).all())

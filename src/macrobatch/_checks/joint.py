@@ -1,0 +1,245 @@
+"""Checks of losses of the whole batch: both passes, and all ranks, must compute the same.
+
+`_joint` asks them where their numbers come up; what they note travels with the window's totals.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch._checks.pass_difference import differs, ordinary_differs, ranks_differ
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.events import Check
+from macrobatch._engine.verdict import Flag, Flags
+from macrobatch._ranks.collectives import local_tensor
+from macrobatch._torch.modules import BatchNorm, parameters_of
+from macrobatch._torch.snapshot import modules_of
+from macrobatch._torch.tensors import norms_of_all, version_of, wide
+from macrobatch.errors import BatchError, warn
+from macrobatch.types import Items
+
+ROUNDING = 1e-12  # the relative error of a norm in float64, if threads add in another order
+
+
+def _flag(engine: Engine, name: str, error: Callable[[int], str]) -> Flags:
+    """The flag of a number that must be 0 on all ranks."""
+    window = engine.window
+    if window is None or (found := window.noted(name)) is None:
+        return {}
+    return {name: Flag(found != 0, lambda: BatchError(error(window.number)), blocks=True)}
+
+
+class PassesDiffer(Check):
+    """Compares the encodings, the ordinary loss and its items of the second pass with those of the first."""
+
+    name = "passes that differ"
+    sentence = "loss_fn computes other encodings in the second pass than in the first."
+    cost = "with joint=, per micro-batch: a comparison of its encodings on the device"
+    shows = "were not the same in the two passes"
+    program = """
+        generator = torch.Generator()
+
+        def encode(model, x):
+            return Encoded(code=model(x + torch.randn(x.shape, generator=generator)))
+
+        MacroStep(model, optimizer, encode, joint=lambda model, all: all.code.var(), micro=2)(torch.randn(4, 2))
+        """
+    NOTE = "passes differ"
+
+    def compare(
+        self,
+        first: Sequence[Tensor],
+        second: Sequence[Tensor],
+        ordinary: tuple[Tensor, Tensor, Items] | None,
+        device: torch.device,
+        *,
+        is_double: bool,
+    ) -> dict[str, Tensor]:
+        """The note of a micro-batch. `ordinary`: loss and items of the first pass together, and those of the second."""
+        found = differs(first, second, device, is_double=is_double)
+        if ordinary is not None:
+            other = ordinary_differs(*ordinary, is_double=is_double)
+            found = other if found is None else found | other
+        return {} if found is None else {self.NOTE: found.to(wide(device))}
+
+    def flags(self, engine: Engine) -> Flags:
+        return _flag(engine, self.NOTE, self._message)
+
+    def _message(self, window: int) -> str:
+        return (
+            "encodings, or the ordinary loss or its items, were not the same in the two passes of window "
+            f"{window}; its step was not taken. Each micro-batch goes through loss_fn twice, with the same "
+            "weights, buffers and default random number generators. Draw from those alone (no torch.Generator of your "
+            "own), and let loss_fn keep nothing from one call to the next. Where layers compute otherwise without a "
+            "graph, as the first pass does (nn.TransformerEncoder in eval mode with padding), write `with "
+            "torch.enable_grad():` in loss_fn."
+        )
+
+
+class FrozenChanged(Check):
+    """Compares the norms of parameters that are not trained, which also show writes to ``.data``.
+
+    For example, a momentum encoder that is updated inside `loss_fn` would be updated in both passes of every
+    micro-batch. A copy of all frozen weights might be as large as the model.
+    """
+
+    name = "a frozen parameter that changes"
+    sentence = "A parameter that is not trained, such as a momentum encoder, changes inside loss_fn or joint."
+    cost = "with joint=, per window: two norms of each frozen parameter"
+    shows = "a parameter that is not trained, changed inside window"
+    program = """
+        momentum = nn.Linear(2, 1).requires_grad_(False)
+
+        def encode(models, x):
+            with torch.no_grad():
+                momentum.weight.mul_(0.9)
+            return Encoded(code=model(x), other=momentum(x))
+
+        def joint(models, all):
+            return (all.code - all.other).var()
+
+        MacroStep([model, momentum], optimizer, encode, joint=joint, micro=2)(torch.randn(4, 2))
+        """
+    NOTE = "frozen changed"
+
+    def begin(self, models: Sequence[nn.Module]) -> None:
+        """Take the norms, before the first pass."""
+        self._models = models
+        groups: defaultdict[tuple[torch.device, torch.dtype], dict[nn.Parameter, None]] = defaultdict(dict)
+        for module in modules_of(models):
+            for parameter in parameters_of(module).values():
+                if parameter is not None and not parameter.requires_grad and _has_norm(parameter):
+                    groups[parameter.device, parameter.dtype][parameter] = None
+        self._groups = [list(group) for group in groups.values()]
+        self._before = self._norms()
+        self._changed: Tensor | None = None
+
+    def compare(self, device: torch.device) -> dict[str, Tensor]:
+        """The note, after the loss: how many parameters have changed."""
+        found = []
+        for now, before in zip(self._norms(), self._before, strict=True):
+            has_changed = ((now - before).abs() > ROUNDING * before) | (now.isfinite() != before.isfinite())
+            found.append(has_changed.to(device, non_blocking=True))
+        self._changed = torch.cat(found) if found else None
+        return {} if self._changed is None else {self.NOTE: self._changed.to(wide(device)).sum()}
+
+    def flags(self, engine: Engine) -> Flags:
+        return _flag(engine, self.NOTE, self._message)
+
+    def _message(self, window: int) -> str:
+        return (
+            f"{self._first_changed()}, a parameter that is not trained, changed inside window {window}; its step was "
+            "not taken. loss_fn runs twice for every micro-batch, and a window may be done again: a momentum encoder "
+            "would move several times. Update it after the step, outside of loss_fn and joint."
+        )
+
+    def _first_changed(self) -> str:
+        """The name of a parameter that has changed. The host waits for it."""
+        if self._changed is None or not self._changed.any():
+            return "on another rank one"
+        parameter = [p for group in self._groups for p in group][int(self._changed.int().argmax())]
+        named = (pair for model in self._models for pair in model.named_parameters())
+        return next((repr(name) for name, other in named if other is parameter), "one")
+
+    @torch.no_grad()
+    def _norms(self) -> list[Tensor]:
+        parts = [[local_tensor(parameter) for parameter in group] for group in self._groups]
+        return [torch.stack(list(norms_of_all(group, 2, dtype=_norm_dtype(group[0])))) for group in parts]
+
+
+def _has_norm(parameter: nn.Parameter) -> bool:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and parameter.dtype.itemsize > 1 and not parameter.is_meta
+
+
+def _norm_dtype(part: Tensor) -> torch.dtype:
+    """A dtype with more digits than the parameter: a momentum encoder changes by little."""
+    return torch.complex128 if part.is_complex() else wide(part.device)
+
+
+class RanksDiffer(Check):
+    """Compares the losses that ranks have computed from the same encodings."""
+
+    name = "ranks that differ"
+    sentence = "joint returns another loss on one rank than on the others."
+    cost = "with joint= on several ranks, per window: one number in the exchange"
+    shows = "joint did not return the same loss on all ranks"
+    num_ranks = 2
+    program = """
+        model = nn.parallel.DistributedDataParallel(model)
+
+        def joint(model, all):
+            return (1 + torch.distributed.get_rank()) * all.code.var()
+
+        encode = lambda model, x: Encoded(code=model(x))
+        MacroStep(model, optimizer, encode, joint=joint, micro=2)(torch.randn(4, 2))
+        """
+    NOTE = "joint losses"  # a vector with the loss of each rank at its place
+
+    def watch(self, engine: Engine) -> bool:
+        self._dtype, self._is_double = torch.float32, False
+        return engine.backend.group is not None
+
+    def note(self, loss: Tensor, *, is_double: bool) -> None:
+        """Note how precise the losses are."""
+        self._dtype, self._is_double = loss.dtype, is_double
+
+    def flags(self, engine: Engine) -> Flags:
+        window = engine.window
+        if window is None or self.NOTE not in window.everyone:
+            return {}
+        message = (
+            f"joint did not return the same loss on all ranks in window {window.number}; its step was not taken. "
+            "Every rank computes it from the encodings of all, with the same random numbers. Draw from the default "
+            "generators alone (no torch.Generator of your own), and use nothing in it that ranks have each for "
+            "themselves: a queue of old encodings is the same on all of them if joint fills it."
+        )
+        unlike = ranks_differ(window.everyone[self.NOTE], self._dtype, is_double=self._is_double)
+        return {self.NOTE: Flag(unlike, lambda: BatchError(message), blocks=True)}
+
+
+class BatchNormStatistics(Check):
+    """Looks in the first window whether a BatchNorm layer in training mode was called in the first pass."""
+
+    name = "statistics of a micro-batch"
+    sentence = "With joint=, a BatchNorm layer takes its statistics from micro-batches (a warning)."
+    cost = "with joint=, once: a look at all modules"
+    shows = "a BatchNorm in training mode takes its statistics from each micro-batch"
+    program = """
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        encode = lambda model, x: Encoded(code=model(x))
+        MacroStep(model, optimizer, encode, joint=lambda model, all: all.code.var(), micro=2)(torch.randn(4, 2))
+        """
+
+    def watch(self, engine: Engine) -> bool:
+        self._models = engine.models
+        self._has_looked = False
+        self._calls: dict[BatchNorm, int] = {}  # of those in training mode
+        return True
+
+    def begin(self) -> None:
+        """Find the BatchNorm layers in training mode, before the first pass."""
+        if not self._has_looked:
+            found = (module for module in modules_of(self._models) if isinstance(module, BatchNorm))
+            self._calls = {module: _calls_of(module) for module in found if module.training}
+            self._has_looked = True
+
+    def end(self) -> None:
+        """Warn if such a layer was called since `begin`, or may have been because it does not count its calls."""
+        calls, self._calls = self._calls, {}
+        if any(module.num_batches_tracked is None or _calls_of(module) != before for module, before in calls.items()):
+            warn(
+                "a BatchNorm in training mode takes its statistics from each micro-batch, not from the whole batch: "
+                "with joint= the encodings depend on how the batch is cut. Use LayerNorm or GroupNorm, or put it into "
+                "eval mode."
+            )
+
+
+def _calls_of(module: BatchNorm) -> int:
+    """A number that grows with every call in training mode."""
+    return 0 if module.num_batches_tracked is None else version_of(module.num_batches_tracked)

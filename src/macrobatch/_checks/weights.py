@@ -1,0 +1,193 @@
+"""Checks of weights: means of means, because a program gives no items."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from macrobatch._cut.padding import IGNORED
+from macrobatch._cut.trees import children, leaves
+from macrobatch._engine.events import Check
+from macrobatch.errors import warn
+
+
+class LabelCount(NamedTuple):
+    """The number of samples and labels in a micro-batch.
+
+    `labels` has two numbers: all labels that are not -100, and those after the first position, which nothing predicts.
+    """
+
+    samples: int
+    labels: Tensor
+
+
+class UnevenLabels(Check):
+    """Compares the numbers of labels in micro-batches whose losses are weighted by samples. `MacroStep` tells it each.
+
+    It reads labels on a device only in the first window with several micro-batches, once, at its end; labels on the
+    host in every window, until it finds uneven ones.
+    """
+
+    name = "uneven labels"
+    sentence = "loss_fn gives no items, and micro-batches have different numbers of labels (a warning)."
+    cost = "without items, per micro-batch: a count of its labels; once, a read of it"
+    shows = "loss_fn returned a loss without its items"
+    program = """
+        def loss_fn(model, batch):
+            return nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
+
+        model = nn.Linear(2, 3)
+        labels = torch.tensor([1, 2, 1, -100])
+        train = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro=2)
+        train({"x": torch.ones(4, 2), "labels": labels})
+        """
+
+    def __init__(self) -> None:
+        self._has_read_device = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the counts of the last window."""
+        self._counts: dict[tuple[Any, ...], list[LabelCount]] = {}
+        self._has_labels = True  # assumed until the first micro-batch
+
+    def note(self, micro_batch: Any, samples: int) -> None:
+        """Count the labels of a micro-batch, without making the host wait."""
+        if self._has_labels:
+            self._count(micro_batch, samples)
+            self._has_labels = bool(self._counts)
+
+    def _count(self, micro_batch: Any, samples: int) -> None:
+        for keys, labels in _labels_in(micro_batch, ()):
+            if labels.is_cpu or not self._has_read_device:
+                self._counts.setdefault(keys, []).append(LabelCount(samples, _numbers_of(labels)))
+
+    def uneven(self) -> str | None:
+        """The warning at the end of a window, if its labels are not proportional to its samples."""
+        for keys, counts in self._counts.items():
+            if len(counts) < 2:
+                continue
+            self._has_read_device |= not counts[0].labels.is_cpu
+            labels = torch.stack([count.labels for count in counts]).tolist()
+            samples = [count.samples for count in counts]
+            # The loss may be a mean over either number. If one of them is proportional to the samples, it may be right.
+            other = [
+                next((i for i in range(1, len(samples)) if not _is_even(i, k, samples, labels)), None) for k in (0, 1)
+            ]
+            if None not in other:
+                return _uneven_message(keys, samples, labels, other[0] or 0)
+        return None
+
+
+def labels_on_host(batch: Any) -> list[tuple[int, int]]:
+    """How many labels each tensor of labels in the host's memory has: all, and those after the first position."""
+    found = [tuple(_numbers_of(labels).tolist()) for _, labels in _labels_in(batch, ()) if labels.is_cpu]
+    return [(every, predicted) for every, predicted in found]
+
+
+def _numbers_of(labels: Tensor) -> Tensor:
+    has_label = labels != IGNORED
+    predicted = has_label[:, 1:] if labels.dim() > 1 else has_label
+    return torch.stack([has_label.sum(), predicted.sum()])
+
+
+def _is_even(i: int, kind: int, samples: list[int], labels: list[list[int]]) -> bool:
+    """Whether a micro-batch has as many labels per sample as the first one."""
+    return labels[i][kind] * samples[0] == labels[0][kind] * samples[i]
+
+
+def _labels_in(tree: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    branches = children(tree)
+    if branches is not None:
+        for key, child in branches:
+            yield from _labels_in(child, (*keys, key))
+    elif keys[-1:] == ("labels",) and isinstance(tree, Tensor) and tree.dim() > 0 and not tree.is_floating_point():
+        yield keys, tree
+
+
+def _uneven_message(keys: tuple[Any, ...], samples: list[int], labels: list[list[int]], i: int) -> str:
+    name = ".".join(map(str, keys))
+    return (
+        f"loss_fn returned a loss without its items, so micro-batches are weighted by their samples. But {name} has "
+        f"{labels[0][0]} labels other than {IGNORED} in one micro-batch of {samples[0]} samples, and {labels[i][0]} in "
+        f"another of {samples[i]}. A mean over labels becomes a mean of means, not the mean of the whole batch. Return "
+        f"the number of labels too: `return loss, (labels[:, 1:] != {IGNORED}).sum()` if the model predicts the next "
+        f"token, `return loss, (labels != {IGNORED}).sum()` if it does not shift labels. If the loss is a mean over "
+        "samples, return the number of samples."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- in a loop
+
+Sizes = dict[str, int]  # by the path of a tensor; "batch" for a batch that is a list
+
+
+class EqualWeights(Check):
+    """Compares the sizes of the micro-batches of a window. `_loop` tells it each batch."""
+
+    name = "equal weights"
+    sentence = "Micro-batches of different sizes weigh the same, because no items were given (a warning)."
+    cost = "without items, per micro-batch: a look at the shapes of its tensors"
+    shows = "weigh the same, because backward() got no items"
+    program = """
+        for batch in acc.batches([torch.ones(4, 2), torch.ones(2, 2)]):
+            acc.backward(loss_fn(batch))
+            acc.step()
+        """
+
+    def __init__(self) -> None:
+        self._first: tuple[Sizes, list[tuple[int, int]]] | None = None  # sizes and labels of the first micro-batch
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Begin a window: the next micro-batch is its first one."""
+        self._first = None
+
+    def note(self, batch: object) -> None:
+        """Note a micro-batch that had its backward without items."""
+        if self._has_warned:
+            return
+        sizes, labels = _sizes_of(batch), labels_on_host(batch)
+        if self._first is None:
+            self._first = sizes, labels
+        elif (changed := _changed(self._first[0], sizes)) is not None:
+            self._warn(changed, "samples", "len(x)")
+        elif len(labels) == 1 == len(self._first[1]) and all(map(operator.ne, labels[0], self._first[1][0])):
+            self._warn((self._first[1][0][0], labels[0][0]), "labels", "(labels != -100).sum()")
+
+    def _warn(self, sizes: tuple[int, int], what: str, items: str) -> None:
+        self._has_warned = True
+        warn(
+            f"micro-batches of {sizes[0]} and of {sizes[1]} {what} weigh the same, because backward() got no items: "
+            "the step is that of a mean of means. Pass what the loss is a mean over, e.g. "
+            f"acc.backward(loss, items={items}); or items=1, if they are meant to weigh the same (told once)."
+        )
+
+
+def _sizes_of(batch: object) -> Sizes:
+    """The first dimension of each tensor or array, and the length of a batch that is a list."""
+    shapes = ((path, getattr(leaf, "shape", ())) for path, leaf in leaves(batch, "batch"))
+    sizes = {path: shape[0] for path, shape in shapes if isinstance(shape, tuple) and shape}
+    return sizes | ({"batch": len(batch)} if isinstance(batch, list) else {})
+
+
+def _changed(before: Sizes, now: Sizes) -> tuple[int, int] | None:
+    """The numbers of samples of two micro-batches, if they surely differ; None otherwise.
+
+    Lists of samples are a sure sign, and so are several tensors, or all, that changed from one size to another. One
+    tensor of several may hold other things than samples, such as the nodes of a graph.
+
+    >>> _changed({"x": 4, "y": 4, "weights": 10}, {"x": 2, "y": 2, "weights": 10})
+    (4, 2)
+    >>> _changed({"nodes": 9, "y": 4}, {"nodes": 7, "y": 4})
+    """
+    if before.get("batch", 0) != now.get("batch", 0):
+        return before.get("batch", 0), now.get("batch", 0)
+    common = [(before[path], now[path]) for path in before.keys() & now.keys() - {"batch"}]
+    changed = [pair for pair in common if pair[0] != pair[1]]
+    is_certain = len(set(changed)) == 1 and (len(changed) > 1 or changed == common)
+    return changed[0] if is_certain else None

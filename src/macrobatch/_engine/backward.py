@@ -1,0 +1,116 @@
+"""The backward of one micro-batch. It adds gradients only to parameters of the given models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from macrobatch._engine.store import InGrad
+from macrobatch._engine.totals import Micro
+from macrobatch._ranks.backend import Local
+from macrobatch._torch.graph import UNCONFINED, Confinement, Graph, Reach, Walker, confinement_of, run_confined
+from macrobatch.errors import UsageError
+
+
+class Backward:
+    """Runs the backwards of a window.
+
+    It walks every graph, because a graph may reach another model even if the last one did not. On a GPU it walks the
+    graph while the backward runs, as long as all graphs of the window so far ended only in the window's parameters.
+    """
+
+    def __init__(self, backend: Local, store: InGrad, accumulate_dtype: torch.dtype | None) -> None:
+        self._backend = backend
+        self._store = store
+        self._may_overlap = backend.abilities.leaves_are_parameters and accumulate_dtype is None
+        self._walker = Walker()
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """Begin a window. Nothing is known of its graphs yet."""
+        self._is_ordinary = False  # whether the graphs of the window so far ended only in its parameters
+
+    def confine(self, root: Tensor, graph: Graph | None) -> Confinement | None:
+        """How to confine this backward; None if its graph is walked while it runs."""
+        if self._is_ordinary and self.overlaps(root):
+            return None
+        if not self._backend.abilities.leaves_are_parameters:
+            return UNCONFINED
+        assert graph is not None
+        reach = graph.reach
+        self._is_ordinary = self._store.accumulates_all(reach.leaves)
+        if self._is_ordinary:
+            return UNCONFINED
+        self._store.include(reach.leaves)
+        return confinement_of(reach, self._store.own)
+
+    def overlaps(self, root: Tensor) -> bool:
+        """Whether a graph may be walked while its backward runs. On a CPU that would not save time."""
+        return root.is_cuda and self._may_overlap and not self._backend.will_check
+
+    def run(self, micro: Micro, confinement: Confinement | None) -> None:
+        """Add the gradients of a micro-batch, or zeros if it does not count."""
+        assert micro.root is not None
+        assert micro.seed is not None
+        # A micro-batch without items must add nothing, even if its own gradient is 0 / 0. But the parameters that it
+        # used get a gradient of zero, not None, as in one big batch.
+        hooks = [] if micro.counts else self._backend.zeroing_hooks(self._store.parameters)
+        reach = None
+        try:
+            if confinement is not None:
+                run_confined(micro.root, micro.seed, confinement, self._backend.backward)
+            else:
+                with self._walker.walking(micro.root) as walk:
+                    self._backend.backward(micro.root, micro.seed, None)
+                reach = walk.result()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._store.absorb()
+        if reach is not None:
+            self._require_no_others(reach)
+
+    def run_joint(self, loss: Tensor, seed: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Add the gradients of a loss of the whole batch, also to `leaves`."""
+        confinement = UNCONFINED
+        if self._backend.abilities.leaves_are_parameters:
+            reach = Graph(loss).reach
+            self._store.include(reach.leaves)
+            confinement = confinement_of(reach, {*self._store.own, *map(id, leaves)})
+        run_confined(loss, seed, confinement)
+        self._store.absorb()
+
+    def _require_no_others(self, reach: Reach) -> None:
+        """Raise an error if a backward that was not confined reached parameters of another model."""
+        if self._store.accumulates_all(reach.leaves):
+            return
+        self._is_ordinary = False
+        self._store.include(reach.leaves)
+        others = [leaf for leaf in reach.leaves if id(leaf) not in self._store.own and isinstance(leaf, nn.Parameter)]
+        if others:
+            raise UsageError(
+                f"this micro-batch reached {len(others)} parameters of another model, the first of shape "
+                f"{tuple(others[0].shape)}, where no earlier one of its window did: undivided sums were added to "
+                "their gradients. Clear those with zero_grad(), drop this window with discard(), and let all "
+                "micro-batches of a window reach the other model, or none: detach() it, or freeze it."
+            )
+
+
+@contextlib.contextmanager
+def noting_use(leaves: dict[str, Tensor]) -> Iterator[set[str]]:
+    """Note the names of the leaves that a backward uses."""
+    used: set[str] = set()
+    hooks: list[Any] = [
+        leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
+        for name, leaf in leaves.items()
+        if leaf.requires_grad
+    ]
+    try:
+        yield used
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,92 @@
+"""The order of calls: ``batches`` or ``micro_batch``, then ``backward``, then ``step``.
+
+Any other order would give a wrong gradient, so a call out of order raises an error before it changes anything. The
+state itself belongs to the window: whether a micro-batch awaits its backward (`Window.plan`), whether a step may
+follow, whether a call failed half-way.
+"""
+
+from __future__ import annotations
+
+from macrobatch._engine.window import Window
+from macrobatch.errors import UsageError
+
+
+def require_new_epoch(window: Window | None) -> None:
+    """Raise an error if a new `batches` may not begin."""
+    if window is not None and window.num_backwards and not window.is_carried:
+        raise UsageError(
+            f"batches() over an open window: {window.micro_batches} micro-batches of window {window.number} have "
+            "had no step. Close it with step(now=True), or drop it with discard()."
+        )
+
+
+def require_finished(window: Window | None, is_last: bool) -> None:
+    """Raise an error if neither a new micro-batch may begin nor the epoch end."""
+    if window is None:
+        return
+    if window.plan is not None:
+        raise UsageError(
+            "a batch was left without its backward(): every batch of the loader belongs to the window. Filter the "
+            "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0). "
+            "(loss.backward() does not count: call acc.backward(loss, items).)"
+        )
+    if window.awaits_step and is_last:
+        raise UsageError(
+            f"window {window.number} is complete, but step() was not called after its last backward(). Call it "
+            "after every backward: it returns None until there is something to do."
+        )
+
+
+def require_backward(window: Window | None) -> Window:
+    """The open window, or an error unless a micro-batch has begun that has had no backward."""
+    if window is not None and window.plan is not None:
+        require_whole(window)
+        return window
+    if window is not None and window.awaits_step:
+        raise UsageError(
+            "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
+            "micro-batch."
+        )
+    raise UsageError(
+        "backward() outside of a micro-batch. Iterate over acc.batches(loader), or do the forward and the "
+        "backward inside `with acc.micro_batch():`."
+    )
+
+
+def require_step(window: Window | None, now: bool) -> None:
+    """Raise an error if the current micro-batch has had no backward."""
+    if window is not None:
+        require_whole(window)
+        if window.plan is not None:
+            raise UsageError(
+                "step() before backward(): the micro-batch under way has not been accumulated yet. Call "
+                "acc.backward(loss, items) for it; loss.backward() does not count it."
+            )
+    if not now and (window is None or not window.num_backwards):
+        raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")
+
+
+def require_between_windows(window: Window | None, call: str) -> None:
+    """Raise an error if gradients are accumulated."""
+    if window is not None and window.num_backwards:
+        raise UsageError(
+            f"{call} inside a window: {window.micro_batches} micro-batches of window {window.number} are "
+            "accumulated, and gradients are not saved. Call it when step() has returned a result; step(now=True) "
+            "closes the window as it stands, discard() drops it."
+        )
+
+
+def require_whole(window: Window) -> None:
+    """Raise an error if a call has failed half-way in this window."""
+    if not window.is_broken:
+        return
+    then = "the next batch then begins a new window."
+    if window.plan is not None:
+        then = (
+            "the batch under way then begins a new window: call backward() for it again, or, to leave it out, "
+            "backward(loss, items=0) with any loss of the model."
+        )
+    raise UsageError(
+        f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "
+        f"with discard(); {then}"
+    )

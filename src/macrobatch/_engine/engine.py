@@ -1,0 +1,543 @@
+"""The engine: it accumulates the gradients of one window after another, and closes each with one exact step.
+
+For each micro-batch, call `begin`, run the forward, and call `backward` (or `replay` for a recorded one), which ends
+the micro-batch; `give_up` ends it without a backward. `close` closes a window, `discard` drops it. To be able to retry
+a window, take a `mark` before it, and pass the mark to `roll_back`. A rank without samples for a window calls
+`join_empty`. `Accumulator` feeds the engine from a data loader, `MacroStep` from the batches that it cuts.
+
+An exception at any line leaves the state before the call, or a broken window that only `discard` helps: a window is
+marked as broken before a call changes it, and as whole after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from macrobatch._arguments import checked_state, checked_steps
+from macrobatch._engine import calls
+from macrobatch._engine.backward import Backward, noting_use
+from macrobatch._engine.closing import TOUCHED, Closing
+from macrobatch._engine.events import Check, Events, Spans
+from macrobatch._engine.objectives import Mean, Objective
+from macrobatch._engine.store import InGrad, Parameters
+from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Totals
+from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
+from macrobatch._engine.window import UNSCALED, Window
+from macrobatch._ranks.backend import Local, UnsynchronisedError
+from macrobatch._ranks.collectives import start_named_sum
+from macrobatch._torch.graph import Graph
+from macrobatch._torch.snapshot import Snapshot
+from macrobatch.errors import MacrobatchError, UsageError
+from macrobatch.types import Items, StepResult, Terms
+
+
+class Mark(NamedTuple):
+    """The state that `Engine.roll_back` restores."""
+
+    num_windows: int
+    mean_items: float | Tensor | None
+
+
+class Replayable(Protocol):
+    """A recorded micro-batch: its forward and backward as one call.
+
+    Attributes:
+        reached: the parameters to which it adds gradients.
+        totals: what a replay adds to the totals on the host.
+        is_counted: whether the program gives items.
+    """
+
+    reached: set[nn.Parameter]
+    totals: Totals
+    is_counted: bool | None
+
+    def replay(self, micro_batch: object, window: Window) -> None:
+        """Compute a micro-batch of this window."""
+
+
+class Uncopied:
+    """Belongs to a model and its optimizers, and cannot be copied or pickled."""
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise UsageError(
+            "an Accumulator or a MacroStep cannot be copied or pickled: it belongs to its model and its optimizers. "
+            "Keep it outside of the model, and save its state_dict()."
+        )
+
+
+class Engine(Uncopied):
+    """Accumulates windows of micro-batches, and closes them.
+
+    Args:
+        models: the models whose gradients are accumulated.
+        optimizers: the optimizers. They hold only parameters of these models.
+        backend: how ranks exchange gradients.
+        closing: what to do with the gradients of a complete window.
+        objective: what is differentiated. Default: the mean over all items.
+        steps: the number of micro-batches in a window, or a function of the number of steps taken so far.
+        store: where gradients are accumulated. Default: in ``.grad``.
+        checks: what to notice besides.
+        accumulate_dtype: the dtype in which gradients are summed.
+        drops_short: whether to drop a window that has too few micro-batches on all ranks.
+
+    Attributes:
+        window: the open window; None if there is none.
+        graph: the graph of the backward that is about to run; None outside of `backward`.
+        is_last: whether the current micro-batch is the last one of the window.
+        is_repeat: whether the current micro-batch is a repeat with weight 0, for a rank that has no more batches.
+        is_closing: whether this engine steps its optimizers now.
+        weighs_alike: whether the last micro-batch was given without items, so that it has the weight of any other.
+        others_go_on: whether another rank had batches left when the last window closed.
+        may_repeat: whether ranks may repeat micro-batches. If so, they tell each other which parameters they used.
+        num_windows: how many windows were closed or discarded.
+        spans: the observers of the phases of a window, for measurements.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        backend: Local,
+        closing: Closing,
+        objective: Objective | None = None,
+        *,
+        steps: int | Callable[[int], int] = 1,
+        store: Callable[[Parameters, Local, torch.dtype | None], InGrad] = InGrad,
+        checks: Sequence[Check] = (),
+        accumulate_dtype: torch.dtype | None = None,
+        drops_short: bool = False,
+    ) -> None:
+        self.models, self.optimizers, self.backend = models, optimizers, backend
+        self.objective = objective or Mean("mean", None, backend, shrinks=False)
+        self.closing, self.steps = closing, steps
+        self.spans = Spans()
+        self.parameters = Parameters(models, optimizers)
+        self.store = store(self.parameters, backend, accumulate_dtype)
+        self.window: Window | None = None
+        self.graph: Graph | None = None
+        self.is_last = self.is_repeat = self.is_closing = self.weighs_alike = False
+        self.others_go_on = self.may_repeat = False
+        self.num_windows = 0
+        self._drops_short = drops_short
+        self._backward = Backward(backend, self.store, accumulate_dtype)
+        self._is_store_open = False
+        self._before_repeat: Snapshot | None = None
+        self._counting: Verdict | None = None  # whether all ranks count items alike: being copied to the host
+        self._used: set[str] = set()  # the parameters that this rank has used in the window, if it notes that
+        self.checks = [check for check in checks if check.watch(self)]
+        self.on = Events(self.checks)
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
+
+    def begin(self, plan: MicroPlan, *, after_forward: bool = False) -> None:
+        """Begin a micro-batch, before its forward. After it, if the caller has kept ranks from exchanging gradients."""
+        self.give_up()
+        window = self.open_window()
+        is_last = plan.last
+        if is_last is None:
+            is_last = window.num_begun + plan.num_planned >= window.num_planned
+        try:
+            self._before_repeat = Snapshot(self.models) if plan.repeat else None
+            self.open_store()
+            (self.backend.begin_backward if after_forward else self.backend.begin)(is_last)
+            if self.objective.ties is not None:
+                self.objective.ties.begin()
+        except BaseException:
+            self._end()
+            self._clear_unused_store()
+            raise
+        self.is_last, self.is_repeat, self.weighs_alike = is_last, plan.repeat, False
+        window.begin(plan)
+
+    def backward(self, given: Tensor | Terms | Any, items: Items = None, *, are_samples: bool = False) -> None:
+        """Run the backward of a micro-batch, add its gradient to the window, and end the micro-batch.
+
+        `are_samples`: the program has given no items, and these are samples.
+        """
+        window = calls.require_backward(self.window)
+        micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
+        try:
+            self._accumulate(micro, window)
+        except BaseException as error:
+            self.graph = None
+            if window.is_broken:  # otherwise nothing has changed
+                if window.num_backwards <= 1 and not isinstance(error, UnsynchronisedError):
+                    self._restart(window)
+                self._end()
+            raise
+        self._end()
+        window.end_backward()
+        self.weighs_alike = micro.is_counted is False and not are_samples
+
+    def _accumulate(self, micro: Micro, window: Window) -> None:
+        root = micro.root
+        if root is not None:
+            self.graph = Graph(root)
+        for observe in self.on.before_backward:
+            observe(self, micro)
+        confinement = None if root is None else self._backward.confine(root, self.graph)
+        window.begin_backward(micro, window.device if root is None else root.device)  # broken until it has ended
+        if self.is_last:
+            self._send(window)  # ranks exchange it during the backward
+        if root is None:  # no term, and no other rank that waits for a backward
+            return
+        with self.spans.of("backward", root), self._noting_use() as used:
+            self._backward.run(micro, confinement)
+        if used and not self.is_repeat:
+            self._used |= used
+        for observe in self.on.after_backward:
+            observe(self, micro)
+
+    def replay(self, recording: Replayable, micro_batch: object) -> None:
+        """Replay the recorded forward and backward of a micro-batch, in place of `backward`."""
+        window = calls.require_backward(self.window)
+        window.begin_replay(recording.totals, recording.is_counted)
+        if self.may_repeat:
+            self._used.update(self.store.own[id(parameter)] for parameter in recording.reached)
+        try:
+            with self.spans.of("replay"):
+                recording.replay(micro_batch, window)
+        finally:
+            self._end()
+        window.end_backward()
+
+    def give_up(self) -> None:
+        """Drop the current micro-batch, if there is one."""
+        self._end()
+        if self.window is not None and self.window.plan is not None:
+            self.window.give_up()
+            self._clear_unused_store()
+
+    def _end(self) -> None:
+        """Reset what was set for a micro-batch. After a repeat, also restore the buffers that it changed."""
+        self.graph = None
+        self.backend.end()
+        for observe in self.on.micro_end:
+            observe(self)
+        if self.objective.ties is not None:
+            self.objective.ties.end()
+        if self._before_repeat is not None:
+            before, self._before_repeat = self._before_repeat, None
+            before.restore()
+
+    def _restart(self, failed: Window) -> None:
+        """After a failed first backward: a new window in place of the failed one, with the same micro-batch begun."""
+        assert failed.plan is not None
+        self._clear_store()
+        window = self.objective.open(failed.number, failed.num_planned, self.device)
+        if failed.denominators is not None:
+            self.objective.expect(window, failed.denominators)
+        self.open_store()
+        window.begin(failed.plan)
+        self._used = set()
+        self._backward.begin_window()
+        self.window = window
+
+    @contextlib.contextmanager
+    def micro_batch(self, plan: MicroPlan) -> Iterator[None]:
+        """The forward and the backward of one micro-batch."""
+        self.require_finished()
+        self.begin(plan)
+        try:
+            yield
+            if self.window is not None and self.window.plan is not None:
+                raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
+        finally:
+            self.give_up()
+
+    # ------------------------------------------------------------------------------------------ one window
+
+    def open_window(self) -> Window:
+        """The open window, or a new one."""
+        if self.window is None:
+            steps = self.steps(self.closing.taken) if callable(self.steps) else self.steps
+            num_planned = checked_steps(steps, "steps(optimizer_step)")
+            self.window = self.objective.open(self.num_windows + 1, num_planned, self.device)
+        return self.window
+
+    def open_store(self) -> InGrad:
+        """The gradients of the window. They begin before its first forward; older gradients do not belong to it."""
+        if not self._is_store_open:
+            self.store.begin()
+            self.closing.begin_window()
+            for observe in self.on.window_begin:
+                observe(self)
+            self._is_store_open = True
+        return self.store
+
+    def expect(self, denominators: Denominators) -> None:
+        """Set early denominators, before the first micro-batch."""
+        self.objective.expect(self.open_window(), denominators)
+
+    def close(self, now: bool = False) -> StepResult | None:
+        """Close the window and return its result, if it is complete or with `now`. Otherwise return None."""
+        window = self.window
+        calls.require_step(window, now)
+        if window is None or not window.num_backwards or not (now or self.is_last):
+            if window is not None:
+                window.end_step()
+            return None
+        for observe in self.on.before_close:
+            observe(self)
+        window.break_up()  # until it is closed
+        try:
+            if not self.is_last:
+                self._send(window)
+            window.receive()
+            self.objective.learn(window)
+            result = self._close(window)
+        except MacrobatchError:  # a reason against the step: the window is dropped, and the next one may begin
+            self._drop_window()
+            raise
+        self._drop_window(leaves_gradients=self.closing.leaves_gradients)
+        return result
+
+    def _close(self, window: Window) -> StepResult | None:
+        self._require_same_counting(window)
+        if not self._is_due(window):
+            return None
+        unused = self.store.named.keys() - self._used if self._tells_use else None
+        with self.spans.of("communication"):
+            self.backend.finish(self.store.named, unused)
+        self.is_closing = True
+        try:
+            with self.spans.of("update"):
+                flags, average = self._flags(), self.backend.average
+                return self.closing.close(window, self.store, flags, average=average, shared=self.parameters.shared)
+        finally:
+            self.is_closing = False
+
+    def discard(self) -> None:
+        """Drop the open window and its gradients. A micro-batch without a `backward` begins a new window."""
+        self._end()
+        plan = None if self.window is None else self.window.plan
+        self._drop_window()
+        self.backend.drop_gradients()
+        self.is_last = self.weighs_alike = False
+        if plan is None:
+            return
+        window = self.open_window()  # with the model's flags as they are: this may be after an exception
+        self.open_store()
+        is_full = plan.num_planned >= window.num_planned
+        self.is_last = bool(plan.last) if plan.is_told else plan.ends or is_full
+        window.begin(plan)
+
+    def begin_epoch(self, *, may_repeat: bool, others_go_on: bool = False) -> None:
+        """Set whether ranks may repeat micro-batches, and whether others have batches. All ranks set the same."""
+        self.may_repeat = may_repeat and self.backend.group is not None
+        self.others_go_on = others_go_on
+
+    def end_epoch(self, *, drops: bool) -> None:
+        """End an epoch. Drop a window that is still open, or carry it into the next epoch."""
+        self.is_last = False
+        if self.has_accumulated and drops:
+            self.discard()
+        if self.window is not None and self.has_accumulated:
+            self.window.carry()
+        else:
+            self.closing.settle()  # no later window may come to notice it
+
+    # ------------------------------------------------------------------------------------------ other windows
+
+    def mark(self) -> Mark:
+        """Remember the state before a window, for `roll_back`. Call it between windows."""
+        return Mark(self.num_windows, self.objective.mean_items)
+
+    def roll_back(self, mark: Mark) -> None:
+        """Drop the open window, and go back to the state at `mark`."""
+        self.discard()
+        self.num_windows = mark.num_windows
+        self.objective.restore(mark.mean_items)
+
+    def join_empty(self) -> None:
+        """Take part in a window without samples: this rank adds nothing, but joins the collectives when it closes."""
+        self.catch_up()
+        self.is_last = self.is_repeat = False
+        self.open_window().join_empty()
+        self.open_store()
+
+    def catch_up(self) -> None:
+        """Join the collectives that this rank has missed because it failed in the window."""
+        self.objective.catch_up(self.open_window(), self.device)
+
+    def close_empty(self) -> StepResult:
+        """Close a window in which no rank has samples. No step is taken."""
+        window = self.open_window()
+        window.join_empty()
+        try:
+            return self.closing.close(window, self.open_store(), {}, average=1, shared=False)
+        finally:
+            self._drop_window()
+
+    def accept_gradients(self) -> None:
+        """Take the gradients as they are now for those of the window: recordings have set or cleared some."""
+        self.store.absorb()
+        for observe in self.on.after_backward:
+            observe(self, None)
+
+    @contextlib.contextmanager
+    def forward_only(self, *, restores: bool = False) -> Iterator[None]:
+        """A context for forwards that have no backward of a micro-batch. `restores`: undo what they change."""
+        before = Snapshot(self.models) if restores else None
+        self.open_store()
+        self.backend.begin(last=False)
+        try:
+            yield
+        finally:
+            self.backend.end()
+            if before is not None:
+                before.restore()
+
+    def add_joint(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Run the backward of a loss that is the same on every rank, inside `forward_only`. It counts no micro-batch.
+
+        It adds the gradients of the parameters that this loss uses directly, once for all ranks together. It also sets
+        ``.grad`` of `leaves`. Both are multiplied by the scale of the scaler.
+        """
+        group, window = self.backend.group, self.open_window()
+        ranks = 1 if group is None else dist.get_world_size(group)
+        seed = (torch.ones_like(loss) * (window.multiplier or UNSCALED) / ranks).to(loss.dtype)
+        micro = Micro(loss, seed, given=(loss,))
+        for observe in self.on.before_backward:
+            observe(self, micro)
+        with self.spans.of("backward", loss), self._noting_use() as used:
+            self._backward.run_joint(loss, seed, leaves)
+        self._used |= used
+        for observe in self.on.after_backward:
+            observe(self, micro)
+        for observe in self.on.micro_end:
+            observe(self)
+        for leaf in leaves if ranks > 1 else ():
+            if leaf.grad is not None:
+                leaf.grad *= ranks
+
+    # ------------------------------------------------------------------------------------------ what one can ask
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether the window has had a micro-batch."""
+        return self.window is not None and self.window.num_backwards > 0
+
+    @property
+    def num_begun(self) -> int:
+        """How many of the window's planned micro-batches have begun."""
+        return 0 if self.window is None else self.window.num_begun
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call failed half-way in the window. Then only `discard` is possible."""
+        return self.window is not None and self.window.is_broken
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(iter(self.parameters.named().values())).device
+
+    def require_new_epoch(self) -> None:
+        """Raise an error if a window is open that was not carried over from the last epoch."""
+        calls.require_new_epoch(self.window)
+
+    def require_finished(self) -> None:
+        """Raise an error if the last micro-batch has had no backward, or if a complete window has had no step."""
+        calls.require_finished(self.window, self.is_last)
+
+    def state(self) -> dict[str, int | float]:
+        """The state to save, as plain numbers. Call it between windows."""
+        calls.require_between_windows(self.window, "state_dict()")
+        self.closing.settle()
+        state: dict[str, int | float] = {"optimizer_step": self.closing.taken, "windows": self.num_windows}
+        if self.objective.mean_items is not None:
+            state["typical_items"] = float(self.objective.mean_items)
+        return state
+
+    def load_state(self, state: Mapping[str, int | float]) -> None:
+        """Restore what `state` returned. Call it between windows."""
+        calls.require_between_windows(self.window, "load_state_dict()")
+        taken, windows, mean_items = checked_state(state)
+        self.closing.restore(taken)
+        self.objective.restore(mean_items)
+        self.num_windows = windows
+        self.window = None  # one that was opened, but holds nothing yet, was numbered by the old state
+        self._clear_store()
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _tells_use(self) -> bool:
+        """Whether ranks tell each other, when a window closes, which parameters they have used."""
+        return self.may_repeat or self.backend.abilities.exchanges_use
+
+    def _noting_use(self) -> contextlib.AbstractContextManager[set[str]]:
+        """A context that notes the names of the parameters that a backward uses, except for those already noted."""
+        abilities = self.backend.abilities  # under FSDP1, the leaves of graphs are no parameters
+        if not (abilities.exchanges_use or (self.may_repeat and abilities.leaves_are_parameters)):
+            return contextlib.nullcontext(set())
+        named = {name: p for name, p in self.store.named.items() if name not in self._used}
+        return noting_use(self.backend.leaves(named))
+
+    def _send(self, window: Window) -> None:
+        """Start to exchange the totals of a closing window with the other ranks."""
+        if (group := self.backend.group) is not None:
+            window.send(lambda numbers: start_named_sum(numbers, group))
+
+    def _require_same_counting(self, window: Window) -> None:
+        """Raise an error on all ranks if some pass items and others do not.
+
+        The host checks every window whose numbers are in its memory. If they are on a device, it checks only the first
+        window, when the second one closes.
+        """
+        earlier, self._counting = self._counting, None
+        verdict = mixed_items(window)
+        if verdict is not None and verdict.on_host:
+            earlier = verdict
+        elif verdict is not None and window.number == 1:
+            self._counting = verdict.send()
+        if earlier is not None and (error := earlier.error(earlier.read())) is not None:
+            raise error
+
+    def _is_due(self, window: Window) -> bool:
+        """Whether to close a window. Whether a short one is dropped may be known only now, from other ranks."""
+        plan = window.last_plan
+        if plan is None or plan.more is None or not self.is_last:
+            return True
+        self.others_go_on = plan.more or bool(window.everyone["more"] > 0)
+        return not self._drops_short or bool(plan.complete) or bool(window.everyone["complete"] > 0)
+
+    def _flags(self) -> Flags:
+        """The reasons against the step that checks have found."""
+        flags: Flags = {}
+        for observe in self.on.flags:
+            flags |= observe(self)
+        if self.store.tells_by_norm and TOUCHED not in flags:  # ranks exchange it, whether they check or not
+            flags[TOUCHED] = Flag(torch.zeros((), device=self.device))
+        return flags
+
+    def _clear_store(self) -> None:
+        if self._is_store_open:
+            self.store.clear()
+            self._is_store_open = False
+
+    def _clear_unused_store(self) -> None:
+        """Forget gradients that begin no window: those of a program that does something else now are its own."""
+        if not self.has_accumulated:
+            self._clear_store()
+
+    def _drop_window(self, *, leaves_gradients: bool = False) -> None:
+        """Forget the window, and clear its gradients unless they are left to the program."""
+        for observe in self.on.window_end:
+            observe(self)
+        if leaves_gradients:
+            self.store.let_go()
+            self._is_store_open = False
+        else:
+            self._clear_store()
+        self._used = set()
+        self._backward.begin_window()
+        self.num_windows, self.window = self.num_windows + self.has_accumulated, None

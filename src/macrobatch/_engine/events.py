@@ -1,0 +1,134 @@
+"""Where observers look into a window: checks at its events, and whoever measures at its spans.
+
+Where each event fires::
+
+    begin:     [window_begin]  forward of the program
+    backward:  combine, [before_backward]  run, [after_backward]          [micro_end], also if one of them failed
+    close:     [before_close]  exchange, [flags]  divide, clip, step      [window_end], also if the window is dropped
+
+An event that nobody observes costs nothing: only the methods that a check really has are called. A check may raise an
+error, or return reasons against the step (`flags`), which the device computes. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor
+
+from macrobatch._engine.verdict import Flags
+
+if TYPE_CHECKING:
+    from macrobatch._engine.engine import Engine
+    from macrobatch._engine.totals import Micro
+
+Span = Literal["data", "forward", "backward", "replay", "communication", "update"]
+Observer = Callable[[Span, Tensor | None], AbstractContextManager[None]]
+
+
+class Check:
+    """Notices one mistake. It observes the events of an engine; what the gradient needs is never in a check.
+
+    Attributes:
+        name: its name in the catalogue.
+        sentence: what it notices, for people.
+        cost: what it costs in a window and in a micro-batch.
+        program: the smallest wrong program that shows it. It ends in the error, or with the warning, that it is for.
+        shows: a part of the message of that error or warning.
+        num_ranks: how many processes the program needs.
+    """
+
+    name: ClassVar[str]
+    sentence: ClassVar[str]
+    cost: ClassVar[str]
+    program: ClassVar[str]
+    shows: ClassVar[str]
+    num_ranks: ClassVar[int] = 1
+
+    def watch(self, engine: Engine) -> bool:  # noqa: ARG002
+        """Called once, when the engine is made. Returns False if there is nothing to notice with this engine."""
+        return True
+
+    def window_begin(self, engine: Engine) -> None:
+        """Before the first forward of a window."""
+
+    def before_backward(self, engine: Engine, micro: Micro) -> None:
+        """After the forward of a micro-batch. Nothing is counted yet."""
+
+    def after_backward(self, engine: Engine, micro: Micro | None) -> None:
+        """After a backward has added its gradients. `micro` is None if recordings have set or cleared gradients."""
+
+    def micro_end(self, engine: Engine) -> None:
+        """When a micro-batch ends, whether it had a backward or not."""
+
+    def before_close(self, engine: Engine) -> None:
+        """After the last backward, before gradients are divided."""
+
+    def flags(self, engine: Engine) -> Flags:  # noqa: ARG002
+        """Reasons against the step that only the device knows."""
+        return {}
+
+    def window_end(self, engine: Engine) -> None:
+        """When a window is closed or dropped."""
+
+
+class Events:
+    """The methods of all checks, by event: only those that a check overrides."""
+
+    def __init__(self, checks: Sequence[Check]) -> None:
+        def having(event: str) -> tuple[Callable[..., None], ...]:
+            return tuple(getattr(c, event) for c in checks if getattr(type(c), event) is not getattr(Check, event))
+
+        self.window_begin = having("window_begin")
+        self.before_backward = having("before_backward")
+        self.after_backward = having("after_backward")
+        self.micro_end = having("micro_end")
+        self.before_close = having("before_close")
+        self.flags = tuple(check.flags for check in checks if type(check).flags is not Check.flags)
+        self.window_end = having("window_end")
+
+
+class Spans:
+    """The phases of a window, and the observers that measure them.
+
+    >>> spans, seen = Spans(), []
+    >>> @contextlib.contextmanager
+    ... def watch(span, loss):
+    ...     seen.append(span)
+    ...     yield
+    >>> spans.subscribe(watch)
+    >>> with spans.of("update"):
+    ...     seen
+    ['update']
+    """
+
+    _NOTHING: ClassVar[AbstractContextManager[None]] = contextlib.nullcontext()
+
+    def __init__(self) -> None:
+        self._observers: tuple[Observer, ...] = ()
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether there is an observer."""
+        return bool(self._observers)
+
+    def subscribe(self, observer: Observer) -> None:
+        """Call ``observer(span, loss)`` for every span. It returns a context manager, which is entered around the span.
+
+        `loss` is the loss of a "backward", and None for the other spans.
+        """
+        self._observers += (observer,)
+
+    def of(self, span: Span, loss: Tensor | None = None) -> AbstractContextManager[None]:
+        """The context manager to run this span in."""
+        return self._watched(span, loss) if self._observers else self._NOTHING
+
+    @contextlib.contextmanager
+    def _watched(self, span: Span, loss: Tensor | None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer(span, loss))
+            yield

@@ -1,0 +1,254 @@
+"""The totals of a window: columns of losses and items, summed on the host or on the device.
+
+Items given as Python numbers are added on the host, tensors on their device. The host reads nothing from a device here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from macrobatch._torch.tensors import number_on_host, wide
+
+Number = int | float | Tensor
+MAX_PENDING = 32  # micro-batches whose items only the device knows, before they are added up
+
+
+class MicroPlan(NamedTuple):
+    """What is known of a micro-batch before its forward.
+
+    Attributes:
+        last: whether it closes the window; None if the planned length of the window decides.
+        ends: whether it is this rank's last one in the epoch, so that it closes a window of any length.
+        repeat: whether the batch was used before, and counts for nothing now.
+        num_planned: how many of the window's planned micro-batches it stands for.
+        more, complete: for the other ranks, when it closes the window: whether this rank has more batches, and whether
+            it had one for each planned micro-batch. None if all ranks know that.
+        is_told: whether the user has set `last`.
+    """
+
+    last: bool | None = None
+    ends: bool = False
+    repeat: bool = False
+    num_planned: int = 1
+    more: bool | None = None
+    complete: bool | None = None
+    is_told: bool = False
+
+
+IN_BETWEEN = MicroPlan(last=False)
+LAST_OF_ALL = MicroPlan(last=True, ends=True)
+
+
+class Micro(NamedTuple):
+    """One micro-batch after its forward, ready for its backward.
+
+    Attributes:
+        root: the scalar whose backward runs; None if there is nothing to differentiate.
+        seed: the seed of that backward.
+        losses: what it adds to each column: a mean or a sum, as the window's totals expect; None for nothing.
+        items: the number of items for each column.
+        counts: whether it adds anything. If not, the parameters that it uses get zeros.
+        is_counted: whether the program has given items; None if that makes no difference.
+        notes: numbers for checks, by name, on the device.
+        given: the losses that the program has handed over.
+    """
+
+    root: Tensor | None
+    seed: Tensor | None
+    losses: Sequence[Number | None] = ()
+    items: Sequence[Number] = ()
+    counts: bool = True
+    is_counted: bool | None = None
+    notes: Mapping[str, Tensor] = {}
+    given: Sequence[Tensor] = ()
+
+
+class Denominators(NamedTuple):
+    """The early denominators of a window, one for each column.
+
+    Attributes:
+        names: the names of the columns.
+        host: this rank's counts; None for a count that only the device knows.
+        own: this rank's counts, on the device.
+        total: the counts of all ranks together, on the device.
+        divisors: the counts of all ranks again, by which losses are divided: 1 for a column without items; a number if
+            the host knows it.
+        rounding: the relative error that floating-point counts may have; 0 for whole numbers.
+        are_terms: whether the user has named the columns, and gets the mean of each.
+    """
+
+    names: tuple[str, ...]
+    host: tuple[int | float | None, ...]
+    own: Tensor
+    total: Tensor
+    divisors: Sequence[float | Tensor]
+    rounding: Sequence[float]
+    are_terms: bool = True
+
+
+# ---------------------------------------------------------------------------------------------- the totals
+
+
+class Sums(NamedTuple):
+    """The sums of a window on the device: in each vector one number per column, in a wide dtype.
+
+    Attributes:
+        losses: of late columns the summed losses, of early ones the means.
+        items: the numbers of items.
+        bad: how many of these numbers were negative or not finite.
+    """
+
+    losses: Tensor
+    items: Tensor
+    bad: Tensor
+
+    @classmethod
+    def zeros(cls, columns: int, device: torch.device) -> Sums:
+        return cls(*torch.zeros(3, columns, device=device, dtype=wide(device)).unbind())
+
+
+class Totals:
+    """The sums of losses and items of a window on this rank.
+
+    >>> totals = Totals(1, weighs=True)
+    >>> totals.add(Micro(None, None, [torch.tensor(2.0)], [3]), torch.device("cpu"))
+    >>> totals.add(Micro(None, None, [torch.tensor(6.0)], [torch.tensor(1)]), torch.device("cpu"))
+    >>> totals.sums(torch.device("cpu")).losses          # 3 * 2.0 + 1 * 6.0
+    tensor([12.], dtype=torch.float64)
+
+    Args:
+        columns: the number of columns.
+        weighs: whether losses are means over their items, which are multiplied by the items here.
+        static: the sums at fixed addresses that recordings add to. Then no loss is read on the host.
+
+    Attributes:
+        host_items: for each column the items that the host knows.
+        on_device: for each column whether there are items that only the device knows.
+        rounding: for each column the relative error that its items may have; 0 for whole numbers.
+        notes: numbers for checks, by name, on the device: summed over micro-batches and ranks.
+    """
+
+    def __init__(
+        self, columns: int, *, weighs: bool, static: Sums | None = None, notes: dict[str, Tensor] | None = None
+    ) -> None:
+        self.host_items: list[int | float] = [0] * columns
+        self.on_device = [False] * columns
+        self.rounding = [0.0] * columns
+        self.notes: dict[str, Tensor] = {} if notes is None else notes
+        self._host_losses = [0.0] * columns
+        self._weighs = weighs
+        self._is_static = static is not None
+        self._sums = static
+        self._pending: list[tuple[int, Tensor | None, Tensor]] = []  # column, loss, items
+
+    def add(self, micro: Micro, device: torch.device) -> None:
+        """Add a micro-batch."""
+        for column, (loss, items) in enumerate(zip(micro.losses, micro.items, strict=True)):
+            if type(items) is not int:
+                self.rounding[column] = max(self.rounding[column], rounding_of(items))
+            if isinstance(items, Tensor):
+                self.on_device[column] = True
+                # Copies: the caller may reuse the same buffers for the next micro-batch.
+                own = None if loss is None else _scalar_on(device, loss).clone()
+                self._pending.append((column, own, _scalar_on(device, items).clone()))
+            else:
+                self.host_items[column] += items
+                if loss is not None and (items or not self._weighs):  # a mean over no items is NaN, and adds nothing
+                    self._add_loss(column, loss, items if self._weighs else 1, device)
+        for name, number in micro.notes.items():
+            self.note(name, number)
+        if self._is_static or len(self._pending) >= MAX_PENDING:
+            self._fold(device)
+
+    def _add_loss(self, column: int, loss: Number, weight: int | float, device: torch.device) -> None:
+        number = number_on_host(loss) if isinstance(loss, Tensor) and not self._is_static else None
+        if number is not None:
+            self._host_losses[column] += number * weight
+        else:
+            assert isinstance(loss, Tensor)
+            self._on(device).losses[column].add_(_scalar_on(device, loss), alpha=weight)
+
+    def note(self, name: str, number: Tensor) -> None:
+        """Add to a number for checks."""
+        if name in self.notes:
+            self.notes[name].add_(number)
+        else:
+            self.notes[name] = number.to(wide(number.device), copy=True)
+
+    def add_sums(self, sums: Sums, notes: Mapping[str, Tensor]) -> None:
+        """Add what recordings have summed. Those of a loss of the whole batch have no columns."""
+        for total, more in zip(self._on(sums.items.device), sums, strict=True) if len(sums.items) else ():
+            total.add_(more)
+        for name, number in notes.items():
+            self.note(name, number)
+
+    def count_replay(self, recorded: Totals) -> None:
+        """Count the replay of a micro-batch that was recorded with these totals: what the host knows of its items."""
+        if not recorded.host_items:
+            return
+        self.host_items = [a + b for a, b in zip(self.host_items, recorded.host_items, strict=True)]
+        self.on_device = [a or b for a, b in zip(self.on_device, recorded.on_device, strict=True)]
+        self.rounding = list(map(max, self.rounding, recorded.rounding))
+
+    def _on(self, device: torch.device) -> Sums:
+        if self._sums is None:
+            self._sums = Sums.zeros(len(self.host_items), device)
+        return self._sums
+
+    def _fold(self, device: torch.device) -> None:
+        """Add pending micro-batches to the sums. Adding each at once would take three times as many kernels."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        sums, dtype = self._on(device), wide(device)
+        for column in {column for column, _, _ in pending}:
+            items = torch.stack([n for other, _, n in pending if other == column]).to(dtype)
+            losses = [loss for other, loss, _ in pending if other == column and loss is not None]
+            if losses:
+                weighted = torch.stack(losses).to(dtype)
+                if self._weighs:  # a mean over no items is NaN, and adds nothing
+                    weighted = weighted.masked_fill(items == 0, 0) * items
+                sums.losses[column].add_(weighted.sum())
+            sums.items[column].add_(items.sum())
+            sums.bad[column].add_((~(items.isfinite() & (items >= 0))).sum())
+
+    def sums(self, device: torch.device) -> Sums:
+        """All sums of this rank, as tensors on the device."""
+        self._fold(device)
+        numbers = (self._host_losses, self.host_items)
+        losses, items = (_vector(column, device) for column in numbers)
+        if self._sums is None:
+            return Sums(losses, items, torch.zeros_like(items))
+        return Sums(self._sums.losses + losses, self._sums.items + items, self._sums.bad)
+
+    @property
+    def host_losses(self) -> list[float] | None:
+        """The sums of losses, if the host knows all of them."""
+        return self._host_losses if self._sums is None and not self._pending else None
+
+
+def rounding_of(count: Number) -> float:
+    """The relative error that a count may have: 0 for whole numbers."""
+    if isinstance(count, int) or (isinstance(count, Tensor) and not count.is_floating_point()):
+        return 0.0
+    return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
+
+
+def _scalar_on(device: torch.device, number: Number) -> Tensor:
+    """A detached scalar on the device."""
+    assert isinstance(number, Tensor)
+    scalar = number.data  # only read after this: cheaper than detach()
+    if scalar.dim():
+        scalar = scalar.reshape(())
+    return scalar if scalar.device == device else scalar.to(device, non_blocking=True)
+
+
+def _vector(numbers: Sequence[int | float], device: torch.device) -> Tensor:
+    """These numbers on the device, without a copy from host memory if there is one, or if all are 0."""
+    if len(numbers) == 1 or not any(numbers):
+        return torch.full((len(numbers),), numbers[0] if numbers else 0, device=device, dtype=wide(device))
+    return torch.tensor(numbers, dtype=wide(device), device="cpu").to(device, non_blocking=True)

@@ -1,0 +1,147 @@
+"""Whether a closing window may take its step. The device computes the answer; the host reads it only if necessary."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from macrobatch._arguments import FEWEST_ITEMS
+from macrobatch._engine.window import Window
+from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError
+
+NONFINITE = "nonfinite"
+
+
+class Flag(NamedTuple):
+    """A reason against a step.
+
+    Attributes:
+        holds: a scalar on the device: 0 or False if it does not hold.
+        error: makes the error to raise; None if the step is only left out.
+        blocks: whether no step may be taken before the host knows that it does not hold.
+    """
+
+    holds: Tensor
+    error: Callable[[], MacrobatchError] | None = None
+    blocks: bool = False
+
+
+Flags = dict[str, Flag]
+
+
+class Verdict:
+    """Whether a window's step may be taken: one number on the device, the sum of the reasons against it as bits.
+
+    The number is float32, as fused optimizers and scalers require.
+
+    Args:
+        flags: the reasons, by name. Without `NONFINITE` first, the gradients are not checked.
+
+    Attributes:
+        blocks: whether no step may be taken before the host has read it.
+        has_mistakes: whether one of the reasons is a mistake of the program, which must be told.
+    """
+
+    def __init__(self, flags: Flags) -> None:
+        self._flags = flags
+        self._simple = list(flags) == [NONFINITE]
+        self.blocks = any(flag.blocks for flag in flags.values())
+        self.has_mistakes = any(flag.error is not None and name != NONFINITE for name, flag in flags.items())
+        device = next(iter(flags.values())).holds.device
+        numbers = [flag.holds.to(device, torch.float32, non_blocking=True) for flag in flags.values()]
+        self._number = self._host = numbers[0] if self._simple else _as_bits(numbers)
+        self._arrival: torch.cuda.Event | None = None
+
+    @property
+    def found_inf(self) -> Tensor:
+        """The value for fused optimizers: exactly 0.0 or 1.0."""
+        return self._number if self._simple else (self._number != 0).float()
+
+    @property
+    def overflow(self) -> Tensor:
+        """The value for scalers. A window without items is no overflow, whatever it computed."""
+        return self._number if self._simple else (self._number == 1).float()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host can read it without waiting."""
+        return self._number.device.type == "cpu"
+
+    def send(self) -> Verdict:
+        """Start to copy the number to the host, without waiting."""
+        if self._number.device.type == "cuda":
+            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+            self._host.copy_(self._number, non_blocking=True)
+            self._arrival = torch.cuda.current_stream(self._number.device).record_event()
+        return self
+
+    def read(self) -> list[str]:
+        """The names of the reasons that hold. The host waits for them if they have not arrived yet."""
+        if self._arrival is None:
+            self.send()
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        # The number is in host memory now. `item()` would look like a read of the device to modes that watch for reads.
+        host = self._host.cpu()
+        bits = int(ctypes.c_float.from_address(host.data_ptr()).value)
+        return [name for index, name in enumerate(self._flags) if bits >> index & 1]
+
+    def error(self, reasons: list[str]) -> MacrobatchError | None:
+        """The error to raise for these reasons; None if there is none. An infinite gradient counts only if alone."""
+        errors = [self._flags[name].error for name in reasons if name != NONFINITE or reasons == [NONFINITE]]
+        return next((make() for make in errors if make is not None), None)
+
+
+def _as_bits(numbers: list[Tensor]) -> Tensor:
+    return torch.stack([(number != 0).float() * 2**index for index, number in enumerate(numbers)]).sum()
+
+
+def verdict_on(window: Window, flags: Flags, nonfinite: Tensor | None = None) -> Verdict | None:
+    """The verdict on a closing window; None if the host knows that its step may be taken.
+
+    Args:
+        window: the window. Its items may be known only to the device.
+        flags: the reasons of checks.
+        nonfinite: whether a gradient is infinite or NaN; None if that does not matter.
+    """
+    reasons: Flags = {} if nonfinite is None else {NONFINITE: Flag(nonfinite, lambda: _nonfinite(window.number))}
+    reasons |= flags
+    if (bad_items := window.bad_items()) is not None:
+        reasons["bad items"] = Flag(bad_items, lambda: _bad_items(window.number))
+    if (miscounted := window.miscounted()) is not None:
+        reasons["miscounted"] = Flag(miscounted.any(), window.miscount, blocks=True)
+    if not window.has_items:
+        reasons["no items"] = Flag(window.lacks_items())
+    return Verdict(reasons) if reasons else None
+
+
+def mixed_items(window: Window) -> Verdict | None:
+    """Whether some ranks give items and others do not; None in one process."""
+    mixes = window.mixes_items()
+    if mixes is None:
+        return None
+    message = (
+        f"items must be given on every rank, or on none: in window {window.number} some ranks gave them, others did "
+        "not. Without them a micro-batch counts as 1, or as its samples, beside the tokens of the others."
+    )
+    return Verdict({"mixed items": Flag(mixes, lambda: BatchError(message))})
+
+
+def _nonfinite(window: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"window {window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
+        'no items is 0 / 0: pass sums with reduction="sum", or items as ints), lower the learning rate, '
+        'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
+    )
+
+
+def _bad_items(window: int) -> BatchError:
+    return BatchError(
+        f"items passed in window {window} were negative or not finite; its step was not taken. "
+        "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum(). Less than "
+        f"{FEWEST_ITEMS:g} in all, or more than {1 / FEWEST_ITEMS:g}, is no count either."
+    )

@@ -1,0 +1,379 @@
+"""One window: its micro-batches, the totals of their losses and items, and which call may come next.
+
+A window has columns of (loss, items), one for each term of the loss; a plain loss is one column. It must agree with
+`macrobatch.reference`: the gradient is the sum over the columns of ``sum of grad S / sum of n``, where S is the summed
+loss of a micro-batch and n its number of items. The denominators, the sums of n, are *late* or *early*:
+
+- late (one column): each backward is seeded with n, and the gradient is divided once, when the window closes;
+- early (terms, a loss of the whole batch): they are known before the first backward, each micro-batch weighs n / N, and
+  nothing is left to divide by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from macrobatch._arguments import FEWEST_ITEMS
+from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Sums, Totals
+from macrobatch._torch.tensors import wide
+from macrobatch.errors import BatchError
+
+UNSCALED = 1.0
+
+
+class Window:
+    """One window, from its first micro-batch to its close.
+
+    Args:
+        number: the number of this window, counted from 1, for error messages.
+        num_planned: the number of micro-batches that close it.
+        device: the device of the models. Later that of the losses.
+        totals: its totals; None until early denominators are known (`expect`).
+        multiplier: the factor of all losses besides their weight, if it is known already. The close undoes it.
+
+    Attributes:
+        plan: the plan of the micro-batch that awaits its backward; None if there is none.
+        last_plan: the plan of the last micro-batch that has had its backward.
+        awaits_step: whether the last call was a backward, so that a step may follow.
+        num_backwards: backwards so far, including those that count for nothing.
+        micro_batches: the micro-batches that count.
+        is_broken: whether a call failed half-way. Then only `Engine.discard` helps.
+        is_carried: whether the end of an epoch left it open.
+        is_counted: whether the program gives items; None if that is not known, or makes no difference.
+        denominators: the early denominators; None if they are late.
+        everyone: the sums over all ranks, by name, after `receive`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        num_planned: int,
+        device: torch.device,
+        totals: Totals | None = None,
+        multiplier: float | Tensor | None = None,
+        denominators: Denominators | None = None,
+    ) -> None:
+        self.number = number
+        self.num_planned = num_planned
+        self.plan: MicroPlan | None = None
+        self.last_plan: MicroPlan | None = None
+        self.awaits_step = self.is_broken = self.is_carried = False
+        self.num_backwards = self.micro_batches = self._num_begun = 0
+        self.is_counted: bool | None = None
+        self.multiplier = multiplier
+        self.denominators = denominators
+        self.everyone: dict[str, Tensor] = {}
+        self.device = device
+        self._totals = totals
+        self._travelling: Callable[[], dict[str, Tensor]] | None = None
+
+    # ------------------------------------------------------------------------------------------ its micro-batches
+
+    @property
+    def num_begun(self) -> int:
+        """How many of the planned micro-batches have begun. A rank may have fewer batches than that."""
+        return self._num_begun + (0 if self.plan is None else self.plan.num_planned)
+
+    def begin(self, plan: MicroPlan) -> None:
+        """Begin a micro-batch, whose backward comes next. This is one assignment: no exception can split it."""
+        self.plan = plan
+
+    def give_up(self) -> None:
+        """Drop the micro-batch that awaits its backward."""
+        self.plan = None
+
+    def begin_backward(self, micro: Micro, device: torch.device) -> None:
+        """Count a micro-batch. Until `end_backward`, the window is broken: an exception leaves it so."""
+        self.is_broken = True
+        self.device = device
+        if micro.losses or micro.counts:
+            self.is_counted = micro.is_counted
+            self.micro_batches += 1
+            self.totals.add(micro, device)
+        self.num_backwards += 1
+
+    def begin_replay(self, recorded: Totals, is_counted: bool | None) -> None:
+        """Count a recorded micro-batch. The recordings keep its loss, and items that only the device knows."""
+        self.is_broken = True
+        self.is_counted = is_counted
+        self.num_backwards += 1
+        self.micro_batches += 1
+        self.totals.count_replay(recorded)
+
+    def end_backward(self) -> None:
+        """End a micro-batch: the window is whole again, and a step may follow."""
+        plan, begun = self.plan, self.num_begun
+        self.plan, self.last_plan, self._num_begun, self.is_broken, self.awaits_step = None, plan, begun, False, True
+
+    def join_empty(self) -> None:
+        """Take part without samples."""
+        self.num_backwards += 1
+
+    def end_step(self) -> None:
+        """A step had nothing to do: another micro-batch may follow."""
+        self.awaits_step = False
+
+    def carry(self) -> None:
+        """Stay open at the end of an epoch."""
+        self.awaits_step, self.is_carried = False, True
+
+    def break_up(self) -> None:
+        """Note that the window can only be discarded."""
+        self.is_broken = True
+
+    def require_same_counting(self, is_counted: bool) -> None:
+        """Raise an error if only some micro-batches have items."""
+        if self.is_counted is not None and self.is_counted != is_counted:
+            earlier, now = ("given", "None") if self.is_counted else ("None", "given")
+            raise BatchError(
+                f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "
+                f"they were {earlier}, now they are {now}. Without them every micro-batch weighs the same."
+            )
+
+    # ------------------------------------------------------------------------------------------ what is known before
+
+    def expect(self, denominators: Denominators, multiplier: float | Tensor) -> None:
+        """Set early denominators, before the first micro-batch."""
+        self.denominators, self.multiplier = denominators, multiplier
+        self._totals = Totals(len(denominators.names), weighs=False)
+        self.device = denominators.own.device
+
+    def know(self, sums: Mapping[str, Tensor]) -> None:
+        """Set sums over all ranks that are known already."""
+        self.everyone |= sums
+
+    def set_multiplier(self, multiplier: float | Tensor) -> None:
+        """Set the factor of all losses besides their weight. All ranks must use the same."""
+        self.multiplier = multiplier
+
+    @property
+    def totals(self) -> Totals:
+        assert self._totals is not None, "denominators come before the first micro-batch"
+        return self._totals
+
+    @property
+    def awaits_denominators(self) -> bool:
+        """Whether early denominators must be set before the next micro-batch."""
+        return self._totals is None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        assert self.denominators is not None, "denominators come before the first micro-batch"
+        return self.denominators.names
+
+    def divisor_of(self, column: int) -> float | Tensor:
+        """The early denominator of a column, by which its losses are divided."""
+        assert self.denominators is not None, "denominators come before the first micro-batch"
+        return self.denominators.divisors[column]
+
+    # ------------------------------------------------------------------------------------------ between ranks
+
+    def send(self, start_sum: Callable[[dict[str, Tensor]], Callable[[], dict[str, Tensor]]]) -> None:
+        """Start to sum the numbers of this window over all ranks. Only the last backward may still be missing."""
+        numbers = {} if self._totals is None else dict(self._totals.notes)
+        if "items" not in self.everyone and self._totals is not None:
+            numbers |= self._totals.sums(self.device)._asdict()
+            numbers |= self._numbers(
+                micro_batches=self.micro_batches,
+                with_items=self.is_counted is True,
+                without_items=self.is_counted is False,
+            )
+            if self.denominators is not None:
+                numbers["miscounts"] = self._own_miscounts().to(wide(self.device))
+        plan = self.plan or self.last_plan
+        if plan is not None and plan.more is not None:
+            numbers |= self._numbers(more=plan.more, complete=bool(plan.complete))
+        if numbers:
+            self._travelling = start_sum(numbers)
+
+    def _numbers(self, **numbers: float) -> dict[str, Tensor]:
+        return {
+            name: torch.full((), number, device=self.device, dtype=wide(self.device))
+            for name, number in numbers.items()
+        }
+
+    def receive(self) -> None:
+        """Wait for the exchange."""
+        travelling, self._travelling = self._travelling, None
+        if travelling is not None:
+            self.everyone |= travelling()
+
+    def mixes_items(self) -> Tensor | None:
+        """Whether some ranks have given items and others not; None if nothing was exchanged."""
+        if "with_items" not in self.everyone:
+            return None
+        return (self.everyone["with_items"] > 0) & (self.everyone["without_items"] > 0)
+
+    # ------------------------------------------------------------------------------------------ the results
+
+    def _sums(self) -> Sums:
+        """The sums of all ranks, if they were exchanged; else those of this rank."""
+        if "items" in self.everyone:
+            return Sums(self.everyone["losses"], self.everyone["items"], self.everyone["bad"])
+        return self.totals.sums(self.device)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the host knows that there are no items."""
+        if self._totals is None:
+            return True
+        counts = self._totals.host_items if self.denominators is None else (*self.denominators.host, *self._host_items)
+        return "items" not in self.everyone and not any(self._totals.on_device) and not any(counts)
+
+    @property
+    def has_items(self) -> bool:
+        """Whether the host knows that there are items, and that all counts are valid."""
+        if self.denominators is not None:
+            return any(self.denominators.host)
+        return self._totals is not None and self._totals.host_items[0] > 0 and not self._totals.on_device[0]
+
+    @property
+    def _host_items(self) -> list[int | float | None]:
+        """This rank's items of each column; None where only the device knows."""
+        return [None if hides else n for n, hides in zip(self.totals.host_items, self.totals.on_device, strict=True)]
+
+    def items(self) -> Tensor:
+        """The items of the first column, on the device."""
+        if self._totals is None or not self._totals.host_items:  # no rank ever had a sample, so no name is known
+            return torch.zeros((), device=self.device, dtype=torch.int64)
+        is_whole = not (self._totals.rounding[0] or (self.denominators is not None and self.denominators.rounding[0]))
+        if "items" not in self.everyone and not self._totals.on_device[0]:
+            dtype = torch.int64 if is_whole else wide(self.device)
+            return torch.full((), self._totals.host_items[0], device=self.device, dtype=dtype)
+        items = self._sums().items[0]
+        return items.to(torch.int64) if is_whole and "with_items" not in self.everyone else items  # ranks may differ
+
+    def losses(self) -> dict[str, Tensor] | None:
+        """The mean loss of each column that the user has named."""
+        if self.denominators is None or not self.denominators.are_terms:
+            return None
+        sums = self._sums()
+        return dict(zip(self.names, sums.losses.masked_fill(sums.items == 0, torch.nan).unbind(), strict=True))
+
+    def loss(self) -> Tensor:
+        """The loss of the window, on the device; NaN if there are no items."""
+        if self._totals is None:
+            return torch.full((), torch.nan, device=self.device, dtype=wide(self.device))
+        if self.denominators is not None:
+            sums = self._sums()
+            return sums.losses.masked_fill(sums.items == 0, 0).sum().masked_fill((sums.items == 0).all(), torch.nan)
+        if self.has_items and not self.everyone and (losses := self._totals.host_losses) is not None:
+            mean = losses[0] / self._totals.host_items[0]
+            return torch.full((), mean, device=self.device, dtype=wide(self.device))
+        sums = self._sums()
+        return sums.losses[0] / sums.items[0]
+
+    def divisor(self, average: float) -> float | Tensor:
+        """The divisor that turns the accumulated gradient into the window's; a number if the host knows it.
+
+        `average`: what the backend has divided the gradients by.
+        """
+        multiplier = UNSCALED if self.multiplier is None else self.multiplier
+        if isinstance(multiplier, Tensor):
+            multiplier = multiplier.to(wide(self.device))
+        if self.denominators is not None:
+            return multiplier / average
+        items: float | Tensor = self.totals.host_items[0]
+        if self.everyone or not self.has_items:
+            items = self._sums().items[0]
+        return items * multiplier / average if average != 1 else items * multiplier
+
+    def mean_items(self) -> float | Tensor:
+        """The mean number of items of a micro-batch, in a window with late denominators."""
+        if self.everyone:
+            return self.everyone["items"][0] / self.everyone["micro_batches"]
+        if self.has_items:
+            return self.totals.host_items[0] / max(self.micro_batches, 1)
+        return self._sums().items[0] / max(self.micro_batches, 1)
+
+    # ------------------------------------------------------------------------------------------ what must not be
+
+    def noted(self, name: str) -> Tensor | None:
+        """A number for checks, of all ranks if it was exchanged; None if nobody has noted it."""
+        return self.everyone.get(name, None if self._totals is None else self._totals.notes.get(name))
+
+    def lacks_items(self) -> Tensor:
+        """Whether there are no items, as a tensor on the device."""
+        return (self._sums().items == 0).all()
+
+    def bad_items(self) -> Tensor | None:
+        """Whether a count was negative or not finite, on any rank; None if the host knows that none was."""
+        known = () if self.denominators is None else self.denominators.host
+        if not (self.everyone or any(self.totals.on_device) or None in known):
+            return None
+        _, items, bad = self._sums()
+        is_count = (items == 0) | ((items >= FEWEST_ITEMS) & (items <= 1 / FEWEST_ITEMS))
+        found = (bad != 0).any() | ~is_count.all()
+        return found if self.denominators is None else found | ~_are_counts(self.denominators.own)
+
+    @property
+    def knows_miscount(self) -> bool:
+        """Whether the host knows that this rank's items do not add up to the early denominators."""
+        if self.denominators is None or not self.denominators.are_terms:
+            return False
+        pairs = zip(self.denominators.host, self._host_items, self._rounding, strict=True)
+        return any(said is not None and found is not None and not _agree(said, found, r) for said, found, r in pairs)
+
+    @property
+    def _rounding(self) -> list[float]:
+        assert self.denominators is not None
+        return list(map(max, self.denominators.rounding, self.totals.rounding))
+
+    def miscounted(self) -> Tensor | None:
+        """For each column, whether its items differ from the early denominator on any rank; None if all agree."""
+        if self.denominators is None or not self.denominators.are_terms:
+            return None
+        if "miscounts" in self.everyone:
+            return self.everyone["miscounts"] != 0
+        if None not in (*self._host_items, *self.denominators.host) and not self.knows_miscount:
+            return None
+        return self._own_miscounts()
+
+    def _own_miscounts(self) -> Tensor:
+        assert self.denominators is not None
+        said, found = self.denominators.own, self.totals.sums(self.device).items
+        apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
+        differs = apart != 0
+        if any(self._rounding):  # whole numbers must agree exactly, if they are small enough for floats to represent
+            rounding = torch.tensor(self._rounding, device="cpu").to(said, non_blocking=True)
+            is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
+            differs &= is_whole | ~(apart <= rounding * largest)
+        return differs
+
+    def miscount(self) -> BatchError:
+        """The error, with the term and both numbers. The host waits for them."""
+        miscounted = self.miscounted()
+        assert self.denominators is not None
+        assert miscounted is not None
+        index = int(miscounted.int().argmax())
+        where, said = "", self.denominators.own[index].item()
+        found = self.totals.sums(self.device).items[index].item()
+        if self.everyone and not self._own_miscounts()[index]:
+            where = ", with those of the other ranks,"
+            said, found = self.denominators.total[index].item(), self.everyone["items"][index].item()
+        mistake = (
+            f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+        )
+        if said == found:
+            mistake = f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
+        return BatchError(
+            f"{mistake}, in window {self.number}; its step was not taken. What loss_fn returns as items of a term must "
+            "add up, over all micro-batches, to what counts(batch) says of the batch: count both in the same way, "
+            "after any shift of labels."
+        )
+
+
+def _agree(said: float, found: float, rounding: float) -> bool:
+    if said == found:
+        return True
+    largest = max(abs(said), abs(found))
+    is_whole = said == round(said) and found == round(found) and largest * rounding < 64
+    return not is_whole and abs(said - found) <= rounding * largest
+
+
+def _are_counts(numbers: Tensor) -> Tensor:
+    return (torch.isfinite(numbers) & (numbers >= 0)).all()

@@ -1,0 +1,359 @@
+"""Encodings: split the `Encoded` that `loss_fn` returns into tensors, and build the `Encoded` of the whole batch.
+
+Rows come in the order of the micro-batches of the cut. They are put into the order of the batch, and then the rows of
+all ranks are concatenated. One exchange of bytes serves all dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from macrobatch._arguments import checked_items, checked_ordinary
+from macrobatch._cut.trees import leaves, rebuild
+from macrobatch._ranks.collectives import Group, all_gather_bytes, full_tensor
+from macrobatch._torch.tensors import wide
+from macrobatch.errors import BatchError
+from macrobatch.types import Encoded, Items, Sum, fields_of
+
+
+class Field(NamedTuple):
+    """One tensor of the encodings.
+
+    Attributes:
+        path: its name in error messages, as a user would write it.
+        is_sum: whether it is a statistic of the micro-batch (`Sum`), without rows.
+        shape: the shape of one row; the whole shape of a statistic.
+        dtype: the dtype of the rows; the dtype of the total of a statistic.
+    """
+
+    path: str
+    is_sum: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class Layout(NamedTuple):
+    """The structure of encodings, without their values and their number of samples.
+
+    Attributes:
+        tree: the fields by name, with a number in place of each tensor.
+        fields: the description of each of those tensors.
+        has_loss: whether there is also an ordinary loss.
+    """
+
+    tree: dict[str, Any]
+    fields: tuple[Field, ...]
+    has_loss: bool
+
+    def encoded(self, tensors: Sequence[Tensor | Sum]) -> Encoded:
+        """An `Encoded` of this layout, with these tensors."""
+        return Encoded(**rebuild(self.tree, lambda index: tensors[index]))
+
+
+def take_apart(encoded: object, samples: int) -> tuple[Layout, list[Tensor]]:
+    """The layout and the tensors of the `Encoded` that `loss_fn` returned for a micro-batch of `samples` samples."""
+    if not isinstance(encoded, Encoded):
+        raise BatchError(
+            f"with joint= loss_fn must return an Encoded, which holds what joint needs of each sample: got "
+            f"{type(encoded).__name__}. For example Encoded(image=images, text=texts); Encoded(loss, items, ...) adds "
+            "an ordinary loss."
+        )
+    if isinstance(encoded.loss, dict):
+        raise BatchError(
+            "Encoded holds one ordinary loss with its items: got a dict of terms. Add them up, each divided by "
+            "its own total, or compute them in joint from Sum(...) fields."
+        )
+    if encoded.loss is None and encoded.items is not None:
+        raise BatchError("Encoded got items, but no loss that they belong to: Encoded(loss, items, ...).")
+    found, fields, tensors = fields_of(encoded), [], []
+    for name, value_of in found.items():
+        for path, leaf in leaves(value_of, f"encoded.{name}"):
+            value = _tensor_of(leaf, path, samples)
+            is_sum = isinstance(leaf, Sum)
+            dtype = _total_dtype(value.dtype) if is_sum else value.dtype
+            fields.append(Field(path, is_sum, tuple(value.shape if is_sum else value.shape[1:]), dtype))
+            tensors.append(value)
+    if not fields:
+        raise BatchError(
+            "Encoded has no field: joint would get nothing. For example Encoded(image=images, text=texts)."
+        )
+    numbers = iter(range(len(fields)))
+    return Layout(rebuild(found, lambda _: next(numbers)), tuple(fields), encoded.loss is not None), tensors
+
+
+def _tensor_of(leaf: Any, path: str, samples: int) -> Tensor:
+    if isinstance(leaf, Sum):
+        value = torch.as_tensor(leaf.value) if isinstance(leaf.value, Number) else leaf.value
+        if not isinstance(value, Tensor):
+            raise BatchError(f"{path} must be the Sum of a tensor or a number: got {type(value).__name__}.")
+        return full_tensor(_dense(value, path))
+    if not isinstance(leaf, Tensor):
+        raise BatchError(
+            f"{path} must be a tensor with one row a sample: got {type(leaf).__name__}. Statistics of the micro-batch "
+            "go into Sum(...)."
+        )
+    _dense(leaf, path)
+    if leaf.dim() == 0 or len(leaf) != samples:
+        raise BatchError(
+            f"{path} must have one row for each of the {samples} samples of its micro-batch: found the shape "
+            f"{tuple(leaf.shape)}. Put the samples first; what adds up over the batch instead goes into Sum(...)."
+        )
+    return full_tensor(leaf)
+
+
+def _dense(tensor: Tensor, path: str) -> Tensor:
+    kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else "sparse"
+    if kind == "sparse" and tensor.layout == torch.strided:
+        return tensor
+    raise BatchError(
+        f"{path} must be a dense tensor, whose numbers can be put together with those of other micro-batches: got a "
+        f"{kind} one. Use to_dense(), or pad it."
+    )
+
+
+def _total_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a sum, as `torch.sum` chooses it."""
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
+
+
+def require_same_layout(expected: Layout, found: Layout, there: str, here: str) -> None:
+    """Raise an error that names the first field that differs between the encodings `there` and `here`."""
+    if expected.fields == found.fields and expected.has_loss == found.has_loss:
+        return
+    if expected.has_loss != found.has_loss:
+        with_loss, without = (there, here) if expected.has_loss else (here, there)
+        raise BatchError(
+            f"Encoded must hold an ordinary loss for every micro-batch, or for none: it has one {with_loss}, and none "
+            f"{without}. Where there is nothing to add, return a loss of 0 with 0 items."
+        )
+    one, other = ({field.path: field for field in layout.fields} for layout in (expected, found))
+    for path in (*one, *other):
+        if (path in one) != (path in other):
+            raise BatchError(
+                f"Encoded must have the same fields for every micro-batch: {path} came {there if path in one else here}"
+                f" only."
+            )
+    if one == other:
+        raise BatchError(
+            f"Encoded must have its fields in the same order for every micro-batch: it has {', '.join(one)} {there}, "
+            f"and {', '.join(other)} {here}."
+        )
+    path = next(p for p in one if one[p] != other[p])
+    raise BatchError(
+        f"Encoded must look the same for every micro-batch but for the number of samples: {path} has "
+        f"{_words(one[path])} {there}, and {_words(other[path])} {here}. Bring it to one shape and dtype, e.g. by "
+        "pooling or padding."
+    )
+
+
+def _words(field: Field) -> str:
+    kind = "a Sum of shape" if field.is_sum else "rows of shape"
+    return f"{kind} {field.shape} in {field.dtype}"
+
+
+# ---------------------------------------------------------------------------------------------- of one rank
+
+
+@dataclass
+class OwnEncodings:
+    """The encodings of one rank.
+
+    Attributes:
+        layout: the names, shapes and dtypes of the fields; None before the first micro-batch.
+        fields: for each field, the tensors of all micro-batches. `join` replaces those with rows by one tensor, in the
+            order of the batch.
+        losses: the ordinary losses, if there are any.
+        items: the numbers of items of those losses.
+        numbers: losses and items on the device, shape (micro-batches, 2), after `ordinary`.
+    """
+
+    layout: Layout | None = None
+    fields: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    items: list[int | float | Tensor] = field(default_factory=list)
+    numbers: Tensor | None = None
+    _are_samples: bool | None = None  # whether no items were passed, so that samples are counted
+
+    def add(self, encoded: object, samples: int) -> None:
+        """Add the encodings of the next micro-batch."""
+        layout, tensors = take_apart(encoded, samples)
+        assert isinstance(encoded, Encoded)
+        if self.layout is None:
+            self.layout, self.fields = layout, [[] for _ in tensors]
+        count = len(self.fields[0])
+        require_same_layout(self.layout, layout, "in the first", f"in micro-batch {count + 1}")
+        for parts, tensor in zip(
+            self.fields, tensors, strict=True
+        ):  # copies: a row would keep the whole tensor that it is a view of
+            parts.append(tensor.detach().clone(memory_format=torch.contiguous_format))
+        if encoded.loss is not None:
+            self._add_loss(encoded.loss, encoded.items, samples)
+
+    def _add_loss(self, loss: Tensor, items: Items, samples: int) -> None:
+        if self._are_samples not in (None, items is None):
+            raise BatchError("Encoded must hold items for every micro-batch of a batch, or for none.")
+        self._are_samples = items is None
+        count = checked_items(items)
+        # Copies: the caller may reuse the same buffers for the next micro-batch.
+        self.losses.append(checked_ordinary(loss, needs_graph=False).detach().reshape(()).clone())
+        self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
+
+    def items_of(self, index: int) -> Items:
+        """The items of the ordinary loss of a micro-batch; None if there is no such loss."""
+        return self.items[index] if self.items else None
+
+    def ordinary_of(self, index: int) -> Tensor | None:
+        """The ordinary loss of a micro-batch and its items, on the device."""
+        return None if self.numbers is None else self.numbers[index]
+
+    @property
+    def has_whole_items(self) -> bool:
+        """Whether all counts of items are whole numbers by their type."""
+        return all(isinstance(n, int) or (isinstance(n, Tensor) and not n.is_floating_point()) for n in self.items)
+
+    def join(self, layout: Layout, order: Sequence[int], device: torch.device) -> list[Tensor]:
+        """The rows in the order of the batch, and the totals of statistics. `order`: the sample of each row so far."""
+        self.fields = self.fields or [[] for _ in layout.fields]
+        joined = []
+        for index, one in enumerate(layout.fields):
+            parts = self.fields[index]
+            if one.is_sum:
+                joined.append(total_of(parts, one, device))
+                continue
+            rows = in_batch_order(parts, order) if parts else torch.empty(0, *one.shape, dtype=one.dtype, device=device)
+            self.fields[index] = rows  # frees the parts
+            joined.append(rows)
+        return joined
+
+    def of_part(self, layout: Layout, places: Places, index: int, device: torch.device) -> list[Tensor]:
+        """After `join`: the rows at `places`, and the statistics of micro-batch `index`. Scalars move to the device."""
+        pairs = zip(self.fields, layout.fields, strict=True)
+        parts = [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
+        return [part.to(device, non_blocking=True) if not part.dim() else part for part in parts]
+
+    def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
+        """The sum of the ordinary losses, the sum of their items, and the number of invalid counts."""
+        dtype = wide(device)
+        if not self.losses:
+            return torch.zeros(3, device=device, dtype=dtype)
+        losses = torch.stack([loss.to(device, dtype, non_blocking=True) for loss in self.losses])
+        if any(isinstance(count, Tensor) for count in self.items):
+            numbers = torch.stack([_number(count, device, dtype) for count in self.items])
+        else:
+            numbers = torch.tensor(self.items, dtype=dtype, device="cpu").to(device, non_blocking=True)
+        self.numbers = torch.stack([losses, numbers], 1)
+        if is_mean:  # a mean over no items is NaN, and must add nothing
+            losses = losses.masked_fill(numbers == 0, 0) * numbers
+        bad = ~(torch.isfinite(numbers) & (numbers >= 0))
+        return torch.stack([losses.sum(), numbers.sum(), bad.to(dtype).sum()])
+
+
+def _number(count: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.reshape(()).to(device, dtype, non_blocking=True)
+    return torch.full((), count, device=device, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the whole batch
+
+
+def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """The rows of a rank in the order of the batch. Row i of all `parts` together belongs to sample ``order[i]``."""
+    rows = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(order))):
+        return rows
+    places = [0] * len(order)
+    for row, sample in enumerate(order):
+        places[sample] = row
+    return rows_at(rows, places_of(places, rows.device))
+
+
+Places = slice | Tensor
+
+
+def places_of(samples: Sequence[int], device: torch.device) -> Places:
+    """The positions of the rows of these samples, for `rows_at`."""
+    if isinstance(samples, range) and samples.step == 1:
+        return slice(samples.start, samples.stop)
+    index = torch.tensor(list(samples), device="cpu")
+    if device.type == "cuda":
+        index = index.pin_memory()  # otherwise the host would wait for the copy
+    return index.to(device, non_blocking=True)
+
+
+def rows_at(rows: Tensor, places: Places) -> Tensor:
+    """The rows at these positions; a view if the positions are a slice."""
+    return rows[places] if isinstance(places, slice) else rows.index_select(0, places)
+
+
+def total_of(parts: Sequence[Tensor], field: Field, device: torch.device) -> Tensor:
+    """The sum of a statistic over the micro-batches of a rank, in a dtype wide enough to lose nothing."""
+    dtype = _wide_dtype(field.dtype, device)
+    total = torch.zeros(field.shape, dtype=dtype, device=device)
+    for part in parts:
+        total += part.to(device, dtype, non_blocking=True)
+    return total
+
+
+def _wide_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return wide(device) if dtype.is_floating_point else torch.int64
+
+
+class Exchange:
+    """Exchanges the tensors of all ranks at once. It concatenates rows and adds up totals, in the order of the ranks.
+
+    Args:
+        layout: the layout of the encodings, the same on all ranks.
+        samples: the number of samples of each rank.
+        device: the device of the tensors.
+        group: the ranks.
+    """
+
+    def __init__(self, layout: Layout, samples: Sequence[int], device: torch.device, group: Group) -> None:
+        self._fields = [*layout.fields, *(Field("", True, (3,), wide(device)),) * layout.has_loss]
+        self._samples = samples
+        self._device = device
+        self._group = group
+
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of all ranks. `own`: the fields of this rank, then the totals of its ordinary losses, if any."""
+        # The widest dtypes come first, so that each tensor is aligned to its item size.
+        order = sorted(range(len(own)), key=lambda index: -self._dtype(index).itemsize)
+        sizes = [sum(self._nbytes(index, count) for index in order) for count in self._samples]
+        packed = torch.cat([own[index].contiguous().reshape(-1).view(torch.uint8) for index in order])
+        everyone = all_gather_bytes(packed, sizes, self._group)
+        found: list[list[Tensor]] = [[] for _ in own]
+        for received, count in zip(everyone, self._samples, strict=True):
+            start = 0
+            for index in order:
+                end = start + self._nbytes(index, count)
+                found[index].append(received[start:end].view(self._dtype(index)).view(self._shape(index, count)))
+                start = end
+        return [
+            torch.stack(parts).sum(0) if field.is_sum else torch.cat(parts)
+            for field, parts in zip(self._fields, found, strict=True)
+        ]
+
+    def _dtype(self, index: int) -> torch.dtype:
+        field = self._fields[index]
+        return _wide_dtype(field.dtype, self._device) if field.is_sum else field.dtype
+
+    def _shape(self, index: int, count: int) -> tuple[int, ...]:
+        field = self._fields[index]
+        return field.shape if field.is_sum else (count, *field.shape)
+
+    def _nbytes(self, index: int, count: int) -> int:
+        return math.prod(self._shape(index, count)) * self._dtype(index).itemsize

@@ -1,0 +1,199 @@
+"""A loss of the whole batch as an objective: the gradient of every encoding is known before the first backward.
+
+Each micro-batch makes one scalar: the dot product of its encodings and their gradients, plus its ordinary loss with the
+weight n / N. The gradient of this scalar is the micro-batch's part of the window's gradient. The first pass has summed
+losses and items of all ranks, so that all columns are known: micro-batches add nothing to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from macrobatch._arguments import checked_items, checked_ordinary
+from macrobatch._checks.joint import FrozenChanged, PassesDiffer
+from macrobatch._engine.objectives import Terms
+from macrobatch._engine.totals import Denominators, Micro
+from macrobatch._engine.window import Window
+from macrobatch._ranks.backend import Local
+from macrobatch._torch.tensors import wide
+from macrobatch.types import Encoded, Items, Reduction
+
+
+class FirstPass(NamedTuple):
+    """What the first pass has counted on all ranks.
+
+    Attributes:
+        samples: the number of samples.
+        ordinary: the sum of the ordinary losses, the sum of their items, and the number of invalid counts; None if
+            there are no ordinary losses.
+        is_whole: whether all of these items are whole numbers by their type.
+    """
+
+    samples: int
+    ordinary: Tensor | None
+    is_whole: bool
+
+    def denominators(self, device: torch.device) -> Denominators:
+        """The columns: the ordinary loss, if there is one, and the loss of the whole batch, over its samples."""
+        samples = torch.full((1,), self.samples, device=device, dtype=wide(device))
+        if self.ordinary is None:
+            return Denominators(("joint",), (self.samples,), samples, samples, [1], [0.0], are_terms=False)
+        items = torch.cat([self.ordinary[1:2], samples])
+        divisors = torch.where(items == 0, 1, items).unbind()
+        rounding = [0.0 if self.is_whole else 1e-9, 0.0]
+        return Denominators(("loss", "joint"), (None, self.samples), items, items, divisors, rounding, are_terms=False)
+
+    def sums(self, joint: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """The sums of all ranks, with the loss of the whole batch."""
+        samples = torch.full((1,), self.samples, device=device, dtype=wide(device))
+        value = joint.detach().reshape(1).to(device, wide(device))
+        if self.ordinary is None:
+            return {"losses": value, "items": samples, "bad": torch.zeros_like(value)}
+        total, items, bad = (number.reshape(1) for number in self.ordinary.unbind())
+        mean = (total / items).masked_fill(items == 0, 0)
+        return {
+            "losses": torch.cat([mean, value]),
+            "items": torch.cat([items, samples]),
+            "bad": torch.cat([bad, torch.zeros_like(bad)]),
+        }
+
+
+class Pull(NamedTuple):
+    """What is known of a micro-batch before its forward in the second pass. It is the input of a recorded one.
+
+    Attributes:
+        micro_batch: the micro-batch itself.
+        first: its encodings from the first pass; None for a micro-batch that counts for nothing.
+        gradients: the gradients of the whole loss for each encoding, times the scale; None if there is none.
+        ordinary: the ordinary loss and its items from the first pass, on the device; None if they are not compared.
+    """
+
+    micro_batch: Any
+    first: list[Tensor] | None
+    gradients: Sequence[Tensor | None]
+    ordinary: Tensor | None
+
+
+class Encodings(NamedTuple):
+    """A micro-batch in the second pass, after its forward.
+
+    Attributes:
+        pull: what was known before.
+        tensors: its encodings.
+        loss: the ordinary loss.
+        items: the items of the ordinary loss, as counted in the first pass.
+        items_now: the same, as counted in the second pass.
+    """
+
+    pull: Pull
+    tensors: Sequence[Tensor]
+    loss: Tensor | None
+    items: Items
+    items_now: Items
+
+    @classmethod
+    def of(cls, pull: Pull, tensors: Sequence[Tensor], encoded: Encoded, items: Items, samples: int) -> Encodings:
+        if encoded.loss is not None:
+            checked_ordinary(encoded.loss, needs_graph=not _is_zero(items))
+        items_now = samples if encoded.items is None else checked_items(encoded.items)
+        return cls(pull, tensors, encoded.loss, items, items_now)
+
+
+class Joint(Terms):
+    """A loss of the whole batch, pulled back to its micro-batches.
+
+    Args:
+        reduction: whether the ordinary loss is a "mean" or a "sum" over its items.
+        scaler: the GradScaler, whose scale multiplies the losses.
+        backend: how ranks communicate.
+        models: the models.
+        passes: compares the two passes; None if nobody does.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        scaler: GradScaler | None,
+        backend: Local,
+        models: Sequence[nn.Module],
+        passes: PassesDiffer | None,
+    ) -> None:
+        super().__init__(reduction, scaler, backend, models)
+        self._passes = passes
+        self.is_double = False  # whether everything is computed in float64
+
+    def set_precision(self, *, is_double: bool) -> None:
+        """Set whether everything is computed in float64."""
+        self.is_double = is_double
+
+    def expect(self, window: Window, denominators: Denominators) -> None:
+        super().expect(window, denominators)
+        for name in (PassesDiffer.NOTE, FrozenChanged.NOTE):  # all ranks exchange them
+            window.totals.note(name, torch.zeros((), device=window.device))
+
+    def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:  # noqa: ARG002
+        assert isinstance(given, Encodings)
+        pieces = []
+        for tensor, gradient in zip(given.tensors, given.pull.gradients, strict=True):
+            if gradient is not None and tensor.requires_grad:
+                pieces.append(_dot(tensor, torch.zeros_like(tensor) if repeats else gradient))
+        lacks = False
+        if given.loss is not None and given.loss.requires_grad:
+            lacks = _is_zero(given.items) and not repeats and self.is_mean  # it may be 0 / 0
+            if not lacks:
+                pieces.append(self._weigh(given.loss, given.items, window))
+        root = _sum_of(pieces)
+        if self.ties is not None:
+            root = self.ties.tie(root, lacks=lacks)
+        seed = None if root is None else torch.zeros_like(root) if repeats else torch.ones_like(root)
+        return Micro(root, seed, counts=not repeats, notes={} if repeats else self._compare(given, window.device))
+
+    def _compare(self, given: Encodings, device: torch.device) -> dict[str, Tensor]:
+        """The note whether the passes differ."""
+        if self._passes is None or given.pull.first is None:
+            return {}
+        ordinary = None
+        if given.loss is not None and given.pull.ordinary is not None:
+            ordinary = given.pull.ordinary, given.loss, given.items_now
+        return self._passes.compare(given.pull.first, given.tensors, ordinary, device, is_double=self.is_double)
+
+    def _weigh(self, loss: Tensor, items: Items, window: Window) -> Tensor:
+        """The ordinary loss with its weight. The gradients of encodings have the scale of the scaler already."""
+        loss = loss.reshape(()).to(window.device)
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        divisor = window.divisor_of(0)
+        assert isinstance(divisor, Tensor)
+        weight = divisor.reciprocal()
+        if self.is_mean:
+            weight = weight * (items.detach().to(weight) if isinstance(items, Tensor) else items or 0)
+        if isinstance(window.multiplier, Tensor):
+            weight = weight * window.multiplier
+        return loss * weight.to(loss.dtype)
+
+
+def _is_zero(items: Items) -> bool:
+    return items is not None and not isinstance(items, Tensor) and items == 0
+
+
+def _dot(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """A scalar whose gradient for `tensor` is exactly `gradient`, in all bits."""
+    tensor, gradient = tensor.reshape(-1), gradient.reshape(-1)
+    return torch.vdot(gradient, tensor).real if tensor.is_complex() else torch.dot(tensor, gradient)
+
+
+def _sum_of(pieces: Sequence[Tensor]) -> Tensor | None:
+    """The sum, at least in float32. Its backward passes the seed to every piece."""
+    if not pieces:
+        return None
+    dtype = torch.float32
+    for piece in pieces:
+        dtype = torch.promote_types(dtype, piece.dtype)
+    total = pieces[0].to(dtype)
+    for piece in pieces[1:]:
+        total = total + piece.to(total.device, dtype)
+    return total

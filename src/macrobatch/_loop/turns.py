@@ -1,0 +1,111 @@
+"""Plans the micro-batches of a rank in an epoch: which of them close windows, and which repeat a batch.
+
+A window has a planned number of micro-batches, the same on all ranks. A rank that has no batch left for one of them
+skips it. But it takes part at least once in each window of each epoch, if necessary with its last batch again. The
+reason is that a forward and a backward may contain operations that all ranks must run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL, MicroPlan
+from macrobatch._engine.window import Window
+from macrobatch._loop.lookahead import ReadAhead, length_of, with_remaining
+from macrobatch.errors import BatchError
+from macrobatch.types import Remainder
+
+Batch = TypeVar("Batch")
+
+
+PLAIN = MicroPlan()
+
+
+def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
+    """The lengths of the loaders of all ranks; None for those that do not know."""
+    length = length_of(loader)
+    if length is None:  # the other ranks must still know whether there is a first batch
+        assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
+        length = -1 if loader.has_more() else 0
+    lengths = gather(length)
+    if 0 in lengths:
+        empty = [rank for rank, length in enumerate(lengths) if length == 0]
+        raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
+    return [None if length == -1 else length for length in lengths]
+
+
+def plan_turns(
+    loader: Iterable[Batch], longest: int | None, window: Callable[[], Window], *, remainder: Remainder, lockstep: bool
+) -> Iterator[tuple[Batch, MicroPlan]]:
+    """The turns of a rank that knows how long the longest loader of all ranks is.
+
+    Args:
+        loader: the loader of this rank.
+        longest: that length; None in one process, whose loader may have no length.
+        window: returns the open window, or a new one.
+        remainder: what to do with a short last window.
+        lockstep: whether all ranks must take the same number of turns.
+    """
+    own = length_of(loader)
+    if own is not None and longest is None and remainder == "step":
+        yield from _plan_alone(loader)
+        return
+    source = with_remaining(loader)
+    longest = own if longest is None else longest
+    slot = 0
+    fetched: tuple[Batch, int | None] | None = None
+    while longest is None or slot < longest:
+        current = window()
+        room = current.num_planned - current.num_begun
+        if own is None:  # in one process: reading ahead shows the last batch
+            fetched = next(source)
+            longest = slot + 1 if fetched[1] == 0 else None
+        part = room if longest is None else min(room, longest - slot)  # the remaining slots of the window in this epoch
+        closes = part == room or remainder == "step"
+        if remainder == "drop" and not closes:
+            return
+        mine = part if own is None else min(own - slot, part)  # how many of them this rank has batches for
+        last = closes and (part == 1 if lockstep else mine <= 1)
+        if own is not None and mine >= 1:
+            fetched = next(source)
+        assert fetched is not None, "a rank has at least one batch"
+        if not last and mine >= 1:
+            slot += 1
+            yield fetched[0], IN_BETWEEN
+            continue
+        slots = part if last or not lockstep else 1
+        slot += slots
+        yield fetched[0], MicroPlan(last, last and slot == longest and remainder == "step", mine < 1, slots)
+    next(source, None)  # raises an error if there are more batches than the length said
+
+
+def _plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, MicroPlan]]:
+    """In one process with `remainder="step"`: windows close at their length, or at the end of the loader."""
+    for batch, left in with_remaining(loader):
+        yield batch, LAST_OF_ALL if left == 0 else PLAIN
+
+
+def negotiate_turns(
+    loader: Iterable[Batch], window: Callable[[], Window], others_go_on: Callable[[], bool], *, lockstep: bool
+) -> Iterator[tuple[Batch, MicroPlan]]:
+    """The turns of one of several ranks that do not know the number of batches. Flags tell the other ranks.
+
+    Args:
+        loader: the loader of this rank.
+        window: returns the open window, or a new one.
+        others_go_on: whether another rank had batches left when the last window closed.
+        lockstep: whether all ranks must take the same number of turns.
+    """
+    source = with_remaining(loader if isinstance(loader, ReadAhead) else iter(loader))
+    (batch, left), has_batch = next(source), True
+    while has_batch or others_go_on():
+        room = window().num_planned - window().num_begun
+        ends = has_batch and left == 0
+        last = room == 1 or (not lockstep and (ends or not has_batch))
+        more = has_batch and not ends
+        complete = has_batch and room == 1
+        yield batch, MicroPlan(last, ends and not lockstep, not has_batch, room if last else 1, more, complete)
+        if more:
+            batch, left = next(source)
+        has_batch = more

@@ -1,0 +1,86 @@
+"""Makes backwards reach all outputs of the models, where ranks wait for gradients of modules that one does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from macrobatch._cut.trees import leaves
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.collectives import local_tensor
+from macrobatch.errors import BatchError
+
+
+class _Output(NamedTuple):
+    """An output of a forward: its node and output number in the graph, and a zero computed from it without memory."""
+
+    node: Any
+    number: int
+    zero: Tensor
+
+
+class OutputTies:
+    """Makes a backward reach all outputs of a forward, even if the loss does not use some of them.
+
+    If a rank's micro-batch lacks a term, its backward would not reach the modules that only this term uses. But DDP and
+    FSDP wait for the gradients of these modules from all ranks. So the outputs that the loss does not reach are added
+    to it, with a gradient of zero.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], backend: Local) -> None:
+        self._models = models
+        self._backend = backend
+        self._hooks: list[RemovableHandle] = []
+        self._outputs: list[_Output] = []
+
+    def begin(self) -> None:
+        """Start to note outputs, before a forward."""
+        self.end()
+        self._hooks = [model.register_forward_hook(self._note) for model in self._models]
+
+    def end(self) -> None:
+        """Stop, and forget the outputs."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._outputs.clear()
+
+    def tie(self, loss: Tensor | None, *, lacks: bool) -> Tensor | None:
+        """The same loss, but its backward reaches all outputs that other ranks wait for. `lacks`: a term is absent."""
+        # Under FSDP all ranks must reach the same modules, in every micro-batch; under DDP all that its reducer awaits.
+        is_awaited = lacks and self._backend.will_check
+        if self._backend.abilities.leaves_are_parameters and not is_awaited:
+            return loss
+        reached = set() if loss is None else self._reached_by(loss)
+        for node, number, zero in self._outputs:
+            if (node, number) not in reached:
+                loss = zero if loss is None else loss + zero.to(loss.device, loss.dtype)
+        if loss is None:
+            raise BatchError(
+                "a micro-batch has no term at all, and has not called the model, but all ranks must run the same "
+                "backward. Call the model, or return a term with its loss and 0 items."
+            )
+        return loss
+
+    def _reached_by(self, loss: Tensor) -> set[tuple[Any, int]]:
+        """The edges of the graph behind a loss. The walk stops at the outputs."""
+        ends, seen = {output.node for output in self._outputs}, {(loss.grad_fn, 0)}
+        pending, expanded = [loss.grad_fn], set(ends)
+        while pending:
+            node = pending.pop()
+            if node is None or node in expanded:
+                continue
+            expanded.add(node)
+            for edge in node.next_functions:
+                seen.add(edge)
+                pending.append(edge[0])
+        return seen
+
+    def _note(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        for _, leaf in leaves(output, "output"):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None and leaf.is_floating_point():
+                zero = local_tensor(leaf).reshape(-1)[:0].sum()  # of no elements: its gradient is exactly zero
+                self._outputs.append(_Output(leaf.grad_fn, leaf.output_nr, zero))
