@@ -35,7 +35,7 @@ def checked_loss(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
         if torch.is_inference_mode_enabled():
             raise UsageError("a backward under torch.inference_mode(): call it outside of that block.")
-        return full_tensor(loss)
+        return loss if type(loss) is Tensor else full_tensor(loss)
     if isinstance(loss, Mapping):
         raise BatchError(
             f"the loss must be a tensor: got {type(loss).__name__}. A dict of terms ({', '.join(map(str, loss))}) "

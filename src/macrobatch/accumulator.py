@@ -128,6 +128,7 @@ class Accumulator(Uncopied):
                 'remainder="carry" cannot go with counts=: the denominators of a window must be known before its first '
                 'backward, but the next epoch is not there yet. Use remainder="step", which is exact, or "drop".'
             )
+        weights = EqualWeights() if reduction == "mean" and catalogue.are_on() else None
         self._engine = engine_for(
             model,
             optimizer,
@@ -143,10 +144,10 @@ class Accumulator(Uncopied):
             nonfinite=nonfinite,
             process_group=process_group,
             objective=SeveralTerms if self._has_terms else mean_of,
+            checks=() if weights is None else (weights,),
         )
         counter = None if counts is None else TermCounter(counts, self._engine)
-        weighs = reduction == "mean" and catalogue.are_on()
-        self._epochs = Epochs(self._engine, remainder, counter, EqualWeights() if weighs else None)
+        self._epochs = Epochs(self._engine, remainder, counter, weights)
 
     # ------------------------------------------------------------------------------------------ the main path
 
@@ -206,7 +207,8 @@ class Accumulator(Uncopied):
             BatchError: the items are negative or not finite, or the items of a term do not add up to what ``counts``
                 returned.
         """
-        checked_switch("now", now)
+        if now is not False:
+            checked_switch("now", now)
         if now and self._has_terms and self._engine.has_accumulated and not self._engine.is_last:
             raise UsageError(
                 "step(now=True) in an unfinished window of terms: its gradients are divided by what counts= said of "

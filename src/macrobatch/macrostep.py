@@ -274,7 +274,7 @@ class MacroStep(Uncopied):
                 graph), "communication" or "update". ``loss`` is the loss for "backward", and None for the others.
         """
         spans = self._engine.spans
-        if not spans.are_watched:  # its hooks tell all observers, so they are there once
+        if not spans.observers:  # its hooks tell all observers, so they are there once
             self._engine.backend.observe_communication(partial(spans.of, "communication"))
         spans.subscribe(observer)
 

@@ -15,6 +15,7 @@ SOURCE = Path(macrobatch.__file__).parent
 ROOMS = {
     "errors": set(),
     "types": set(),
+    "reference": set(),
     "_torch": {"errors"},
     "_io": {"errors"},
     "_ranks": {"errors", "types", "_torch", "_cut"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from macrobatch._engine.closing import TOUCHED
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
-from macrobatch._engine.store import VIEW, are_same
+from macrobatch._engine.store import VIEW
 from macrobatch._engine.totals import Micro
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._ranks.collectives import local_tensor
@@ -57,17 +58,22 @@ class ChangedGradients(Check):
         self.after_backward(engine, None)
 
     def after_backward(self, engine: Engine, micro: Micro | None) -> None:  # noqa: ARG002
-        self._versions = _versions(engine.store.left)
+        left: list[Any] = engine.store.left
+        try:
+            self._versions = list(map(version_of, left))  # the fast way, if all are tensors
+        except AttributeError:
+            self._versions = _versions(left)
         if engine.store.tells_by_norm:
             self._norms = self._local_norms(engine)
 
-    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
-        self.before_close(engine)
-
-    def before_close(self, engine: Engine) -> None:
-        store, now = engine.store, engine.store.now()
-        versions = _versions(now)
-        if versions == self._versions and are_same(now, store.left):
+    def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:  # noqa: ARG002
+        store = engine.store
+        now: list[Any] = store.now()
+        try:
+            versions = list(map(version_of, now))
+        except AttributeError:
+            versions = _versions(now)
+        if versions == self._versions and all(map(operator.is_, now, store.left)):
             if store.tells_by_norm:
                 self._compare_norms(engine)
             return
@@ -86,6 +92,8 @@ class ChangedGradients(Check):
             raise UsageError(self._message(engine, index, gradient, left))
         store.absorb()
         self.after_backward(engine, None)
+
+    before_close = before_backward
 
     def flags(self, engine: Engine) -> Flags:
         if self._writes is None:
@@ -153,10 +161,10 @@ class HooksThatChange(Check):
 
     def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
         if self._hooked:
-            self.micro_end(engine)
+            self.window_end(engine)
             self._handles = _guard(self._hooked)
 
-    def micro_end(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -44,11 +44,11 @@ class Unsynchronised(Check):
         self._hooks: list[Any] = []
         return engine.backend.group is not None and engine.backend.abilities.leaves_are_parameters
 
-    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
-        self.micro_end(engine)
-        if not engine.backend.will_check or engine.graph is None:
+    def before_backward(self, engine: Engine, micro: Micro) -> None:
+        self.window_end(engine)
+        if not engine.backend.will_check or micro.root is None:
             return
-        reach, named = engine.graph.reach, engine.store.named
+        reach, named = engine.reach(), engine.store.named
         self._awaited = list(engine.backend.check(set(map(id, reach.leaves)), named, may_nest=reach.may_nest))
         self._hooks = [
             named[name].register_hook(lambda _, name=name: self._seen.add(name))  # type: ignore[no-untyped-call]
@@ -57,7 +57,9 @@ class Unsynchronised(Check):
         ]
 
     def after_backward(self, engine: Engine, micro: Micro | None) -> None:  # noqa: ARG002
-        if missing := [name for name in self._awaited if name not in self._seen]:
+        missing = [name for name in self._awaited if name not in self._seen]
+        self.window_end(engine)
+        if missing:
             raise UnsynchronisedError(
                 f"{len(missing)} parameters got no gradient in this rank's last micro-batch of the window, the first "
                 f"of them {missing[0]!r}: DistributedDataParallel has not synchronised what they have accumulated. Use "
@@ -65,7 +67,7 @@ class Unsynchronised(Check):
                 "checkpoint(..., use_reentrant=False)."
             )
 
-    def micro_end(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._awaited, self._seen = [], [], set()

@@ -239,16 +239,15 @@ class UnscaledInside(Check):
         self._scaler: Any = getattr(engine.closing, "scaler", None)
         return self._scaler is not None
 
-    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
-        self.before_close(engine)
-
-    def before_close(self, engine: Engine) -> None:
+    def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:  # noqa: ARG002
         if any(has_unscaled(self._scaler, optimizer) for optimizer in engine.optimizers):
             raise UsageError(
                 "scaler.unscale_() or scaler.step() was called inside the open window. Until step() the gradients "
                 "are undivided, scaled sums, and step() unscales them itself, once: leave the call out, and call "
                 "discard() to drop what was accumulated."
             )
+
+    before_close = before_backward
 
 
 class ScaledLoss(Check):

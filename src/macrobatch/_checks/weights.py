@@ -11,6 +11,7 @@ from torch import Tensor
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.trees import children, leaves
+from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
 from macrobatch.errors import warn
 
@@ -127,7 +128,7 @@ Sizes = dict[str, int]  # by the path of a tensor; "batch" for a batch that is a
 
 
 class EqualWeights(Check):
-    """Compares the sizes of the micro-batches of a window. `_loop` tells it each batch."""
+    """Compares the sizes of the micro-batches of a window. `_loop` tells it each batch that had no items."""
 
     name = "equal weights"
     sentence = "Micro-batches of different sizes weigh the same, because no items were given (a warning)."
@@ -143,8 +144,7 @@ class EqualWeights(Check):
         self._first: tuple[Sizes, list[tuple[int, int]]] | None = None  # sizes and labels of the first micro-batch
         self._has_warned = False
 
-    def begin(self) -> None:
-        """Begin a window: the next micro-batch is its first one."""
+    def window_begin(self, engine: Engine) -> None:  # noqa: ARG002
         self._first = None
 
     def note(self, batch: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from macrobatch._engine.store import InGrad
 from macrobatch._engine.totals import Micro
 from macrobatch._ranks.backend import Local
-from macrobatch._torch.graph import UNCONFINED, Confinement, Graph, Reach, Walker, confinement_of, run_confined
+from macrobatch._torch.graph import UNCONFINED, Confinement, Reach, Walker, confinement_of, reach_of, run_confined
 from macrobatch.errors import UsageError
 
 
@@ -34,19 +34,18 @@ class Backward:
         """Begin a window. Nothing is known of its graphs yet."""
         self._is_ordinary = False  # whether the graphs of the window so far ended only in its parameters
 
-    def confine(self, root: Tensor, graph: Graph | None) -> Confinement | None:
+    def confine(self, root: Tensor, reach_of_root: Callable[[], Reach]) -> Confinement | None:
         """How to confine this backward; None if its graph is walked while it runs."""
         if self._is_ordinary and self.overlaps(root):
             return None
         if not self._backend.abilities.leaves_are_parameters:
             return UNCONFINED
-        assert graph is not None
-        reach = graph.reach
-        self._is_ordinary = self._store.accumulates_all(reach.leaves)
+        reach, store = reach_of_root(), self._store
+        self._is_ordinary = store.trained.issuperset(map(id, reach.leaves))
         if self._is_ordinary:
             return UNCONFINED
-        self._store.include(reach.leaves)
-        return confinement_of(reach, self._store.own)
+        store.include(reach.leaves)
+        return confinement_of(reach, store.own)
 
     def overlaps(self, root: Tensor) -> bool:
         """Whether a graph may be walked while its backward runs. On a CPU that would not save time."""
@@ -61,7 +60,9 @@ class Backward:
         hooks = [] if micro.counts else self._backend.zeroing_hooks(self._store.parameters)
         reach = None
         try:
-            if confinement is not None:
+            if confinement is UNCONFINED:
+                self._backend.backward(micro.root, micro.seed, None)
+            elif confinement is not None:
                 run_confined(micro.root, micro.seed, confinement, self._backend.backward)
             else:
                 with self._walker.walking(micro.root) as walk:
@@ -78,7 +79,7 @@ class Backward:
         """Add the gradients of a loss of the whole batch, also to `leaves`."""
         confinement = UNCONFINED
         if self._backend.abilities.leaves_are_parameters:
-            reach = Graph(loss).reach
+            reach = reach_of(loss)
             self._store.include(reach.leaves)
             confinement = confinement_of(reach, {*self._store.own, *map(id, leaves)})
         run_confined(loss, seed, confinement)
@@ -86,7 +87,7 @@ class Backward:
 
     def _require_no_others(self, reach: Reach) -> None:
         """Raise an error if a backward that was not confined reached parameters of another model."""
-        if self._store.accumulates_all(reach.leaves):
+        if self._store.trained.issuperset(map(id, reach.leaves)):
             return
         self._is_ordinary = False
         self._store.include(reach.leaves)

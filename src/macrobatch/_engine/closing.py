@@ -134,7 +134,8 @@ class TakeStep(Closing):
         """
         earlier, self._pending = self._pending, None
         result = self._close(window, store, flags, average=average, shared=shared)
-        self._raise_for(earlier)
+        if earlier is not None:
+            self._raise_for(earlier)
         return result
 
     def _close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
@@ -181,7 +182,8 @@ class TakeStep(Closing):
             divisor = divisor / (self._max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             nonfinite = ~torch.isfinite(norm) if guards else None
         elif guards and not folds and (found := store.divide_and_check(divisor, device)) is not None:
-            tell(store, device, flags)
+            if flags:
+                tell(store, device, flags)
             return divisor, None, found
         elif guards:
             nonfinite = ~torch.isfinite(norm_and_tell(store, math.inf, device, flags))
@@ -200,7 +202,7 @@ class TakeStep(Closing):
 
     def _needs_host(self, window: Window, verdict: Verdict, *, is_fused: bool) -> bool:
         """Whether the host must read the verdict before it continues."""
-        if not window.has_items or window.knows_miscount:
+        if verdict.may_lack_items or (window.denominators is not None and window.knows_miscount):
             return True
         if verdict.blocks and (not is_fused or verdict.on_host):
             return True
@@ -344,8 +346,8 @@ def result_of(
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
     """The learning rates of all parameter groups. Tensors are copied: schedulers change them. NaN if there is none."""
-    rates = (group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups)
-    return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
+    rates = [group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups]
+    return tuple([rate.clone() if isinstance(rate, Tensor) else rate for rate in rates])
 
 
 def _tensor(number: float | Tensor, device: torch.device) -> Tensor:

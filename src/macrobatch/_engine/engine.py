@@ -32,7 +32,7 @@ from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local, UnsynchronisedError
 from macrobatch._ranks.collectives import start_named_sum
-from macrobatch._torch.graph import Graph
+from macrobatch._torch.graph import Reach, reach_of
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.types import Items, StepResult, Terms
@@ -89,7 +89,6 @@ class Engine(Uncopied):
 
     Attributes:
         window: the open window; None if there is none.
-        graph: the graph of the backward that is about to run; None outside of `backward`.
         is_last: whether the current micro-batch is the last one of the window.
         is_repeat: whether the current micro-batch is a repeat with weight 0, for a rank that has no more batches.
         is_closing: whether this engine steps its optimizers now.
@@ -121,7 +120,8 @@ class Engine(Uncopied):
         self.parameters = Parameters(models, optimizers)
         self.store = store(self.parameters, backend, accumulate_dtype)
         self.window: Window | None = None
-        self.graph: Graph | None = None
+        self._root: Tensor | None = None  # of the backward that is about to run
+        self._reach: Reach | None = None  # what its graph reaches, if somebody has asked
         self.is_last = self.is_repeat = self.is_closing = self.weighs_alike = False
         self.others_go_on = self.may_repeat = False
         self.num_windows = 0
@@ -129,6 +129,7 @@ class Engine(Uncopied):
         self._backward = Backward(backend, self.store, accumulate_dtype)
         self._is_store_open = False
         self._before_repeat: Snapshot | None = None
+        self._notes_use = self._must_note_use()
         self._counting: Verdict | None = None  # whether all ranks count items alike: being copied to the host
         self._used: set[str] = set()  # the parameters that this rank has used in the window, if it notes that
         self.checks = [check for check in checks if check.watch(self)]
@@ -138,14 +139,16 @@ class Engine(Uncopied):
 
     def begin(self, plan: MicroPlan, *, after_forward: bool = False) -> None:
         """Begin a micro-batch, before its forward. After it, if the caller has kept ranks from exchanging gradients."""
-        self.give_up()
-        window = self.open_window()
+        window = self.window or self.open_window()
+        if window.plan is not None:
+            self.give_up()
         is_last = plan.last
         if is_last is None:
-            is_last = window.num_begun + plan.num_planned >= window.num_planned
+            is_last = window.num_taken + plan.num_planned >= window.num_planned
         try:
             self._before_repeat = Snapshot(self.models) if plan.repeat else None
-            self.open_store()
+            if not self._is_store_open:
+                self.open_store()
             (self.backend.begin_backward if after_forward else self.backend.begin)(is_last)
             if self.objective.ties is not None:
                 self.objective.ties.begin()
@@ -161,12 +164,14 @@ class Engine(Uncopied):
 
         `are_samples`: the program has given no items, and these are samples.
         """
-        window = calls.require_backward(self.window)
+        window = self.window
+        if window is None or window.plan is None or window.is_broken:
+            window = calls.require_backward(window)
         micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
         try:
             self._accumulate(micro, window)
         except BaseException as error:
-            self.graph = None
+            self._root = self._reach = None
             if window.is_broken:  # otherwise nothing has changed
                 if window.num_backwards <= 1 and not isinstance(error, UnsynchronisedError):
                     self._restart(window)
@@ -177,23 +182,31 @@ class Engine(Uncopied):
         self.weighs_alike = micro.is_counted is False and not are_samples
 
     def _accumulate(self, micro: Micro, window: Window) -> None:
-        root = micro.root
-        if root is not None:
-            self.graph = Graph(root)
+        root = self._root = micro.root
         for observe in self.on.before_backward:
             observe(self, micro)
-        confinement = None if root is None else self._backward.confine(root, self.graph)
+        confinement = None if root is None else self._backward.confine(root, self.reach)
         window.begin_backward(micro, window.device if root is None else root.device)  # broken until it has ended
         if self.is_last:
             self._send(window)  # ranks exchange it during the backward
         if root is None:  # no term, and no other rank that waits for a backward
             return
-        with self.spans.of("backward", root), self._noting_use() as used:
+        if self._notes_use or self.spans.observers:
+            with self.spans.of("backward", root), self._noting_use() as used:
+                self._backward.run(micro, confinement)
+            if not self.is_repeat:
+                self._used |= used
+        else:
             self._backward.run(micro, confinement)
-        if used and not self.is_repeat:
-            self._used |= used
         for observe in self.on.after_backward:
             observe(self, micro)
+
+    def reach(self) -> Reach:
+        """What the backward that is about to run reaches. Its graph is walked once, and only if somebody asks."""
+        assert self._root is not None
+        if self._reach is None:
+            self._reach = reach_of(self._root)
+        return self._reach
 
     def replay(self, recording: Replayable, micro_batch: object) -> None:
         """Replay the recorded forward and backward of a micro-batch, in place of `backward`."""
@@ -217,10 +230,8 @@ class Engine(Uncopied):
 
     def _end(self) -> None:
         """Reset what was set for a micro-batch. After a repeat, also restore the buffers that it changed."""
-        self.graph = None
+        self._root = self._reach = None
         self.backend.end()
-        for observe in self.on.micro_end:
-            observe(self)
         if self.objective.ties is not None:
             self.objective.ties.end()
         if self._before_repeat is not None:
@@ -230,6 +241,8 @@ class Engine(Uncopied):
     def _restart(self, failed: Window) -> None:
         """After a failed first backward: a new window in place of the failed one, with the same micro-batch begun."""
         assert failed.plan is not None
+        for observe in self.on.window_end:
+            observe(self)
         self._clear_store()
         window = self.objective.open(failed.number, failed.num_planned, self.device)
         if failed.denominators is not None:
@@ -243,7 +256,7 @@ class Engine(Uncopied):
     @contextlib.contextmanager
     def micro_batch(self, plan: MicroPlan) -> Iterator[None]:
         """The forward and the backward of one micro-batch."""
-        self.require_finished()
+        calls.require_finished(self.window, self.is_last)
         self.begin(plan)
         try:
             yield
@@ -279,10 +292,13 @@ class Engine(Uncopied):
     def close(self, now: bool = False) -> StepResult | None:
         """Close the window and return its result, if it is complete or with `now`. Otherwise return None."""
         window = self.window
-        calls.require_step(window, now)
-        if window is None or not window.num_backwards or not (now or self.is_last):
+        if window is None or not window.num_backwards or window.is_broken or window.plan is not None:
+            calls.require_step(window, now)
             if window is not None:
                 window.end_step()
+            return None
+        if not (now or self.is_last):
+            window.end_step()
             return None
         for observe in self.on.before_close:
             observe(self)
@@ -300,10 +316,12 @@ class Engine(Uncopied):
         return result
 
     def _close(self, window: Window) -> StepResult | None:
-        self._require_same_counting(window)
-        if not self._is_due(window):
-            return None
-        unused = self.store.named.keys() - self._used if self._tells_use else None
+        if self.backend.group is not None:
+            self._require_same_counting(window)
+            if not self._is_due(window):
+                return None
+        tells_use = self.may_repeat or self.backend.abilities.exchanges_use
+        unused = self.store.named.keys() - self._used if tells_use else None
         with self.spans.of("communication"):
             self.backend.finish(self.store.named, unused)
         self.is_closing = True
@@ -333,6 +351,7 @@ class Engine(Uncopied):
         """Set whether ranks may repeat micro-batches, and whether others have batches. All ranks set the same."""
         self.may_repeat = may_repeat and self.backend.group is not None
         self.others_go_on = others_go_on
+        self._notes_use = self._must_note_use()
 
     def end_epoch(self, *, drops: bool) -> None:
         """End an epoch. Drop a window that is still open, or carry it into the next epoch."""
@@ -404,7 +423,7 @@ class Engine(Uncopied):
         group, window = self.backend.group, self.open_window()
         ranks = 1 if group is None else dist.get_world_size(group)
         seed = (torch.ones_like(loss) * (window.multiplier or UNSCALED) / ranks).to(loss.dtype)
-        micro = Micro(loss, seed, given=(loss,))
+        micro, self._root = Micro(loss, seed, given=(loss,)), loss
         for observe in self.on.before_backward:
             observe(self, micro)
         with self.spans.of("backward", loss), self._noting_use() as used:
@@ -412,8 +431,6 @@ class Engine(Uncopied):
         self._used |= used
         for observe in self.on.after_backward:
             observe(self, micro)
-        for observe in self.on.micro_end:
-            observe(self)
         for leaf in leaves if ranks > 1 else ():
             if leaf.grad is not None:
                 leaf.grad *= ranks
@@ -446,7 +463,9 @@ class Engine(Uncopied):
 
     def require_finished(self) -> None:
         """Raise an error if the last micro-batch has had no backward, or if a complete window has had no step."""
-        calls.require_finished(self.window, self.is_last)
+        window = self.window
+        if window is not None and (window.plan is not None or (window.awaits_step and self.is_last)):
+            calls.require_finished(window, self.is_last)
 
     def state(self) -> dict[str, int | float]:
         """The state to save, as plain numbers. Call it between windows."""
@@ -469,15 +488,14 @@ class Engine(Uncopied):
 
     # ------------------------------------------------------------------------------------------ inside
 
-    @property
-    def _tells_use(self) -> bool:
-        """Whether ranks tell each other, when a window closes, which parameters they have used."""
-        return self.may_repeat or self.backend.abilities.exchanges_use
+    def _must_note_use(self) -> bool:
+        """Whether each backward notes which parameters it uses. Under FSDP1, the leaves of graphs are no parameters."""
+        abilities = self.backend.abilities
+        return abilities.exchanges_use or (self.may_repeat and abilities.leaves_are_parameters)
 
     def _noting_use(self) -> contextlib.AbstractContextManager[set[str]]:
         """A context that notes the names of the parameters that a backward uses, except for those already noted."""
-        abilities = self.backend.abilities  # under FSDP1, the leaves of graphs are no parameters
-        if not (abilities.exchanges_use or (self.may_repeat and abilities.leaves_are_parameters)):
+        if not self._notes_use:
             return contextlib.nullcontext(set())
         named = {name: p for name, p in self.store.named.items() if name not in self._used}
         return noting_use(self.backend.leaves(named))
@@ -540,4 +558,5 @@ class Engine(Uncopied):
             self._clear_store()
         self._used = set()
         self._backward.begin_window()
-        self.num_windows, self.window = self.num_windows + self.has_accumulated, None
+        has_accumulated = self.window is not None and self.window.num_backwards > 0
+        self.num_windows, self.window = self.num_windows + has_accumulated, None

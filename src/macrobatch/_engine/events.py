@@ -3,7 +3,7 @@
 Where each event fires::
 
     begin:     [window_begin]  forward of the program
-    backward:  combine, [before_backward]  run, [after_backward]          [micro_end], also if one of them failed
+    backward:  combine, [before_backward]  run, [after_backward]
     close:     [before_close]  exchange, [flags]  divide, clip, step      [window_end], also if the window is dropped
 
 An event that nobody observes costs nothing: only the methods that a check really has are called. A check may raise an
@@ -61,9 +61,6 @@ class Check:
     def after_backward(self, engine: Engine, micro: Micro | None) -> None:
         """After a backward has added its gradients. `micro` is None if recordings have set or cleared gradients."""
 
-    def micro_end(self, engine: Engine) -> None:
-        """When a micro-batch ends, whether it had a backward or not."""
-
     def before_close(self, engine: Engine) -> None:
         """After the last backward, before gradients are divided."""
 
@@ -85,7 +82,6 @@ class Events:
         self.window_begin = having("window_begin")
         self.before_backward = having("before_backward")
         self.after_backward = having("after_backward")
-        self.micro_end = having("micro_end")
         self.before_close = having("before_close")
         self.flags = tuple(check.flags for check in checks if type(check).flags is not Check.flags)
         self.window_end = having("window_end")
@@ -108,27 +104,22 @@ class Spans:
     _NOTHING: ClassVar[AbstractContextManager[None]] = contextlib.nullcontext()
 
     def __init__(self) -> None:
-        self._observers: tuple[Observer, ...] = ()
-
-    @property
-    def are_watched(self) -> bool:
-        """Whether there is an observer."""
-        return bool(self._observers)
+        self.observers: tuple[Observer, ...] = ()
 
     def subscribe(self, observer: Observer) -> None:
         """Call ``observer(span, loss)`` for every span. It returns a context manager, which is entered around the span.
 
         `loss` is the loss of a "backward", and None for the other spans.
         """
-        self._observers += (observer,)
+        self.observers += (observer,)
 
     def of(self, span: Span, loss: Tensor | None = None) -> AbstractContextManager[None]:
         """The context manager to run this span in."""
-        return self._watched(span, loss) if self._observers else self._NOTHING
+        return self._watched(span, loss) if self.observers else self._NOTHING
 
     @contextlib.contextmanager
     def _watched(self, span: Span, loss: Tensor | None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for observer in self._observers:
+            for observer in self.observers:
                 stack.enter_context(observer(span, loss))
             yield

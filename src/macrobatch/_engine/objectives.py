@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._arguments import checked_items, checked_loss, checked_terms, items_on_host
+from macrobatch._arguments import MOST_ITEMS, checked_items, checked_loss, checked_terms, items_on_host
 from macrobatch._engine.totals import Denominators, Micro, Number, Totals
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local
@@ -100,15 +100,21 @@ class Mean(Objective):
         raise AssertionError("a mean is divided when the window closes")
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
-        loss = in_order(checked_loss(given), window.device)
-        count: Items = items_on_host(checked_items(items))
-        if self._must_agree(window):
+        loss, count = checked_loss(given), items
+        if loss.is_cpu and window.device.type != "cpu":
+            loss = in_order(loss, window.device)
+        if type(items) is not int or not 0 <= items <= MOST_ITEMS:
+            count = items_on_host(checked_items(items))
+        if self._is_scaled and self._must_agree(window):
             self._agree(1.0 if count is None else count, window, loss.device)
         if repeats:
             return Micro(loss, torch.zeros_like(loss), counts=False)
         is_counted = items is not None and not are_samples
-        window.require_same_counting(is_counted)
-        number: Number = 1 if count is None else in_order(count, loss.device) if isinstance(count, Tensor) else count
+        if window.is_counted is not is_counted and window.is_counted is not None:
+            window.refuse_counting(is_counted)
+        number: Number = 1 if count is None else in_order(count, window.device) if isinstance(count, Tensor) else count
+        if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number:  # most micro-batches
+            return Micro(loss, self._seeds.of(number, loss), (loss,), (number,), True, is_counted, given=(loss,))
         is_nothing = not isinstance(number, Tensor) and number == 0
         if window.multiplier is None and not is_nothing:
             is_half = self._shrinks or (loss.dtype == torch.float16 and self._group is None)
@@ -142,10 +148,10 @@ class Mean(Objective):
         window.set_multiplier(self._multiplier(self.mean_items, device))
 
     def _must_agree(self, window: Window) -> bool:
-        return self._is_scaled and self._group is not None and self.mean_items is None and window.multiplier is None
+        return self._group is not None and self.mean_items is None and window.multiplier is None
 
     def catch_up(self, window: Window, device: torch.device) -> None:
-        if self._must_agree(window):
+        if self._is_scaled and self._must_agree(window):
             self._agree(0, window, device)
 
     def restore(self, mean_items: float | Tensor | None) -> None:

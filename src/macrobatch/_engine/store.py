@@ -89,6 +89,7 @@ class GradientStore(Protocol):
         named: all parameters of the models, by name.
         own: the names of these parameters, by their ids.
         parameters: those whose gradients the window accumulates.
+        trained: the ids of these.
         left: the tensors that hold accumulated gradients, as the last backward left them.
         has_spread: whether parts of gradients are on several ranks, or their version counters do not show all writes.
         foldable: after `gather`, whether a fused optimizer can divide as precisely as `divide`.
@@ -97,6 +98,7 @@ class GradientStore(Protocol):
     named: dict[str, nn.Parameter]
     own: dict[int, str]
     parameters: list[nn.Parameter]
+    trained: set[int]
     left: list[Tensor | None]
 
     def begin(self) -> None:
@@ -151,7 +153,8 @@ class InGrad(GradientStore):
         self._groups: dict[Kind, list[Tensor]] = {}
         self._inverse: tuple[float, Tensor] | None = None  # 1 / divisor as a float32 tensor, with the last divisor
         self._has_warned = False
-        self.named, self.own, self.parameters, self.left = {}, {}, [], []
+        self.named, self.own, self.parameters, self.trained, self.left = {}, {}, [], set(), []
+        self._is_spread = False  # whether parts of a parameter are on several ranks
 
     # ------------------------------------------------------------------------------------------ within the window
 
@@ -163,13 +166,14 @@ class InGrad(GradientStore):
             self._ids = dict(zip(map(id, named.values()), named, strict=True))
             self._spreads: dict[Any, Spread] = {}  # by layout, also of parameters without a gradient
             self._spread_by_id: dict[int, Spread] = {}
+            self._is_spread = False
             self.tells_by_norm = self._are_views or any(isinstance(p, DTensor) for p in named.values())
         self.named, self.own = named, self._ids
         if any(gradient is not None for gradient in map(GRADIENT_OF, named.values())):
             self._warn_once()
             self.clear()
         self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self._ids_of_trained = set(map(id, self.parameters))
+        self.trained = set(map(id, self.parameters))
         self._widen(self.parameters)
         self.left = self.now()
 
@@ -178,27 +182,23 @@ class InGrad(GradientStore):
             self._has_warned = True
             logger.warning("gradients that a backward() outside of any window had left were cleared (told once)")
 
-    def accumulates_all(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether the window accumulates the gradients of all of these leaves."""
-        return self._ids_of_trained.issuperset(map(id, leaves))
-
     def include(self, leaves: Iterable[Tensor]) -> None:
         """Also accumulate these leaves, if they are parameters that were frozen, or not there, when it began."""
         if any(isinstance(leaf, nn.Parameter) and id(leaf) not in self.own for leaf in leaves):
             found = self._source.named(anew=True)
             self.named = self.named | found
             self.own = self.own | dict(zip(map(id, found.values()), found, strict=True))
-        thawed: Any = [leaf for leaf in leaves if id(leaf) not in self._ids_of_trained and id(leaf) in self.own]
+        thawed: Any = [leaf for leaf in leaves if id(leaf) not in self.trained and id(leaf) in self.own]
         if thawed:
-            self._ids_of_trained.update(map(id, thawed))
+            self.trained.update(map(id, thawed))
             self.parameters += thawed
             self._widen(thawed)
             self.left = self.now()
 
     def absorb(self) -> None:
         """Note the gradients after a backward. If there are new ones, give each memory of its own."""
-        now = self.now()
-        if not are_same(now, self.left):
+        now, left = self.now(), self.left
+        if len(now) != len(left) or not all(map(operator.is_, now, left)):
             now = self._unalias(now)
         self.left = now
 
@@ -276,12 +276,13 @@ class InGrad(GradientStore):
                     parameter.grad = gradient = placed
                 part = local_tensor(gradient)
             groups[part.device, part.dtype, id(parameter) in self._widened, spread].append(part)
-        self._groups = {Kind(*kind): group for kind, group in groups.items()}
+        self._groups = dict(zip(map(Kind._make, groups), groups.values(), strict=True))
 
     def _spread_of(self, name: str, parameter: Tensor) -> Spread:
         layout = layout_of(parameter)
         if (spread := self._spreads.get(layout)) is None:
             spread = self._spreads[layout] = self._plain if layout is None else spread_over(*layout, name)
+            self._is_spread |= bool(spread.shards)
         self._spread_by_id[id(parameter)] = spread
         return spread
 
@@ -289,10 +290,6 @@ class InGrad(GradientStore):
     def foldable(self) -> bool:
         """Whether the optimizer's kernel can divide by a float32 number as precisely as a pass over the gradients."""
         return all(kind.dtype in (torch.float32, *HALF) and not kind.widened for kind in self._groups)
-
-    @property
-    def _is_spread(self) -> bool:
-        return any(spread.shards for spread in self._spreads.values())
 
     def norm(self, order: float, device: torch.device, note: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The norm of all gradients together; infinite or NaN if one of them is.
@@ -360,11 +357,6 @@ class InGrad(GradientStore):
             parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
             parameter.grad_dtype = dtype
             parameter.grad = narrowed
-
-
-def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _has_address(gradient: object) -> TypeGuard[Tensor]:

@@ -59,7 +59,7 @@ class Micro(NamedTuple):
 
     root: Tensor | None
     seed: Tensor | None
-    losses: Sequence[Number | None] = ()
+    losses: Sequence[Tensor | None] = ()
     items: Sequence[Number] = ()
     counts: bool = True
     is_counted: bool | None = None
@@ -157,20 +157,17 @@ class Totals:
                 self._pending.append((column, own, _scalar_on(device, items).clone()))
             else:
                 self.host_items[column] += items
-                if loss is not None and (items or not self._weighs):  # a mean over no items is NaN, and adds nothing
-                    self._add_loss(column, loss, items if self._weighs else 1, device)
-        for name, number in micro.notes.items():
-            self.note(name, number)
+                if loss is None or (self._weighs and not items):  # a mean over no items is NaN, and adds nothing
+                    continue
+                weight = items if self._weighs else 1
+                if self._is_static or (number := number_on_host(loss)) is None:
+                    self._on(device).losses[column].add_(_scalar_on(device, loss), alpha=weight)
+                else:
+                    self._host_losses[column] += number * weight
+        for name, note in micro.notes.items():
+            self.note(name, note)
         if self._is_static or len(self._pending) >= MAX_PENDING:
             self._fold(device)
-
-    def _add_loss(self, column: int, loss: Number, weight: int | float, device: torch.device) -> None:
-        number = number_on_host(loss) if isinstance(loss, Tensor) and not self._is_static else None
-        if number is not None:
-            self._host_losses[column] += number * weight
-        else:
-            assert isinstance(loss, Tensor)
-            self._on(device).losses[column].add_(_scalar_on(device, loss), alpha=weight)
 
     def note(self, name: str, number: Tensor) -> None:
         """Add to a number for checks."""
@@ -238,9 +235,8 @@ def rounding_of(count: Number) -> float:
     return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
 
 
-def _scalar_on(device: torch.device, number: Number) -> Tensor:
+def _scalar_on(device: torch.device, number: Tensor) -> Tensor:
     """A detached scalar on the device."""
-    assert isinstance(number, Tensor)
     scalar = number.data  # only read after this: cheaper than detach()
     if scalar.dim():
         scalar = scalar.reshape(())

@@ -13,7 +13,7 @@ from macrobatch._arguments import FEWEST_ITEMS
 from macrobatch._engine.window import Window
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError
 
-NONFINITE = "nonfinite"
+NONFINITE, NO_ITEMS = "nonfinite", "no items"
 
 
 class Flag(NamedTuple):
@@ -44,17 +44,23 @@ class Verdict:
     Attributes:
         blocks: whether no step may be taken before the host has read it.
         has_mistakes: whether one of the reasons is a mistake of the program, which must be told.
+        may_lack_items: whether only the device knows if there are any items.
     """
 
     def __init__(self, flags: Flags) -> None:
         self._flags = flags
-        self._simple = list(flags) == [NONFINITE]
+        self._arrival: torch.cuda.Event | None = None
+        self._simple = len(flags) == 1 and NONFINITE in flags
+        self.blocks = self.has_mistakes = False
+        self.may_lack_items = NO_ITEMS in flags
+        if self._simple:
+            self._number = self._host = flags[NONFINITE].holds.float()
+            return
         self.blocks = any(flag.blocks for flag in flags.values())
         self.has_mistakes = any(flag.error is not None and name != NONFINITE for name, flag in flags.items())
         device = next(iter(flags.values())).holds.device
         numbers = [flag.holds.to(device, torch.float32, non_blocking=True) for flag in flags.values()]
-        self._number = self._host = numbers[0] if self._simple else _as_bits(numbers)
-        self._arrival: torch.cuda.Event | None = None
+        self._number = self._host = _as_bits(numbers)
 
     @property
     def found_inf(self) -> Tensor:
@@ -88,10 +94,14 @@ class Verdict:
         # The number is in host memory now. `item()` would look like a read of the device to modes that watch for reads.
         host = self._host.cpu()
         bits = int(ctypes.c_float.from_address(host.data_ptr()).value)
+        if not bits:
+            return []
         return [name for index, name in enumerate(self._flags) if bits >> index & 1]
 
     def error(self, reasons: list[str]) -> MacrobatchError | None:
         """The error to raise for these reasons; None if there is none. An infinite gradient counts only if alone."""
+        if not reasons:
+            return None
         errors = [self._flags[name].error for name in reasons if name != NONFINITE or reasons == [NONFINITE]]
         return next((make() for make in errors if make is not None), None)
 
@@ -112,10 +122,10 @@ def verdict_on(window: Window, flags: Flags, nonfinite: Tensor | None = None) ->
     reasons |= flags
     if (bad_items := window.bad_items()) is not None:
         reasons["bad items"] = Flag(bad_items, lambda: _bad_items(window.number))
-    if (miscounted := window.miscounted()) is not None:
+    if window.denominators is not None and (miscounted := window.miscounted()) is not None:
         reasons["miscounted"] = Flag(miscounted.any(), window.miscount, blocks=True)
     if not window.has_items:
-        reasons["no items"] = Flag(window.lacks_items())
+        reasons[NO_ITEMS] = Flag(window.lacks_items())
     return Verdict(reasons) if reasons else None
 
 

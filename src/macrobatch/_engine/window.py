@@ -12,6 +12,7 @@ loss of a micro-batch and n its number of items. The denominators, the sums of n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Window:
         plan: the plan of the micro-batch that awaits its backward; None if there is none.
         last_plan: the plan of the last micro-batch that has had its backward.
         awaits_step: whether the last call was a backward, so that a step may follow.
+        num_taken: how many of the planned micro-batches have had their backward.
         num_backwards: backwards so far, including those that count for nothing.
         micro_batches: the micro-batches that count.
         is_broken: whether a call failed half-way. Then only `Engine.discard` helps.
@@ -61,7 +63,7 @@ class Window:
         self.plan: MicroPlan | None = None
         self.last_plan: MicroPlan | None = None
         self.awaits_step = self.is_broken = self.is_carried = False
-        self.num_backwards = self.micro_batches = self._num_begun = 0
+        self.num_backwards = self.micro_batches = self.num_taken = 0
         self.is_counted: bool | None = None
         self.multiplier = multiplier
         self.denominators = denominators
@@ -75,7 +77,7 @@ class Window:
     @property
     def num_begun(self) -> int:
         """How many of the planned micro-batches have begun. A rank may have fewer batches than that."""
-        return self._num_begun + (0 if self.plan is None else self.plan.num_planned)
+        return self.num_taken + (0 if self.plan is None else self.plan.num_planned)
 
     def begin(self, plan: MicroPlan) -> None:
         """Begin a micro-batch, whose backward comes next. This is one assignment: no exception can split it."""
@@ -92,7 +94,7 @@ class Window:
         if micro.losses or micro.counts:
             self.is_counted = micro.is_counted
             self.micro_batches += 1
-            self.totals.add(micro, device)
+            (self._totals or self.totals).add(micro, device)
         self.num_backwards += 1
 
     def begin_replay(self, recorded: Totals, is_counted: bool | None) -> None:
@@ -105,8 +107,9 @@ class Window:
 
     def end_backward(self) -> None:
         """End a micro-batch: the window is whole again, and a step may follow."""
-        plan, begun = self.plan, self.num_begun
-        self.plan, self.last_plan, self._num_begun, self.is_broken, self.awaits_step = None, plan, begun, False, True
+        plan = self.plan
+        taken = self.num_taken + (0 if plan is None else plan.num_planned)
+        self.plan, self.last_plan, self.num_taken, self.is_broken, self.awaits_step = None, plan, taken, False, True
 
     def join_empty(self) -> None:
         """Take part without samples."""
@@ -124,14 +127,13 @@ class Window:
         """Note that the window can only be discarded."""
         self.is_broken = True
 
-    def require_same_counting(self, is_counted: bool) -> None:
-        """Raise an error if only some micro-batches have items."""
-        if self.is_counted is not None and self.is_counted != is_counted:
-            earlier, now = ("given", "None") if self.is_counted else ("None", "given")
-            raise BatchError(
-                f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "
-                f"they were {earlier}, now they are {now}. Without them every micro-batch weighs the same."
-            )
+    def refuse_counting(self, is_counted: bool) -> NoReturn:
+        """Raise the error for items that only some micro-batches have."""
+        earlier, now = ("None", "given") if is_counted else ("given", "None")
+        raise BatchError(
+            f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "
+            f"they were {earlier}, now they are {now}. Without them every micro-batch weighs the same."
+        )
 
     # ------------------------------------------------------------------------------------------ what is known before
 
@@ -277,9 +279,8 @@ class Window:
             multiplier = multiplier.to(wide(self.device))
         if self.denominators is not None:
             return multiplier / average
-        items: float | Tensor = self.totals.host_items[0]
-        if self.everyone or not self.has_items:
-            items = self._sums().items[0]
+        is_known = self._totals is not None and self.has_items and not self.everyone
+        items = self._totals.host_items[0] if is_known and self._totals is not None else self._sums().items[0]
         return items * multiplier / average if average != 1 else items * multiplier
 
     def mean_items(self) -> float | Tensor:
@@ -303,7 +304,8 @@ class Window:
     def bad_items(self) -> Tensor | None:
         """Whether a count was negative or not finite, on any rank; None if the host knows that none was."""
         known = () if self.denominators is None else self.denominators.host
-        if not (self.everyone or any(self.totals.on_device) or None in known):
+        on_device = () if self._totals is None else self._totals.on_device
+        if not (self.everyone or True in on_device or None in known):
             return None
         _, items, bad = self._sums()
         is_count = (items == 0) | ((items >= FEWEST_ITEMS) & (items <= 1 / FEWEST_ITEMS))

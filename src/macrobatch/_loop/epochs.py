@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from macrobatch._batch.denominators import TermCounter
@@ -10,7 +10,7 @@ from macrobatch._checks.weights import EqualWeights
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.lookahead import Epoch, ReadAhead, length_of, require_iterable
-from macrobatch._loop.turns import exchange_lengths, negotiate_turns, plan_turns
+from macrobatch._loop.turns import exchange_lengths, negotiate_turns, plan_alone, plan_turns
 from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._ranks.select import require_own_statistics
 from macrobatch.errors import BackendError, UsageError, warn
@@ -55,14 +55,12 @@ class Epochs:
             loader = self._read_ahead(loader)
         return Epoch(self._iterate(loader, self._current), self._num_batches(loader))
 
-    def _iterate(self, loader: Iterable[Batch], epoch: object) -> Iterator[Batch]:
+    def _iterate(self, loader: Iterable[Batch], epoch: object) -> Generator[Batch, None, None]:
         engine, closes_any = self._engine, False
         self._require_current(epoch)
         for batch, turn in self._turns(loader):
             if self._counter is not None and engine.open_window().awaits_denominators:
                 self._count_window(turn.repeat)
-            if self._weights is not None and not engine.has_accumulated:
-                self._weights.begin()
             engine.begin(turn)
             closes_any = closes_any or engine.is_last
             try:
@@ -72,7 +70,8 @@ class Epochs:
                     self._note_size(batch)
                     engine.give_up()
                 raise
-            self._require_current(epoch)
+            if self._current is not epoch:
+                self._require_current(epoch)
             engine.require_finished()
             if engine.weighs_alike:
                 self._note_size(batch)
@@ -144,6 +143,8 @@ class Epochs:
             if is_unknown:
                 return negotiate_turns(loader, engine.open_window, lambda: engine.others_go_on, lockstep=lockstep)
             longest = max(length for length in lengths if length is not None)
+        elif self._remainder == "step" and length_of(loader) is not None:
+            return plan_alone(loader)
         return plan_turns(loader, longest, engine.open_window, remainder=self._remainder, lockstep=lockstep)
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:

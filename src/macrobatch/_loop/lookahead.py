@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,27 +22,24 @@ Batch = TypeVar("Batch")
 class Epoch(Iterator[Batch]):
     """The batches of one pass over a loader. It has a length if the loader does, for progress bars.
 
-    >>> epoch = Epoch(iter("abc"), 3)
+    >>> epoch = Epoch((letter for letter in "abc"), 3)
     >>> len(epoch), next(epoch), list(epoch)
     (3, 'a', ['b', 'c'])
     """
 
-    def __init__(self, batches: Iterator[Batch], length: int | None) -> None:
+    def __init__(self, batches: Generator[Batch, None, None], length: int | None) -> None:
         self._batches = batches
         self._length = length
-        self._is_over = False
 
-    def __iter__(self) -> Self:
-        if self._is_over:  # a loop over it would end at once, as if the epoch had no batches
+    def __iter__(self) -> Iterator[Batch]:
+        if (
+            inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED
+        ):  # a loop over it would end at once, as if the epoch had no batches
             raise UsageError("this batches() is over: call acc.batches(loader) again for each epoch.")
-        return self
+        return self._batches
 
     def __next__(self) -> Batch:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._is_over = True
-            raise
+        return next(self._batches)
 
     def __len__(self) -> int:
         if self._length is None:
@@ -50,8 +48,7 @@ class Epoch(Iterator[Batch]):
 
     def close(self) -> None:
         """End the epoch early, as `break` does."""
-        self._is_over = True
-        self._batches.close()  # type: ignore[attr-defined]
+        self._batches.close()
 
 
 def require_iterable(loader: object) -> None:

@@ -48,9 +48,6 @@ def plan_turns(
         lockstep: whether all ranks must take the same number of turns.
     """
     own = length_of(loader)
-    if own is not None and longest is None and remainder == "step":
-        yield from _plan_alone(loader)
-        return
     source = with_remaining(loader)
     longest = own if longest is None else longest
     slot = 0
@@ -80,7 +77,7 @@ def plan_turns(
     next(source, None)  # raises an error if there are more batches than the length said
 
 
-def _plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, MicroPlan]]:
+def plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, MicroPlan]]:
     """In one process with `remainder="step"`: windows close at their length, or at the end of the loader."""
     for batch, left in with_remaining(loader):
         yield batch, LAST_OF_ALL if left == 0 else PLAIN

@@ -72,9 +72,8 @@ class Local:
         """The same as `begin`, but after the forward. The caller has switched the exchange of gradients on or off."""
         self.begin(last)
 
-    def backward(self, root: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None) -> None:
-        """Run a backward, which adds to the gradients of `inputs` only, or of all leaves."""
-        run_backward(root, seed, inputs)
+    # Runs a backward: ``backward(root, seed, inputs)`` adds to the gradients of `inputs` only, or of all leaves.
+    backward: Callable[[Tensor, Tensor, Sequence[Tensor] | None], None] = staticmethod(run_backward)
 
     def end(self) -> None:
         """Called after the backward of a micro-batch, or when it is dropped. It restores all settings."""

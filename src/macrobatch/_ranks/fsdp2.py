@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from macrobatch._ranks.backend import Abilities, Local, closed_early
 from macrobatch._ranks.collectives import Group, local_tensor, tally_use
 from macrobatch._torch import fsdp2 as fsdp
-from macrobatch._torch.autograd import backward_under_way
+from macrobatch._torch.autograd import backward_under_way, run_backward
 from macrobatch.errors import BackendError
 from macrobatch.types import When
 
@@ -102,7 +102,7 @@ class FSDP2(Local):
 
     def backward(self, root: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None) -> None:
         self._prepare_backward()
-        super().backward(root, seed, inputs)
+        run_backward(root, seed, inputs)
 
     def _prepare_backward(self) -> None:
         fsdp.fill_unused(self._models)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from macrobatch._torch.autograd import AccumulateGrad, python_function_of, run_backward
 
+_VARIABLE_OF: Callable[[Any], Tensor] = operator.attrgetter("variable")
 RunBackward = Callable[[Tensor, Tensor, Sequence[Tensor] | None], None]
 
 
@@ -36,52 +38,34 @@ def reach_of(loss: Tensor) -> Reach:
     A walk takes about 0.4 us per node, so the loop does as little as possible. It turns the garbage collector off: a
     walk makes thousands of objects and frees them all, but their number would trigger collections of everything else.
     """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _walk(loss)
-    finally:
-        if is_enabled:
-            gc.enable()
-
-
-def _walk(loss: Tensor) -> Reach:
     root: Any = loss.grad_fn
     if root is None:  # the loss is a leaf itself
         return Reach([loss], may_nest=False)
     known, seen, ends, pending = _CPP_NODES, {root, None}, [], [root]
     unknown = set() if type(root) in known else {type(root)}
     pop, push, see = pending.pop, pending.append, seen.add
-    while pending:
-        for node, _ in pop().next_functions:
-            if node not in seen:
-                see(node)
-                kind = type(node)
-                if kind is AccumulateGrad:
-                    ends.append(node)
-                else:
-                    if kind not in known:
-                        unknown.add(kind)
-                    push(node)
-    leaves = [node.variable for node in ends]
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        while pending:
+            for node, _ in pop().next_functions:
+                if node not in seen:
+                    see(node)
+                    kind = type(node)
+                    if kind is AccumulateGrad:
+                        ends.append(node)
+                    else:
+                        if kind not in known:
+                            unknown.add(kind)
+                        push(node)
+        leaves = list(map(_VARIABLE_OF, ends))
+    finally:
+        if is_enabled:
+            gc.enable()
     if not unknown:
         return Reach(leaves, may_nest=False)
     known.update(kind for kind in unknown if not issubclass(kind, BackwardCFunction))
     return Reach(leaves, may_nest=any(map(_may_nest, unknown)))
-
-
-class Graph:
-    """The graph behind a loss. It is walked once, when somebody asks what it reaches."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self._loss = loss
-        self._reach: Reach | None = None
-
-    @property
-    def reach(self) -> Reach:
-        if self._reach is None:
-            self._reach = reach_of(self._loss)
-        return self._reach
 
 
 class Walker:

@@ -37,8 +37,10 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     Only the fused kernels of torch's own Adam, AdamW, SGD and Adagrad do. Others raise, or silently ignore both. SGD
     with dampening is excluded: its first step differs from later ones, and it would take a skipped step for the first.
     """
-    is_fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
-    return is_fused and _is_torchs_own(optimizer.step)
+    for group in optimizer.param_groups:
+        if not group.get("fused") or group.get("dampening"):
+            return False
+    return _is_torchs_own(optimizer.step)
 
 
 def _is_torchs_own(step: Any) -> bool:
