@@ -36,7 +36,7 @@ def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | No
         if [leaf.keys for leaf in other] != [leaf.keys for leaf in flat[0]]:
             names = [", ".join(leaf.path for leaf in one) or "nothing" for one in (flat[0], other)]
             raise BatchError(f"the batches of a window hold different things: {names[0]}, and {names[1]}.")
-    at_left = _are_padded_at_left(flat)
+    at_left = _is_any_padded_at_left(flat)
     whole = iter([_join(same, lists, padding, unknown, at_left) for same in zip(*flat, strict=True)])
     return rebuild(batches[0], lambda _: next(whole), lists)
 
@@ -50,8 +50,8 @@ def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
     [2, 3]
     """
     flat = [list(flatten(batch, (), "batch", _count(batch), {})) for batch in batches]
-    at_left = _are_padded_at_left(flat)
-    return [_narrowed(part, leaves, at_left) for part, leaves in zip(parts, flat, strict=True)]
+    at_left = _is_any_padded_at_left(flat)
+    return [_narrowed(part, before, at_left) for part, before in zip(parts, flat, strict=True)]
 
 
 def the_only_one(batches: Sequence[Any]) -> Any:
@@ -129,13 +129,8 @@ def _narrow(value: Any, like: Any, at_left: bool) -> Any:
     return (value[:, -like.shape[1] :] if at_left else value[:, : like.shape[1]]).contiguous()
 
 
-def _are_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
-    """Whether any of several batches is."""
-    return any(map(_is_padded_at_left, (leaf for leaves in flat for leaf in leaves)))
-
-
-def _is_padded_at_left(leaf: Leaf) -> bool:
-    """Whether a leaf is a mask in which the tokens of some row begin after the first column."""
-    mask = leaf.value
-    is_mask = name_parts(leaf.keys[-1] if leaf.keys else None)[0] == MASK and isinstance(mask, Tensor)
-    return is_mask and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, 0] == 0).any())
+def _is_any_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
+    """Whether any batch has a mask in which the tokens of some row begin after the first column."""
+    named = [(name_parts(leaf.keys[-1] if leaf.keys else None)[0], leaf.value) for leaves in flat for leaf in leaves]
+    masks = [value for name, value in named if name == MASK and isinstance(value, Tensor) and value.dim() == 2]
+    return any(mask.shape[1] > 0 and bool((mask[:, 0] == 0).any()) for mask in masks)

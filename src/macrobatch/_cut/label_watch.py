@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.trees import children
-
-
-class LabelCount(NamedTuple):
-    """The number of samples and labels in a micro-batch.
-
-    `labels` has two numbers: all labels that are not -100, and those after the first position, which nothing predicts.
-    """
-
-    samples: int
-    labels: Tensor
 
 
 class LabelWatch:
@@ -35,28 +25,27 @@ class LabelWatch:
 
     def begin_window(self) -> None:
         """Forget the counts of the last window."""
-        self._counts: dict[tuple[Any, ...], list[LabelCount]] = {}
+        self._counts: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}  # samples and labels of each micro-batch
         self._has_labels = True  # assumed until the first micro-batch
 
     def note(self, micro_batch: Any, samples: int) -> None:
         """Count the labels of a micro-batch, without making the host wait."""
-        if self._has_labels:
-            self._count(micro_batch, samples)
-            self._has_labels = bool(self._counts)
-
-    def _count(self, micro_batch: Any, samples: int) -> None:
+        if not self._has_labels:
+            return
         for keys, labels in _labels_in(micro_batch, ()):
             if labels.is_cpu or not self._has_read_device:
-                self._counts.setdefault(keys, []).append(LabelCount(samples, _numbers_of(labels)))
+                self._counts.setdefault(keys, []).append((samples, _numbers_of(labels)))
+        self._has_labels = bool(self._counts)
 
     def uneven(self) -> str | None:
         """The warning at the end of a window, if its labels are not proportional to its samples."""
         for keys, counts in self._counts.items():
             if len(counts) < 2:
                 continue
-            self._has_read_device |= not counts[0].labels.is_cpu
-            labels = torch.stack([count.labels for count in counts]).tolist()
-            samples = [count.samples for count in counts]
+            samples = [count for count, _ in counts]
+            stacked = torch.stack([numbers for _, numbers in counts])
+            self._has_read_device |= not stacked.is_cpu
+            labels = stacked.tolist()
             # The loss may be a mean over either number. If one of them is proportional to the samples, it may be right.
             other = [
                 next((i for i in range(1, len(samples)) if not _is_even(i, k, samples, labels)), None) for k in (0, 1)
@@ -73,6 +62,7 @@ def labels_on_host(batch: Any) -> list[tuple[int, int]]:
 
 
 def _numbers_of(labels: Tensor) -> Tensor:
+    """Two numbers: all labels that are not -100, and those after the first position, which nothing predicts."""
     has_label = labels != IGNORED
     predicted = has_label[:, 1:] if labels.dim() > 1 else has_label
     return torch.stack([has_label.sum(), predicted.sum()])
