@@ -37,15 +37,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Shape(NamedTuple):
-    """The properties of a sample that determine how much memory it takes.
+    """The properties of a sample that determine how much memory it takes."""
 
-    Attributes:
-        kind: the tensors of the sample and their types.
-        sizes: the sizes of all their dimensions.
-    """
-
-    kind: str
-    sizes: tuple[int, ...]
+    kind: str  # the tensors of the sample and their types
+    sizes: tuple[int, ...]  # of all their dimensions
 
 
 class TensorBatch:
@@ -226,7 +221,7 @@ class SampleList:
     @functools.cached_property
     def shape(self) -> Shape:
         """The largest sizes of all samples, to which collate pads."""
-        shapes = [Shape(*_sample_shape(sample)) for sample in self._samples]
+        shapes = [_sample_shape(sample) for sample in self._samples]
         kinds = {shape.kind for shape in shapes}
         if len(kinds) != 1:
             return Shape("samples", ())
@@ -312,13 +307,13 @@ def _fields_of_sample(sample: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tupl
         yield keys, sample
 
 
-def _sample_shape(sample: Any) -> tuple[str, tuple[int, ...]]:
+def _sample_shape(sample: Any) -> Shape:
     """The kinds of a sample's tensors, and the sizes of all their dimensions; a list of numbers has one dimension."""
     if isinstance(sample, list) and sample and isinstance(sample[0], int | float):
-        return "numbers", (len(sample),)
+        return Shape("numbers", (len(sample),))
     branches = children(sample)
     if branches is None:
-        shape = tuple(int(size) for size in getattr(sample, "shape", ()))
-        return f"{getattr(sample, 'dtype', type(sample).__name__)}:{len(shape)}", shape
-    kinds, sizes = zip(*(_sample_shape(child) for _, child in branches), strict=True) if branches else ((), ())
-    return f"({' '.join(kinds)})", tuple(size for part in sizes for size in part)
+        sizes = tuple(int(size) for size in getattr(sample, "shape", ()))
+        return Shape(f"{getattr(sample, 'dtype', type(sample).__name__)}:{len(sizes)}", sizes)
+    parts = [_sample_shape(child) for _, child in branches]
+    return Shape(f"({' '.join(part.kind for part in parts)})", tuple(size for part in parts for size in part.sizes))

@@ -154,7 +154,8 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(tree, Mapping | UserDict):
         return list(tree.items())
     if has_fields(tree):
-        return [(name, getattr(tree, name)) for name in _fields(tree) if hasattr(tree, name)]
+        names = getattr(tree, "_fields", ()) or [field.name for field in dataclasses.fields(tree)]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
     if isinstance(tree, list | tuple):
         return list(enumerate(tree))
     return None
@@ -165,10 +166,6 @@ def has_fields(tree: Any) -> bool:
     return not isinstance(tree, type | Mapping) and (
         dataclasses.is_dataclass(tree) or (isinstance(tree, tuple) and hasattr(tree, "_fields"))
     )
-
-
-def _fields(tree: Any) -> list[str]:
-    return list(getattr(tree, "_fields", ())) or [field.name for field in dataclasses.fields(tree)]
 
 
 def rebuild(tree: Any, change: Callable[[Any], Any], whole: Container[int] = ()) -> Any:
