@@ -74,7 +74,8 @@ def _are_same(some: Any, other: Any) -> bool:
 def _join(
     same: Sequence[Leaf], lists: Mapping[int, bool], padding: Mapping[Any, int], unknown: int | None, at_left: bool
 ) -> Any:
-    path, values = same[0].path, [leaf.value for leaf in same]
+    values = [leaf.value for leaf in same]
+    refused = f"the batches of a window cannot be made one: {same[0].path}"
     if all(lists.get(id(value)) for value in values):
         return [entry for value in values for entry in value]
     if not all(isinstance(value, Tensor) for value in values):
@@ -82,16 +83,16 @@ def _join(
         if not others and not has_samples(values[0]):
             return values[0]
         other = others[0] if others else values[-1]
-        raise BatchError(f"the batches of a window cannot be made one: {path} is {values[0]!r} and {other!r}.")
+        raise BatchError(f"{refused} is {values[0]!r} and {other!r}.")
     if not values[0].dim():
         if all(_are_same(value, values[0]) for value in values[1:]):
             return values[0]
-        raise BatchError(f"the batches of a window cannot be made one: {path} is one number, another in each.")
+        raise BatchError(f"{refused} is one number, another in each.")
     shapes = [tuple(value.shape) for value in values]
     if len({shape[2:] for shape in shapes}) > 1 or len(set(map(len, shapes))) > 1:
         raise BatchError(
-            f"the batches of a window cannot be made one: {path} has the shapes {shapes}. Only the second dimension, "
-            "that of the tokens, can be padded. Leave micro= out, or pad to one size."
+            f"{refused} has the shapes {shapes}. Only the second dimension, that of the tokens, can be padded. Leave "
+            "micro= out, or pad to one size."
         )
     if len({shape[1:2] for shape in shapes}) == 1:
         return torch.cat(values)
@@ -99,9 +100,8 @@ def _join(
     pad = padding.get(name, padding.get(name_parts(name)[0], unknown))
     if pad is None:
         raise BatchError(
-            f"the batches of a window cannot be made one: {path} has the shapes {shapes}, and what pads it is "
-            "not known by its name. Call it input_ids, labels or attention_mask in a dict, or pad all batches of a "
-            "window to one width."
+            f"{refused} has the shapes {shapes}, and what pads it is not known by its name. Call it input_ids, labels "
+            "or attention_mask in a dict, or pad all batches of a window to one width."
         )
     width = max(shape[1] for shape in shapes)
     return torch.cat([padded_columns(value, width - value.shape[1], pad, at_left) for value in values])

@@ -176,7 +176,7 @@ class FittingSizes:
         noted, self._noted = self._noted, set()
         self._known = {shape: one for shape, one in self._known.items() if shape not in noted}
         if self.file is not None and self.file.exists():
-            self._write({shape: one for shape, one in _read_file(self.file).items() if shape not in noted})
+            _write_file(self.file, {s: one for s, one in _read_file(self.file).items() if s not in noted})
 
     def _of(self, shape: Shape) -> SizeRecord:
         self._noted.add(shape)
@@ -190,16 +190,7 @@ class FittingSizes:
         """Write the sizes that are limited to the file, if there is one. Sizes that others wrote there stay."""
         if self.file is not None:
             limited = {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
-            self._write(_read_file(self.file) | limited)
-
-    def _write(self, records: dict[Shape, SizeRecord]) -> None:
-        assert self.file is not None, "whoever writes has looked"
-        rows = [
-            {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
-            for shape, known in records.items()
-        ]
-        with replacing(self.file) as file:
-            json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)
+            _write_file(self.file, _read_file(self.file) | limited)
 
 
 def _is_within(shape: Shape, other: Shape) -> bool:
@@ -217,6 +208,12 @@ def _read_file(file: Path) -> dict[Shape, SizeRecord]:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Pass another or delete it.") from None
+
+
+def _write_file(path: Path, records: dict[Shape, SizeRecord]) -> None:
+    rows = [shape._asdict() | {"size": known.size, "failed": known.failed} for shape, known in records.items()]
+    with replacing(path) as file:
+        json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)
 
 
 def _record_from_json(row: dict[str, Any]) -> SizeRecord:

@@ -93,10 +93,7 @@ def _greedy_ends(widths: list[int], budget: int) -> list[int]:
 
 
 def _tight_ends(widths: list[int], budget: int, cost: int, stride: int = 1) -> list[int]:
-    """The ends of the micro-batches whose padded sizes and costs have the smallest sum.
-
-    With `stride`, micro-batches begin only at multiples of this number of samples.
-    """
+    """The ends of the micro-batches with the smallest sum of padded sizes and costs, at multiples of `stride`."""
     best: dict[int, tuple[int, int]] = {0: (0, 0)}  # for the first n samples: the sum, and where the last part starts
     for end in itertools.chain(range(stride, len(widths), stride), [len(widths)]):
         width = widths[end - 1]

@@ -163,25 +163,19 @@ class TensorBatch:
         return next(filter(None, whys), None)
 
     def without_padding(self) -> Any:
-        """The batch without the columns that are padding in all samples.
-
-        Masks on a device are not read, because the host would have to wait for them: then nothing is trimmed.
-        """
+        """The batch without the columns that are padding in all samples, if the host knows them."""
         values = self._values
         self._groups = token_groups(self._leaf_infos())
         evidence = [values[i] for group in self._groups if group.can_trim for i in (*group.masks, *group.labels)]
         if not evidence or not self.count or any(isinstance(x, Tensor) and not x.is_cpu for x in evidence):
-            return self._batch
+            return self._batch  # the host would have to wait for masks on a device
         widths = tuple(max(padding.lengths_of(group, values)) for group in self._groups)
         return self.take(Part(range(self.count), widths))
 
     # ------------------------------------------------------------------------------------------ few shapes
 
     def widen(self, width: int) -> None:
-        """Pad groups of tokens, at most to `width`, so that the longest sample gets one of a few lengths.
-
-        The padding values are those in the last column of the shortest sample, which is padding.
-        """
+        """Pad groups of tokens, at most to `width`, so that the longest sample gets one of a few lengths."""
         for number, group in enumerate(self._groups):
             lengths = [row[number] for row in self._lengths]
             shortest = min(range(self.count), key=lengths.__getitem__, default=None)
@@ -191,7 +185,7 @@ class TensorBatch:
             members = [self._leaves[member].value for member in group.members]
             is_even = all(isinstance(v, Tensor) and v.shape[1] == members[0].shape[1] for v in members)
             if more > 0 and is_even:
-                for member in group.members:
+                for member in group.members:  # the last column of the shortest sample is padding: it is repeated
                     keys, path, value = self._leaves[member]
                     last = value[shortest : shortest + 1, -1:].expand(self.count, more, *value.shape[2:])
                     self._leaves[member] = Leaf(keys, path, torch.cat([value, last], 1))

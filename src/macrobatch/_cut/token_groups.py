@@ -234,12 +234,11 @@ def _groups_without_mask(leaves: tuple[LeafInfo, ...], indices: Sequence[int]) -
     """The groups of tokens and labels that have no mask."""
     stems = {index: name_parts(leaves[index].name)[0] for index in indices}
     tokens = [index for index in indices if stems[index] in TOKENS]
-    labels = [index for index in indices if stems[index] == LABELS]
+    whole = [index for index in indices if leaves[index].is_integer and leaves[index].sizes[0] > 1]
+    labels = [index for index in whole if stems[index] == LABELS]  # the others are classes, not tokens
     found: dict[tuple[Any, ...], list[int]] = {}
     for index in (*tokens, *labels):
         leaf, affix = leaves[index], name_parts(leaves[index].name)[1]
-        if index in labels and not (leaf.is_integer and leaf.sizes[0] > 1):
-            continue  # classes, not tokens
         if index in labels and not affix and _belongs_to_decoder(leaf, leaves):
             affix = DECODER
         found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
@@ -252,10 +251,7 @@ def has_length(leaf: LeafInfo) -> bool:
 
 
 def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest: int) -> TokenGroup | None:
-    """The group of all tensors with a column for each position, for lengths up to `longest` that the user gave.
-
-    None if several widths are possible.
-    """
+    """The group of all tensors with a column per position, for the user's lengths; None if several widths could be."""
     wide = [index for index, leaf in enumerate(leaves) if leaf.sizes]
     stems = {index: name_parts(leaves[index].name)[0] for index in wide}
     widths = {tensors[index].shape[1] for index in wide if tensors[index].shape[1] >= longest}
@@ -267,6 +263,7 @@ def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest
     if (len(widths) != 1 and not is_named) or max(widths) < longest:
         return None
     members = tuple(index for index in wide if tensors[index].shape[1] in widths)
+    is_known = any(stems[index] in TOKENS for index in members)  # then members with unknown names could be features
     square = [i for i in wide if stems[i] == MASK and len(tensors[i].shape) > 2 and widths & set(tensors[i].shape[1:])]
     return TokenGroup(
         members,
@@ -274,11 +271,5 @@ def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest
         masks=tuple(index for index in members if stems[index] in (MASK, *OTHER_MASKS)),
         labels=tuple(index for index in members if stems[index] == LABELS),
         is_masked=True,
-        constants=_unknown_members({index: stems[index] for index in members}),
+        constants=tuple(index for index in members if is_known and stems[index] is None),
     )
-
-
-def _unknown_members(stems: dict[int, str | None]) -> tuple[int, ...]:
-    """The members with unknown names, if others are tokens with known names: they could be features."""
-    has_tokens = any(stem in TOKENS for stem in stems.values())
-    return tuple(index for index, stem in stems.items() if stem is None) if has_tokens else ()

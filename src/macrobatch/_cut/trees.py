@@ -84,10 +84,8 @@ def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -
 
 
 def require_no_list_of_samples(batch: Any) -> None:
-    """Raise an error for a batch that may be a list of samples: three or more similar dicts, tuples or objects.
-
-    Two entries, and the entries of a tuple, count as parts of the batch, such as a pair.
-    """
+    """Raise an error for a batch that may be a list of samples: three or more similar dicts, tuples or objects."""
+    # Two entries, and the entries of a tuple, count as parts of the batch, such as a pair.
     if not isinstance(batch, list) or len(batch) < 3 or any(children(entry) is None for entry in batch):
         return
     if all(_first_with_samples(entry) is not None for entry in batch) and _are_alike(batch):
