@@ -44,9 +44,8 @@ import torch
 from cases import Results
 from loops import ACCELERATE, GRAPHS, HAND, Job, Run, Way, hand_written, ways_of
 from models import DEVICE, Shape, autocast, cut, items_of, moved, pinned
+from runner import plain_table
 from torch import Tensor, nn
-
-from macrobatch.bench import plain_table
 
 MAX_NORM = 1.0
 ALLOWED = 3.0  # the largest error, relative to that of one big batch under autocast

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runner import plain_table
 
 import macrobatch
-from macrobatch.bench import plain_table
 
 
 def stamp(what: str, *packages: str) -> dict[str, Any]:

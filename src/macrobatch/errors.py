@@ -67,11 +67,7 @@ def printable(text: str) -> str:
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
     """
-    return "".join(c if c in "\n\t" or c.isprintable() or c == " " else _written_out(c) for c in text)
-
-
-def _written_out(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def pip_install(extra: str) -> str:

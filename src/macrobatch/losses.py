@@ -287,12 +287,7 @@ class _HeadWatch:
 
 
 def _loss_in_chunks(
-    model: nn.Module,
-    head: nn.Linear,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    targets: Tensor,
-    chunk: int,
+    model: nn.Module, head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Tensor, chunk: int
 ) -> Tensor | None:
     """The summed loss without the whole logits; None if the model turns out to need them."""
     with _HeadWatch(unwrapped(model), head) as watch:

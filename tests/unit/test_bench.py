@@ -1,5 +1,7 @@
 """`macrobatch bench` and the scripts behind it: what is found, run, judged, summed up and drawn. Nothing is timed."""
 
+import doctest
+import importlib
 import json
 import os
 import shutil
@@ -12,7 +14,7 @@ import torch
 
 import macrobatch
 from harness import ROOT
-from macrobatch import bench
+from macrobatch import cli
 from macrobatch.cli import main
 from macrobatch.errors import UsageError
 
@@ -54,21 +56,29 @@ def scripts(tmp_path, monkeypatch) -> Path:
     """A folder with two benchmarks, one that cannot run, and what is none."""
     where = tmp_path / "benchmarks"
     where.mkdir()
+    shutil.copy(ROOT / "benchmarks/runner.py", where)
     for name, status in (("right", 0), ("wrong", 1), ("elsewhere", 2)):
         filled = SCRIPT.format(what=f"What {name} measures.", name=name, status=status, result=RESULT)
         (where / f"{name}.py").write_text(filled)
     (where / "record.py").write_text('"""No main."""\n')
     (where / "silent.py").write_text("def main(): ...\n")
     (where / "figures.py").write_text('"""Draws."""\ndef main(): ...\n')
-    monkeypatch.setattr(bench, "folder", lambda: where)
+    monkeypatch.setattr(cli, "_benchmarks_folder", lambda: where)
     return where
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """A script of the folder as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return lambda name: importlib.import_module(name)
 
 
 # -------------------------------------------------------------------------------------------------- which there are
 
 
-def test_a_benchmark_has_a_main_and_says_what_it_measures(scripts):
-    found = bench.benchmarks(scripts)
+def test_a_benchmark_has_a_main_and_says_what_it_measures(scripts, imported):
+    found = imported("runner").benchmarks(scripts)
     assert list(found) == ["elsewhere", "right", "wrong"]
     assert found["right"].what == "What right measures."
 
@@ -81,9 +91,10 @@ def test_those_of_the_project(capsys):
     assert all(what.endswith(".") for what in listed.values()), "one line, a sentence"
 
 
-def test_a_name_that_is_none(scripts):
+def test_a_name_that_is_none(scripts, imported):
+    runner = imported("runner")
     with pytest.raises(UsageError, match="no benchmark 'left': there are elsewhere, right, wrong"):
-        bench.chosen(["right", "left"], bench.benchmarks(scripts))
+        runner.chosen(["right", "left"], runner.benchmarks(scripts))
 
 
 def test_outside_of_a_checkout_it_says_where_they_are(tmp_path):
@@ -122,10 +133,10 @@ def test_options_that_it_does_not_have(scripts, tmp_path, capfd):
     assert "cannot run here, or not with these options" in capfd.readouterr().out
 
 
-def test_what_was_found(tmp_path):
+def test_what_was_found(imported, tmp_path):
     path = tmp_path / "made_up.json"
     path.write_text(json.dumps(RESULT))
-    assert bench.summary([path]).splitlines() == [
+    assert imported("runner").summary([path]).splitlines() == [
         "target                             wanted  found",
         "---------------------------  ------------  -----  -------",
         "made_up, speed               at least 4.5      5   MISSED",
@@ -137,23 +148,14 @@ def test_what_was_found(tmp_path):
     ]
 
 
-def test_every_file_of_results_can_be_summed_up():
+def test_every_file_of_results_can_be_summed_up(imported):
     files = sorted((ROOT / "results").glob("*.json"))
-    lines = bench.summary(files).splitlines()
+    lines = imported("runner").summary(files).splitlines()
     assert len(files) >= 4
     assert all(any(line.startswith(f"{path}: 20") for line in lines) for path in files)
 
 
 # -------------------------------------------------------------------------------------------------- targets, figures
-
-
-@pytest.fixture
-def imported(monkeypatch):
-    """A script of the folder as a module."""
-    import importlib
-
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return lambda name: importlib.import_module(name)
 
 
 def a_row(name: str, speed: float, **changed: object) -> dict:
@@ -274,6 +276,11 @@ def test_a_table_without_rich(imported, monkeypatch, capsys):
         "",
         "",
     ]
+
+
+@pytest.mark.parametrize(("name", "examples"), [("runner", 4), ("record", 1)])
+def test_the_examples_of_docstrings(imported, name, examples):
+    assert doctest.testmod(imported(name)) == (0, examples)
 
 
 def test_where_results_go(imported):

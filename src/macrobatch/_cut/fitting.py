@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from macrobatch._cut.memory import UNLIMITED
 from macrobatch._cut.plans import Part
@@ -13,38 +13,19 @@ from macrobatch.errors import UsageError
 
 
 class Sized(NamedTuple):
-    """Micro-batches up to a size.
-
-    Attributes:
-        parts: the micro-batches.
-        size: the size of the largest micro-batch, in samples or tokens. 1 if each micro-batch has one sample, so that
-            none can be smaller.
-    """
+    """Micro-batches up to a size."""
 
     parts: list[Part]
-    size: int
-
-
-class Fitting(Protocol):
-    """A way to cut a batch if the size of micro-batches is found by trying."""
-
-    unit: str
-    """What a size counts, for messages."""
-
-    def shape(self, samples: Samples) -> Shape:
-        """The key under which a size that fits is remembered."""
-
-    def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
-        """Micro-batches of at most `size`."""
+    size: int  # of the largest, in samples or tokens; 1 if each has one sample, so that none can be smaller
 
 
 class FittingCount:
     """``micro="auto"``: the largest number of samples."""
 
-    unit = "samples"
+    unit = "samples"  # what a size counts, for messages
 
     def shape(self, samples: Samples) -> Shape:
-        """The shape of a sample: larger samples need more memory."""
+        """The key under which a size that fits is remembered: larger samples need more memory."""
         return samples.shape
 
     def cut(self, samples: Samples, size: int, *, few_shapes: bool) -> Sized:
@@ -79,7 +60,10 @@ class FittingTokens:
         return Sized(parts, size if is_limited else max(needed, 2))
 
 
-def checked_micro(micro: object) -> Policy | FittingCount | FittingTokens:
+Fitting = FittingCount | FittingTokens  # the ways to cut a batch if the size of micro-batches is found by trying
+
+
+def checked_micro(micro: object) -> Policy | Fitting:
     """The policy for a value of ``micro=``, or an error."""
     if isinstance(micro, ByTokens) and micro.budget == "auto":
         return FittingTokens(micro)

@@ -36,7 +36,7 @@ def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | No
         if [leaf.keys for leaf in other] != [leaf.keys for leaf in flat[0]]:
             names = [", ".join(leaf.path for leaf in one) or "nothing" for one in (flat[0], other)]
             raise BatchError(f"the batches of a window hold different things: {names[0]}, and {names[1]}.")
-    at_left = _are_padded_at_left(flat)
+    at_left = _is_any_padded_at_left(flat)
     whole = iter([_join(same, lists, padding, unknown, at_left) for same in zip(*flat, strict=True)])
     return rebuild(batches[0], lambda _: next(whole), lists)
 
@@ -50,8 +50,8 @@ def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
     [2, 3]
     """
     flat = [list(flatten(batch, (), "batch", _count(batch), {})) for batch in batches]
-    at_left = _are_padded_at_left(flat)
-    return [_narrowed(part, leaves, at_left) for part, leaves in zip(parts, flat, strict=True)]
+    at_left = _is_any_padded_at_left(flat)
+    return [_narrowed(part, before, at_left) for part, before in zip(parts, flat, strict=True)]
 
 
 def the_only_one(batches: Sequence[Any]) -> Any:
@@ -74,7 +74,8 @@ def _are_same(some: Any, other: Any) -> bool:
 def _join(
     same: Sequence[Leaf], lists: Mapping[int, bool], padding: Mapping[Any, int], unknown: int | None, at_left: bool
 ) -> Any:
-    path, values = same[0].path, [leaf.value for leaf in same]
+    values = [leaf.value for leaf in same]
+    refused = f"the batches of a window cannot be made one: {same[0].path}"
     if all(lists.get(id(value)) for value in values):
         return [entry for value in values for entry in value]
     if not all(isinstance(value, Tensor) for value in values):
@@ -82,16 +83,16 @@ def _join(
         if not others and not has_samples(values[0]):
             return values[0]
         other = others[0] if others else values[-1]
-        raise BatchError(f"the batches of a window cannot be made one: {path} is {values[0]!r} and {other!r}.")
+        raise BatchError(f"{refused} is {values[0]!r} and {other!r}.")
     if not values[0].dim():
         if all(_are_same(value, values[0]) for value in values[1:]):
             return values[0]
-        raise BatchError(f"the batches of a window cannot be made one: {path} is one number, another in each.")
+        raise BatchError(f"{refused} is one number, another in each.")
     shapes = [tuple(value.shape) for value in values]
     if len({shape[2:] for shape in shapes}) > 1 or len(set(map(len, shapes))) > 1:
         raise BatchError(
-            f"the batches of a window cannot be made one: {path} has the shapes {shapes}. Only the second dimension, "
-            "that of the tokens, can be padded. Leave micro= out, or pad to one size."
+            f"{refused} has the shapes {shapes}. Only the second dimension, that of the tokens, can be padded. Leave "
+            "micro= out, or pad to one size."
         )
     if len({shape[1:2] for shape in shapes}) == 1:
         return torch.cat(values)
@@ -99,9 +100,8 @@ def _join(
     pad = padding.get(name, padding.get(name_parts(name)[0], unknown))
     if pad is None:
         raise BatchError(
-            f"the batches of a window cannot be made one: {path} has the shapes {shapes}, and what pads it is "
-            "not known by its name. Call it input_ids, labels or attention_mask in a dict, or pad all batches of a "
-            "window to one width."
+            f"{refused} has the shapes {shapes}, and what pads it is not known by its name. Call it input_ids, labels "
+            "or attention_mask in a dict, or pad all batches of a window to one width."
         )
     width = max(shape[1] for shape in shapes)
     return torch.cat([padded_columns(value, width - value.shape[1], pad, at_left) for value in values])
@@ -129,13 +129,8 @@ def _narrow(value: Any, like: Any, at_left: bool) -> Any:
     return (value[:, -like.shape[1] :] if at_left else value[:, : like.shape[1]]).contiguous()
 
 
-def _are_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
-    """Whether any of several batches is."""
-    return any(map(_is_padded_at_left, (leaf for leaves in flat for leaf in leaves)))
-
-
-def _is_padded_at_left(leaf: Leaf) -> bool:
-    """Whether a leaf is a mask in which the tokens of some row begin after the first column."""
-    mask = leaf.value
-    is_mask = name_parts(leaf.keys[-1] if leaf.keys else None)[0] == MASK and isinstance(mask, Tensor)
-    return is_mask and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, 0] == 0).any())
+def _is_any_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
+    """Whether any batch has a mask in which the tokens of some row begin after the first column."""
+    named = [(name_parts(leaf.keys[-1] if leaf.keys else None)[0], leaf.value) for leaves in flat for leaf in leaves]
+    masks = [value for name, value in named if name == MASK and isinstance(value, Tensor) and value.dim() == 2]
+    return any(mask.shape[1] > 0 and bool((mask[:, 0] == 0).any()) for mask in masks)

@@ -81,25 +81,15 @@ SAFE_SHARE = 0.9  # of a size that failed: above it, memory fragments decide, an
 
 @dataclass
 class SizeRecord:
-    """Which sizes fit for samples of one shape.
+    """Which sizes fit for samples of one shape."""
 
-    Attributes:
-        size: the number of samples to put into a micro-batch.
-        failed: the smallest number that did not fit, if any.
-        once: the largest number that fitted in a window.
-        fits: the largest number that fitted twice, the second time with an optimizer's state in memory.
-        quiet: the number of windows at `size` without a failure.
-        patience: the number of quiet windows before a larger size is tried.
-        is_trial: whether `size` is such a larger size, which may not fit.
-    """
-
-    size: int
-    failed: int | None = None
-    once: int = 0
-    fits: int = 0
-    quiet: int = 0
-    patience: int = PATIENCE
-    is_trial: bool = False
+    size: int  # the number of samples to put into a micro-batch
+    failed: int | None = None  # the smallest number that did not fit
+    once: int = 0  # the largest number that fitted in a window
+    fits: int = 0  # the largest number that fitted twice, the second time with an optimizer's state in memory
+    quiet: int = 0  # windows at `size` without a failure
+    patience: int = PATIENCE  # quiet windows before a larger size is tried
+    is_trial: bool = False  # whether `size` is such a larger size, which may not fit
 
     def note_success(self, size: int) -> None:
         """Note that a window with micro-batches of that size fitted."""
@@ -115,10 +105,8 @@ class SizeRecord:
     def _try_larger(self) -> None:
         """Try half-way to the size that failed, unless that is too close to it; then forget the failure and double."""
         self.quiet, self.is_trial = 0, True
-        if (
-            self.failed is not None
-            and self.size < (half_way := (self.size + self.failed) // 2) <= SAFE_SHARE * self.failed
-        ):
+        half_way = (self.size + (self.failed or 0)) // 2
+        if self.failed is not None and self.size < half_way <= SAFE_SHARE * self.failed:
             self.size = half_way
         else:
             self.size, self.failed = 2 * self.size, None
@@ -188,7 +176,7 @@ class FittingSizes:
         noted, self._noted = self._noted, set()
         self._known = {shape: one for shape, one in self._known.items() if shape not in noted}
         if self.file is not None and self.file.exists():
-            self._write({shape: one for shape, one in _read_file(self.file).items() if shape not in noted})
+            _write_file(self.file, {s: one for s, one in _read_file(self.file).items() if s not in noted})
 
     def _of(self, shape: Shape) -> SizeRecord:
         self._noted.add(shape)
@@ -200,20 +188,9 @@ class FittingSizes:
 
     def save(self) -> None:
         """Write the sizes that are limited to the file, if there is one. Sizes that others wrote there stay."""
-        if self.file is None:
-            return
-        self._write(
-            _read_file(self.file) | {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
-        )
-
-    def _write(self, records: dict[Shape, SizeRecord]) -> None:
-        assert self.file is not None, "whoever writes has looked"
-        rows = [
-            {"kind": shape.kind, "sizes": shape.sizes, "size": known.size, "failed": known.failed}
-            for shape, known in records.items()
-        ]
-        with replacing(self.file) as file:
-            json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)
+        if self.file is not None:
+            limited = {shape: known for shape, known in self._known.items() if known.size < UNLIMITED}
+            _write_file(self.file, _read_file(self.file) | limited)
 
 
 def _is_within(shape: Shape, other: Shape) -> bool:
@@ -231,6 +208,12 @@ def _read_file(file: Path) -> dict[Shape, SizeRecord]:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UsageError(f"{file} is not a file of sizes that fit ({error!r}). Pass another or delete it.") from None
+
+
+def _write_file(path: Path, records: dict[Shape, SizeRecord]) -> None:
+    rows = [shape._asdict() | {"size": known.size, "failed": known.failed} for shape, known in records.items()]
+    with replacing(path) as file:
+        json.dump({"macrobatch": "sizes that fit", "shapes": rows}, file, indent=1)
 
 
 def _record_from_json(row: dict[str, Any]) -> SizeRecord:

@@ -49,12 +49,9 @@ def _content(group: TokenGroup, index: int, tensor: Any) -> Tensor:
 
 
 def _attended(mask: Tensor) -> Tensor:
-    """Where a mask shows a position: where it is not 0, or where a mask that is added to scores does not hide them.
-
-    A floating-point mask without a number above 0 is one that is added. If it is 0 everywhere, it hides nothing.
-    """
+    """Where a mask shows a position: where it is not 0, or where a mask that is added to scores does not hide them."""
     if mask.is_floating_point() and not bool((mask > 0).any()):
-        return mask > HIDDEN
+        return mask > HIDDEN  # it is added; if it is 0 everywhere, it hides nothing
     return mask != 0
 
 
@@ -149,14 +146,9 @@ def sequence_lengths(sample: Sequence[tuple[Keys, Any]]) -> tuple[PlaceLengths, 
 
 
 def sample_lengths(samples: Sequence[tuple[PlaceLengths, PlaceLengths]]) -> list[tuple[int, ...]]:
-    """The lengths of each sample in all sequences that any sample has.
-
-    Labels are a separate sequence if they have other positions than the rest in any sample.
-    """
+    """The lengths of each sample in all sequences that any sample has; labels are one if any has them apart."""
     places = dict.fromkeys(place for lengths, _ in samples for place in lengths)
-    return [
-        tuple(lengths.get(place, label_lengths.get(place, 0)) for place in places) for lengths, label_lengths in samples
-    ]
+    return [tuple(lengths.get(place, labels.get(place, 0)) for place in places) for lengths, labels in samples]
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

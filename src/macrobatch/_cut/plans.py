@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 Plan = Sequence[Sequence[int]]  # the samples of each micro-batch
@@ -89,25 +89,18 @@ def _ends(widths: list[int], budget: int, cost: int) -> list[int]:
 
 def _greedy_ends(widths: list[int], budget: int) -> list[int]:
     """The ends of micro-batches that are filled from the longest sample down: no plan has fewer."""
-    ends, end = [], len(widths)
-    while end > 0:
-        ends.append(end)
-        end -= _max_samples(widths[end - 1], budget)
-    return ends[::-1]
+    return _ends_from(len(widths), lambda end: end - _max_samples(widths[end - 1], budget))
 
 
 def _tight_ends(widths: list[int], budget: int, cost: int, stride: int = 1) -> list[int]:
-    """The ends of the micro-batches whose padded sizes and costs have the smallest sum.
-
-    With `stride`, micro-batches begin only at multiples of this number of samples.
-    """
+    """The ends of the micro-batches with the smallest sum of padded sizes and costs, at multiples of `stride`."""
     best: dict[int, tuple[int, int]] = {0: (0, 0)}  # for the first n samples: the sum, and where the last part starts
     for end in itertools.chain(range(stride, len(widths), stride), [len(widths)]):
         width = widths[end - 1]
         first = max(end - _max_samples(width, budget), 0)
         starts = range(-(-first // stride) * stride, end, stride)
         best[end] = min((best[s][0] + cost + (end - s) * width, s) for s in starts)
-    return _ends_of_best(best, len(widths))
+    return _ends_from(len(widths), lambda end: best[end][1])
 
 
 def _starts(sequences: list[tuple[int, ...]], end: int, budget: int) -> Iterator[tuple[int, int]]:
@@ -123,11 +116,7 @@ def _starts(sequences: list[tuple[int, ...]], end: int, budget: int) -> Iterator
 
 def _greedy_ends_of_several(sequences: list[tuple[int, ...]], budget: int) -> list[int]:
     """The ends of micro-batches that are filled from the longest sample down."""
-    ends, end = [], len(sequences)
-    while end > 0:
-        ends.append(end)
-        *_, (end, _) = _starts(sequences, end, budget)
-    return ends[::-1]
+    return _ends_from(len(sequences), lambda end: list(_starts(sequences, end, budget))[-1][0])
 
 
 def _tight_ends_of_several(sequences: list[tuple[int, ...]], budget: int, cost: int) -> list[int]:
@@ -135,15 +124,15 @@ def _tight_ends_of_several(sequences: list[tuple[int, ...]], budget: int, cost: 
     best: dict[int, tuple[int, int]] = {0: (0, 0)}  # as in `_tight_ends`
     for end in range(1, len(sequences) + 1):
         best[end] = min((best[start][0] + cost + size, start) for start, size in _starts(sequences, end, budget))
-    return _ends_of_best(best, len(sequences))
+    return _ends_from(len(sequences), lambda end: best[end][1])
 
 
-def _ends_of_best(best: dict[int, tuple[int, int]], count: int) -> list[int]:
-    """The ends of the micro-batches in the best plan, from the starts that the search noted."""
-    ends, end = [], count
+def _ends_from(end: int, start_of: Callable[[int], int]) -> list[int]:
+    """The ends of all micro-batches, from the end of the last one and a function from an end to its start."""
+    ends = []
     while end > 0:
         ends.append(end)
-        end = best[end][1]
+        end = start_of(end)
     return ends[::-1]
 
 

@@ -73,18 +73,16 @@ class ByTokens:
     _warnings_given: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by kind
 
     def __post_init__(self) -> None:
-        if self.budget != "auto":
+        if self.budget == "auto":
+            self._warnings_given["oversize"] = UNLIMITED  # no warning, because the user has not chosen a budget
+        else:
             _check_whole(self.budget, 'a token budget must be a whole number, 1 or more, or "auto"')
         if self.length is not None and not callable(self.length):
             raise UsageError(f"length must be a function that returns the lengths of samples: got {self.length!r}.")
         if self.oversize not in ("warn", "raise"):
             raise UsageError(f'oversize must be "warn" or "raise": got {self.oversize!r}.')
-        if self.budget == "auto":
-            if self.oversize == "raise":
-                raise UsageError(
-                    'oversize="raise" needs a budget to be above: with "auto" there is none to begin with.'
-                )
-            self._warnings_given["oversize"] = UNLIMITED  # no warning, because the user has not chosen a budget
+        if self.oversize == "raise" and self.budget == "auto":
+            raise UsageError('oversize="raise" needs a budget to be above: with "auto" there is none to begin with.')
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
         """The plan for these samples; with `few_shapes`, widths are rounded up."""
@@ -239,23 +237,14 @@ def _check_whole(number: object, what: str) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How this rank cuts its share of one window.
-
-    Attributes:
-        samples: the samples of this rank.
-        parts: the micro-batches of this rank.
-        turns: the number of micro-batches that this rank runs, including those that only join collectives of others.
-        is_held: whether gradients stay on their ranks until all ranks have voted that the window fitted into memory.
-        is_empty: whether no rank has a sample.
-        size: the size of the largest micro-batch, in samples, or in tokens if `by_tokens("auto")` looks for a budget.
-    """
+    """How this rank cuts its share of one window."""
 
     samples: Samples
     parts: list[Part]
-    turns: int
-    is_held: bool
-    is_empty: bool
-    size: int
+    turns: int  # the micro-batches that this rank runs, including those that only join collectives of others
+    is_held: bool  # whether gradients stay on their ranks until all have voted that the window fitted into memory
+    is_empty: bool  # whether no rank has a sample
+    size: int  # of the largest micro-batch, in samples, or in tokens if `by_tokens("auto")` looks for a budget
 
     def part_per_turn(self) -> list[Part | None]:
         """One part per turn; extra turns repeat the last part. All are None if this rank has no samples."""

@@ -15,17 +15,14 @@ T = TypeVar("T")
 
 
 class Prefetcher:
-    """Copies micro-batches from host memory to a CUDA device, without making the host or the device wait.
-
-    On other devices it returns micro-batches as they are.
-    """
+    """Copies micro-batches from host memory to a CUDA device, without making the host or the device wait."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def each(self, takes: Sequence[Callable[[], tuple[Any, T]]], device: torch.device) -> Iterator[tuple[Any, T]]:
         """Yield the result of each function with its tensors on the device; the copy of the next one is under way."""
-        if device.type != "cuda":
+        if device.type != "cuda":  # micro-batches stay as they are
             for take in takes:
                 yield take()
             return

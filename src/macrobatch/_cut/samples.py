@@ -37,15 +37,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Shape(NamedTuple):
-    """The properties of a sample that determine how much memory it takes.
+    """The properties of a sample that determine how much memory it takes."""
 
-    Attributes:
-        kind: the tensors of the sample and their types.
-        sizes: the sizes of all their dimensions.
-    """
-
-    kind: str
-    sizes: tuple[int, ...]
+    kind: str  # the tensors of the sample and their types
+    sizes: tuple[int, ...]  # of all their dimensions
 
 
 class TensorBatch:
@@ -168,25 +163,19 @@ class TensorBatch:
         return next(filter(None, whys), None)
 
     def without_padding(self) -> Any:
-        """The batch without the columns that are padding in all samples.
-
-        Masks on a device are not read, because the host would have to wait for them: then nothing is trimmed.
-        """
+        """The batch without the columns that are padding in all samples, if the host knows them."""
         values = self._values
         self._groups = token_groups(self._leaf_infos())
         evidence = [values[i] for group in self._groups if group.can_trim for i in (*group.masks, *group.labels)]
         if not evidence or not self.count or any(isinstance(x, Tensor) and not x.is_cpu for x in evidence):
-            return self._batch
+            return self._batch  # the host would have to wait for masks on a device
         widths = tuple(max(padding.lengths_of(group, values)) for group in self._groups)
         return self.take(Part(range(self.count), widths))
 
     # ------------------------------------------------------------------------------------------ few shapes
 
     def widen(self, width: int) -> None:
-        """Pad groups of tokens, at most to `width`, so that the longest sample gets one of a few lengths.
-
-        The padding values are those in the last column of the shortest sample, which is padding.
-        """
+        """Pad groups of tokens, at most to `width`, so that the longest sample gets one of a few lengths."""
         for number, group in enumerate(self._groups):
             lengths = [row[number] for row in self._lengths]
             shortest = min(range(self.count), key=lengths.__getitem__, default=None)
@@ -196,7 +185,7 @@ class TensorBatch:
             members = [self._leaves[member].value for member in group.members]
             is_even = all(isinstance(v, Tensor) and v.shape[1] == members[0].shape[1] for v in members)
             if more > 0 and is_even:
-                for member in group.members:
+                for member in group.members:  # the last column of the shortest sample is padding: it is repeated
                     keys, path, value = self._leaves[member]
                     last = value[shortest : shortest + 1, -1:].expand(self.count, more, *value.shape[2:])
                     self._leaves[member] = Leaf(keys, path, torch.cat([value, last], 1))
@@ -226,7 +215,7 @@ class SampleList:
     @functools.cached_property
     def shape(self) -> Shape:
         """The largest sizes of all samples, to which collate pads."""
-        shapes = [Shape(*_sample_shape(sample)) for sample in self._samples]
+        shapes = [_sample_shape(sample) for sample in self._samples]
         kinds = {shape.kind for shape in shapes}
         if len(kinds) != 1:
             return Shape("samples", ())
@@ -312,13 +301,13 @@ def _fields_of_sample(sample: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tupl
         yield keys, sample
 
 
-def _sample_shape(sample: Any) -> tuple[str, tuple[int, ...]]:
+def _sample_shape(sample: Any) -> Shape:
     """The kinds of a sample's tensors, and the sizes of all their dimensions; a list of numbers has one dimension."""
     if isinstance(sample, list) and sample and isinstance(sample[0], int | float):
-        return "numbers", (len(sample),)
+        return Shape("numbers", (len(sample),))
     branches = children(sample)
     if branches is None:
-        shape = tuple(int(size) for size in getattr(sample, "shape", ()))
-        return f"{getattr(sample, 'dtype', type(sample).__name__)}:{len(shape)}", shape
-    kinds, sizes = zip(*(_sample_shape(child) for _, child in branches), strict=True) if branches else ((), ())
-    return f"({' '.join(kinds)})", tuple(size for part in sizes for size in part)
+        sizes = tuple(int(size) for size in getattr(sample, "shape", ()))
+        return Shape(f"{getattr(sample, 'dtype', type(sample).__name__)}:{len(sizes)}", sizes)
+    parts = [_sample_shape(child) for _, child in branches]
+    return Shape(f"({' '.join(part.kind for part in parts)})", tuple(size for part in parts for size in part.sizes))

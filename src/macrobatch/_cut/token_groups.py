@@ -24,16 +24,10 @@ Keys = tuple[Any, ...]
 
 
 class LeafInfo(NamedTuple):
-    """A tensor of a batch without its values.
+    """A tensor of a batch without its values."""
 
-    Attributes:
-        keys: its place in the batch.
-        sizes: of its dimensions after the samples; empty for other leaves. Only their equality matters.
-        is_integer: whether it holds integers.
-    """
-
-    keys: Keys
-    sizes: tuple[int, ...]
+    keys: Keys  # its place in the batch
+    sizes: tuple[int, ...]  # of its dimensions after the samples; empty for other leaves. Only their equality matters
     is_integer: bool
 
     @property
@@ -47,23 +41,14 @@ class LeafInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Tensors with the same token positions in their second dimension, by their indices in the list of leaves.
-
-    Attributes:
-        members: all tensors of the group.
-        masks: the members that are 0 in padding.
-        labels: the members that are -100 in padding.
-        is_masked: whether an attention mask shows what is padding.
-        obstacle: a leaf that may or may not share the positions, so that the group cannot be trimmed.
-        constants: members that belong here only by their width, and must hold a single value in padding.
-    """
+    """Tensors with the same token positions in their second dimension, by their indices in the list of leaves."""
 
     members: tuple[int, ...]
-    masks: tuple[int, ...] = ()
-    labels: tuple[int, ...] = ()
-    is_masked: bool = False
-    obstacle: int | None = None
-    constants: tuple[int, ...] = ()
+    masks: tuple[int, ...] = ()  # the members that are 0 in padding
+    labels: tuple[int, ...] = ()  # the members that are -100 in padding
+    is_masked: bool = False  # whether an attention mask shows what is padding
+    obstacle: int | None = None  # a leaf that may or may not share the positions, so that nothing can be trimmed
+    constants: tuple[int, ...] = ()  # members only by their width, which must hold a single value in padding
 
     @property
     def can_trim(self) -> bool:
@@ -109,7 +94,8 @@ def token_groups(leaves: tuple[LeafInfo, ...]) -> tuple[TokenGroup, ...]:
     >>> group.members, group.can_trim
     ((0, 1), True)
     """
-    masked = {index: _MaskGroup(leaf, index) for index, leaf in enumerate(leaves) if _is_mask(leaf)}
+    masks = [i for i, leaf in enumerate(leaves) if len(leaf.sizes) == 1 and name_parts(leaf.name)[0] == MASK]
+    masked = {index: _MaskGroup(leaves[index], index) for index in masks}
     others = [index for index, leaf in enumerate(leaves) if leaf.sizes and index not in masked]
     for index in others:
         _assign(index, leaves, list(masked.values()))
@@ -122,10 +108,6 @@ def token_groups(leaves: tuple[LeafInfo, ...]) -> tuple[TokenGroup, ...]:
     unmasked = _groups_without_mask(leaves, [index for index in others if index not in placed])
     found = (*(group.token_group() for group in masked.values()), *unmasked)
     return tuple(group for group in found if len(group.members) > 1 or not group.is_masked) or found
-
-
-def _is_mask(leaf: LeafInfo) -> bool:
-    return len(leaf.sizes) == 1 and name_parts(leaf.name)[0] == MASK
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,11 +192,9 @@ def _assign(index: int, leaves: tuple[LeafInfo, ...], masked: list[_MaskGroup]) 
 
 def _nearest_groups(leaf: LeafInfo, masked: list[_MaskGroup]) -> tuple[list[_MaskGroup], bool]:
     """The groups in the innermost container around a tensor that has any, and True; otherwise all groups, and False."""
-    depth = len(leaf.container)
-    while depth >= 0:
+    for depth in range(len(leaf.container), -1, -1):
         if inside := [group for group in masked if group.container == leaf.container[:depth]]:
             return inside, True
-        depth -= 1
     return masked, False
 
 
@@ -252,22 +232,17 @@ def _join_plain_mask(alone: _MaskGroup, masked: dict[int, _MaskGroup]) -> None:
 
 def _groups_without_mask(leaves: tuple[LeafInfo, ...], indices: Sequence[int]) -> list[TokenGroup]:
     """The groups of tokens and labels that have no mask."""
+    stems = {index: name_parts(leaves[index].name)[0] for index in indices}
+    tokens = [index for index in indices if stems[index] in TOKENS]
+    whole = [index for index in indices if leaves[index].is_integer and leaves[index].sizes[0] > 1]
+    labels = [index for index in whole if stems[index] == LABELS]  # the others are classes, not tokens
     found: dict[tuple[Any, ...], list[int]] = {}
-    for index in indices:
-        leaf = leaves[index]
-        stem, affix = name_parts(leaf.name)
-        if stem in TOKENS:
-            found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
-    for index in indices:
-        leaf = leaves[index]
-        stem, affix = name_parts(leaf.name)
-        if stem == LABELS and leaf.is_integer and leaf.sizes[0] > 1:  # otherwise they are classes, not tokens
-            affix = DECODER if not affix and _belongs_to_decoder(leaf, leaves) else affix
-            found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
-    return [
-        TokenGroup(tuple(members), labels=tuple(i for i in members if name_parts(leaves[i].name)[0] == LABELS))
-        for members in found.values()
-    ]
+    for index in (*tokens, *labels):
+        leaf, affix = leaves[index], name_parts(leaves[index].name)[1]
+        if index in labels and not affix and _belongs_to_decoder(leaf, leaves):
+            affix = DECODER
+        found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
+    return [TokenGroup(tuple(some), labels=tuple(i for i in some if i in labels)) for some in found.values()]
 
 
 def has_length(leaf: LeafInfo) -> bool:
@@ -276,10 +251,7 @@ def has_length(leaf: LeafInfo) -> bool:
 
 
 def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest: int) -> TokenGroup | None:
-    """The group of all tensors with a column for each position, for lengths up to `longest` that the user gave.
-
-    None if several widths are possible.
-    """
+    """The group of all tensors with a column per position, for the user's lengths; None if several widths could be."""
     wide = [index for index, leaf in enumerate(leaves) if leaf.sizes]
     stems = {index: name_parts(leaves[index].name)[0] for index in wide}
     widths = {tensors[index].shape[1] for index in wide if tensors[index].shape[1] >= longest}
@@ -291,6 +263,7 @@ def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest
     if (len(widths) != 1 and not is_named) or max(widths) < longest:
         return None
     members = tuple(index for index in wide if tensors[index].shape[1] in widths)
+    is_known = any(stems[index] in TOKENS for index in members)  # then members with unknown names could be features
     square = [i for i in wide if stems[i] == MASK and len(tensors[i].shape) > 2 and widths & set(tensors[i].shape[1:])]
     return TokenGroup(
         members,
@@ -298,11 +271,5 @@ def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest
         masks=tuple(index for index in members if stems[index] in (MASK, *OTHER_MASKS)),
         labels=tuple(index for index in members if stems[index] == LABELS),
         is_masked=True,
-        constants=_unknown_members({index: stems[index] for index in members}),
+        constants=tuple(index for index in members if is_known and stems[index] is None),
     )
-
-
-def _unknown_members(stems: dict[int, str | None]) -> tuple[int, ...]:
-    """The members with unknown names, if others are tokens with known names: they could be features."""
-    has_tokens = any(stem in TOKENS for stem in stems.values())
-    return tuple(index for index, stem in stems.items() if stem is None) if has_tokens else ()

@@ -84,10 +84,8 @@ def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -
 
 
 def require_no_list_of_samples(batch: Any) -> None:
-    """Raise an error for a batch that may be a list of samples: three or more similar dicts, tuples or objects.
-
-    Two entries, and the entries of a tuple, count as parts of the batch, such as a pair.
-    """
+    """Raise an error for a batch that may be a list of samples: three or more similar dicts, tuples or objects."""
+    # Two entries, and the entries of a tuple, count as parts of the batch, such as a pair.
     if not isinstance(batch, list) or len(batch) < 3 or any(children(entry) is None for entry in batch):
         return
     if all(_first_with_samples(entry) is not None for entry in batch) and _are_alike(batch):
@@ -154,7 +152,8 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(tree, Mapping | UserDict):
         return list(tree.items())
     if has_fields(tree):
-        return [(name, getattr(tree, name)) for name in _fields(tree) if hasattr(tree, name)]
+        names = getattr(tree, "_fields", ()) or [field.name for field in dataclasses.fields(tree)]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
     if isinstance(tree, list | tuple):
         return list(enumerate(tree))
     return None
@@ -165,10 +164,6 @@ def has_fields(tree: Any) -> bool:
     return not isinstance(tree, type | Mapping) and (
         dataclasses.is_dataclass(tree) or (isinstance(tree, tuple) and hasattr(tree, "_fields"))
     )
-
-
-def _fields(tree: Any) -> list[str]:
-    return list(getattr(tree, "_fields", ())) or [field.name for field in dataclasses.fields(tree)]
 
 
 def rebuild(tree: Any, change: Callable[[Any], Any], whole: Container[int] = ()) -> Any:

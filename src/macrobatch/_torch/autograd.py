@@ -62,10 +62,8 @@ def is_mapped() -> bool:
 def only_first(
     gradients: Iterable[Tensor | None], inputs: Sequence[Tensor | None], message: str
 ) -> list[Tensor | None]:
-    """First derivatives that depend on these inputs. Differentiating them again is an error with this message.
-
-    With torch's `once_differentiable`, they would count as constants if the seed of the backward is a constant.
-    """
+    """First derivatives that depend on these inputs. Differentiating them again is an error with this message."""
+    # With torch's `once_differentiable`, they would count as constants if the seed of the backward is a constant.
     if not torch.is_grad_enabled():  # without create_graph=True
         return list(gradients)
     return [

@@ -23,24 +23,15 @@ OLDEST_TESTED, NEWEST_TESTED = (2, 11), (2, 15)
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateName:
-    """One name that torch does not promise to keep.
+    """One name that torch does not promise to keep."""
 
-    Attributes:
-        path: module, class and name.
-        since, until: the first and the last version of torch that have it; None if all tested versions do.
-        successor: the public replacement, which is used if torch has it.
-        without: what happens if the name is missing.
-        needs_cuda: whether only builds of torch for CUDA have it.
-        example: makes an object that has it, if its class cannot be found by a path.
-    """
-
-    path: str
-    since: tuple[int, int] | None = None
-    until: tuple[int, int] | None = None
-    successor: str | None = None
-    without: str
-    needs_cuda: bool = False
-    example: Callable[[], object] | None = None
+    path: str  # module, class and name
+    since: tuple[int, int] | None = None  # the first version of torch that has it; None if all tested versions do
+    until: tuple[int, int] | None = None  # the last one
+    successor: str | None = None  # the public replacement, which is used if torch has it
+    without: str  # what happens if the name is missing
+    needs_cuda: bool = False  # whether only builds of torch for CUDA have it
+    example: Callable[[], object] | None = None  # makes an object that has it, if its class cannot be found by a path
 
     @property
     def name(self) -> str:
@@ -58,6 +49,10 @@ _SCALER = "AttributeError in the first window with a scaler"
 _DDP = "AttributeError when an Accumulator for DistributedDataParallel is made, or in its first window"
 _FSDP1 = "AttributeError when an Accumulator for FullyShardedDataParallel is made"
 _FSDP2 = "AttributeError when an Accumulator for fully_shard is made, or in its first window"
+_HALF = "hooks that use float16 go unnoticed"
+_DDP_MODEL = "torch.nn.parallel.DistributedDataParallel"
+_FSDP1_STATE = "torch.distributed.fsdp._common_utils._FSDPState"
+_FLAT_PARAM = "torch.distributed.fsdp._flat_param"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -146,20 +141,9 @@ CONTRACT: tuple[PrivateName, ...] = (
         without="AttributeError where a mesh of several dimensions is one group of ranks",
     ),
     # ddp.py
-    *_names(
-        "torch.nn.parallel.DistributedDataParallel",
-        "_join_config",
-        "_module_parameters",
-        "_sync_buffers",
-        "_get_ddp_logging_data",
-        "_static_graph_delay_allreduce_enqueued",
-        without=_DDP,
-    ),
-    *_names(
-        "torch.nn.parallel.DistributedDataParallel",
-        "_comm_hooks",
-        without="hooks that use float16 go unnoticed",
-    ),
+    *_names(_DDP_MODEL, "_join_config", "_module_parameters", "_sync_buffers", "_get_ddp_logging_data", without=_DDP),
+    *_names(_DDP_MODEL, "_static_graph_delay_allreduce_enqueued", without=_DDP),
+    *_names(_DDP_MODEL, "_comm_hooks", without=_HALF),
     *_names("torch.distributed.Reducer", "_rebuild_buckets", without=_DDP),
     *_names(
         "torch.distributed.Reducer",
@@ -167,28 +151,16 @@ CONTRACT: tuple[PrivateName, ...] = (
         without="parameters that were unfrozen after wrapping go unnoticed",
     ),
     # fsdp1.py
+    *_names(_FSDP1_STATE, "_handle", "_gradient_predivide_factor", "_gradient_postdivide_factor", without=_FSDP1),
+    *_names(_FSDP1_STATE, "_comm_hook", without=_HALF),
+    *_names(f"{_FLAT_PARAM}.FlatParamHandle", "_fwd_bwd_param_dtype", "_reduce_dtype", without=_FSDP1),
     *_names(
-        "torch.distributed.fsdp._common_utils._FSDPState",
-        "_handle",
-        "_gradient_predivide_factor",
-        "_gradient_postdivide_factor",
-        without=_FSDP1,
-    ),
-    *_names(
-        "torch.distributed.fsdp._common_utils._FSDPState",
-        "_comm_hook",
-        without="hooks that use float16 go unnoticed",
-    ),
-    *_names(
-        "torch.distributed.fsdp._flat_param.FlatParamHandle", "_fwd_bwd_param_dtype", "_reduce_dtype", without=_FSDP1
-    ),
-    *_names(
-        "torch.distributed.fsdp._flat_param.FlatParameter",
+        f"{_FLAT_PARAM}.FlatParameter",
         "_saved_grad_shard",
         without='discard() with sync="micro" leaves gradients behind',
     ),
     *_names(
-        "torch.distributed.fsdp._flat_param.FlatParameter",
+        f"{_FLAT_PARAM}.FlatParameter",
         "_param_extensions",
         without="DTensors under FullyShardedDataParallel go unnoticed",
     ),

@@ -1,13 +1,15 @@
 """`macrobatch bench`: the benchmarks one after the other, each a process of its own, then what they found.
 
-They are scripts in `benchmarks/` of a checkout; the installed package has none. `benchmarks/record.py` says what such a
-script does and what its file of results holds; nothing here knows any of them by name but the two that show results.
+They are the scripts of this folder. `record.py` says what such a script does and what its file of results holds;
+nothing here knows any of them by name but the two that show results. The command imports only this file, and no torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 from macrobatch.errors import UsageError
 
 DONE, WRONG, UNUSABLE = 0, 1, 2  # exit status, of a benchmark and of all of them
+FOLDER = Path(__file__).parent
 FIGURES, TABLES = "figures", "tables"  # draw what the others have found, and write it into the documentation
 
 
@@ -29,19 +32,37 @@ class Benchmark(NamedTuple):
     what: str  # the first line of its docstring
 
 
-# ---------------------------------------------------------------------------------------------------- which there are
-
-
-def folder() -> Path:
-    """Where the scripts are, in the checkout that this package is imported from."""
-    package = Path(__file__).parent
-    there = package.parent.parent / "benchmarks"
-    if (there / "record.py").is_file():
-        return there
-    raise UsageError(
-        f"the benchmarks are in the project's repository, not in the installed package ({package}). Run `make bench` "
-        'in a checkout of the repository, or `make bench BENCHMARKS="overhead gpu"` for some of them.'
+def main(arguments: Sequence[str]) -> int:
+    """Run `macrobatch bench` with these arguments, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="macrobatch bench",
+        description="Runs the benchmarks one after the other, and shows their results and targets. The exit status is "
+        "0 if every gradient agreed with its reference, 1 if one did not or a benchmark failed, and 2 if no benchmark "
+        "could run here.",
     )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run; default: all")
+    parser.add_argument("--list", action="store_true", help="only list the benchmarks")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="the folder for results; default: results")
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        nargs="?",
+        const=Path("docs/figures"),
+        help="also draw figures of the results, into this folder (docs/figures if you name none)",
+    )
+    parser.add_argument(
+        "--options", default="", metavar="WORDS", help="options for each benchmark, e.g. --options='--tiny'"
+    )
+    parsed = parser.parse_args(arguments)
+    there = benchmarks(FOLDER)
+    if parsed.list:
+        for benchmark in there.values():
+            print(f"{benchmark.name}: {benchmark.what}")
+        return DONE
+    return bench(chosen(parsed.names, there), parsed.out, parsed.figures, shlex.split(parsed.options))
+
+
+# ---------------------------------------------------------------------------------------------------- which there are
 
 
 def benchmarks(where: Path) -> dict[str, Benchmark]:
@@ -51,7 +72,7 @@ def benchmarks(where: Path) -> dict[str, Benchmark]:
         module = ast.parse(path.read_text(encoding="utf-8"))
         has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body)
         docstring = ast.get_docstring(module)
-        if has_main and docstring and path.stem not in (FIGURES, TABLES):
+        if has_main and docstring and path.stem not in (FIGURES, TABLES, Path(__file__).stem):
             found[path.stem] = Benchmark(path.stem, path, docstring.splitlines()[0])
     return found
 
@@ -67,13 +88,11 @@ def chosen(names: Sequence[str], there: dict[str, Benchmark]) -> list[Benchmark]
 # ----------------------------------------------------------------------------------------------------------- running
 
 
-def bench(names: Sequence[str], out: Path, figures: Path | None = None, options: Sequence[str] = ()) -> int:
+def bench(running: Sequence[Benchmark], out: Path, figures: Path | None, options: Sequence[str]) -> int:
     """Run these, show what they found, and draw what is in `out`. Returns the exit status.
 
     A benchmark that cannot run on this machine does not keep the others from it, and is no failure beside them.
     """
-    there = folder()
-    running = chosen(names, benchmarks(there))
     before = _written(out)
     rows, statuses = [], []
     for number, benchmark in enumerate(running, start=1):
@@ -84,7 +103,7 @@ def bench(names: Sequence[str], out: Path, figures: Path | None = None, options:
     new = [path for path, changed in _written(out).items() if before.get(path) != changed]
     print(f"\n{plain_table(['benchmark', 'time', 'outcome'], rows)}\n\n{summary(new)}", flush=True)
     if figures is not None:
-        statuses.append(_status([there / f"{FIGURES}.py", "--results", out, "--out", figures]))
+        statuses.append(_status([FOLDER / f"{FIGURES}.py", "--results", out, "--out", figures]))
     if set(statuses) == {UNUSABLE}:
         return UNUSABLE
     return DONE if set(statuses) <= {DONE, UNUSABLE} else WRONG
