@@ -5,6 +5,7 @@ ranks are scenarios, of which every rank must come to its end.
 """
 
 import importlib
+import itertools
 import math
 import operator
 import sys
@@ -771,11 +772,11 @@ def fsdp2_knows_its_parameters() -> None:
     model = fsdp2_model()
     topology = fsdp2.Topology([model])
     topology.initialize()
-    assert not fsdp2.gathered_parameters(topology)
+    assert not any(leaf is not None for leaf in fsdp2.leaves_of(topology))
     assert fsdp2.trained_shards(topology).keys() == {id(p) for p in model.parameters()}
     assert not topology.strangers
     hold(model)
-    gathered = fsdp2.gathered_parameters(topology)
+    gathered = [leaf for leaf in fsdp2.leaves_of(topology) if leaf is not None]
     assert len(gathered) == 4
     hooks = [leaf.register_hook(torch.zeros_like) for leaf in gathered]  # a backward that adds nothing
     model(own_input()).square().sum().backward()
@@ -786,32 +787,31 @@ def fsdp2_knows_its_parameters() -> None:
     for module in topology.modules:
         module.unshard()
     assert {id(p) for p in model.parameters()} == set(map(id, gathered))
-    assert not topology.renew()
-    assert not topology.strangers
+    assert fsdp2.Topology([model]).has_parts_of(topology)
+    assert not fsdp2.Topology([model]).strangers
 
 
 @on_two_ranks
 def fsdp2_notices_changes() -> None:
-    """A topology is renewed if any of its parts is another one than before."""
+    """A topology differs if any of its parts is another one than before."""
     model = fsdp2_model()
-    topology = fsdp2.Topology([model])
-    assert not topology.renew()
+    topologies = [fsdp2.Topology([model])]
     model[1] = nn.Linear(2, 2).double()
-    assert not topology.renew()
-    assert topology.strangers == list(model[1].parameters())
+    unsharded = fsdp2.Topology([model])
+    assert unsharded.has_parts_of(topologies[0])
+    assert unsharded.strangers == list(model[1].parameters())
     fully_shard(model[1])
     for _ in range(2):
-        assert topology.renew()
-        assert not topology.strangers
-        assert topology.modules == [model, model[0], model[1]]
-        assert [p.sharded_param for p in topology.parameters if p in topology.groups[-1].fsdp_params] == list(
-            model[1].parameters()
-        )
-        assert not topology.renew()
+        topologies.append(fsdp2.Topology([model]))
+        assert not topologies[-1].strangers
+        assert topologies[-1].modules == [model, model[0], model[1]]
+        assert [p.sharded_param for p in topologies[-1].parameters[-2:]] == list(model[1].parameters())
         model[1] = fully_shard(nn.Linear(2, 2).double())
     del model[1]
-    assert topology.renew()
-    assert topology.modules == [model, model[0]]
+    topologies.append(fsdp2.Topology([model]))
+    assert topologies[-1].modules == [model, model[0]]
+    for first, second in itertools.pairwise(topologies):
+        assert not first.has_parts_of(second)
 
 
 def parameters_sharded_over_fewer_ranks() -> Outcome:
@@ -820,7 +820,7 @@ def parameters_sharded_over_fewer_ranks() -> Outcome:
     with torch.no_grad():
         model(own_input())
     topology = fsdp2.Topology([model])
-    gathered, shards = fsdp2.gathered_parameters(topology), fsdp2.trained_shards(topology)
+    gathered, shards = fsdp2.leaves_of(topology), fsdp2.trained_shards(topology)
     shown = {id(parameter) for parameter in model[0].parameters()} - shards.keys() - set(map(id, gathered))
     return {"shown": len(shown), "strangers": len(topology.strangers)}
 
@@ -891,9 +891,17 @@ def fsdp2_gets_its_flags_back() -> None:
                 assert vars(state._state_ctx).get(name) == values.get(name)
 
 
+def set_both_reductions(topology: fsdp2.Topology, value: bool) -> None:
+    fsdp2.set_reductions(topology, reduces=value, all_reduces=value)
+
+
+def set_second_reduction(topology: fsdp2.Topology, value: bool) -> None:
+    fsdp2.set_reductions(topology, reduces=True, all_reduces=value)
+
+
 SETTERS: dict[str, tuple[Callable[[fsdp2.Topology, bool], None], tuple[bool, ...]]] = {
-    "set_requires_gradient_sync": (fsdp2.set_requires_gradient_sync, (True, False)),
-    "set_requires_all_reduce": (fsdp2.set_requires_all_reduce, (True, False)),
+    "set_requires_gradient_sync": (set_both_reductions, (True, False)),
+    "set_requires_all_reduce": (set_second_reduction, (True, False)),
     "set_reshard_after_backward": (fsdp2.set_reshard_after_backward, (True, False)),
     "set_reshard_after_forward": (lambda topology, _: fsdp2.keep_after_forward(topology), (False,)),
     "set_reduce_scatter_unused_params": (lambda topology, _: fsdp2.reduce_unused_too(topology), (True,)),

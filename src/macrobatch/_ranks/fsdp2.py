@@ -51,14 +51,15 @@ class FSDP2(Local):
         self._order = _Order(lockstep=self.abilities.lockstep, on_repeat=weakref.WeakMethod(self._reduce_later))
         self._call_hooks: list[RemovableHandle] = []
         self._reach_hooks: list[RemovableHandle] = []
-        self._check_all_sharded()
+        self._check_all_sharded(self._topology)
         self._watch_forwards()
 
     def _renew_topology(self) -> None:
         """Look up the parts of the models again, which a program may have changed between two windows."""
-        has_changed = self._topology.renew()
-        self._check_all_sharded()
-        if has_changed:
+        found = fsdp.Topology(self._models)
+        self._check_all_sharded(found)
+        if not found.has_parts_of(self._topology):
+            self._topology = found
             self._watch_forwards()
 
     def _watch_forwards(self) -> None:
@@ -106,9 +107,8 @@ class FSDP2(Local):
         self._closed = last
         self._order.begin(gathers=not self._held)
         fsdp.finish_every_backward(topology)
-        fsdp.set_requires_gradient_sync(topology, (last or self._micro) and not self._held)
-        if self._micro:
-            fsdp.set_requires_all_reduce(topology, last)  # the all-reduce of HSDP: once per window
+        reduces = (last or self._micro) and not self._held
+        fsdp.set_reductions(topology, reduces=reduces, all_reduces=last if self._micro else reduces)
         if self._gathered:
             fsdp.keep_after_forward(topology)
             fsdp.set_reshard_after_backward(topology, last)
@@ -152,12 +152,12 @@ class FSDP2(Local):
         """
         if self._closed and self._gathered and not self._micro:
             self._closed = False
-            fsdp.set_requires_gradient_sync(self._topology, False)
+            fsdp.set_reductions(self._topology, reduces=False, all_reduces=False)
             fsdp.set_reshard_after_backward(self._topology, False)
 
-    def _check_all_sharded(self) -> None:
+    def _check_all_sharded(self, topology: fsdp.Topology) -> None:
         """Raise an error if `fully_shard` does not shard a trained parameter: its gradient would not be exchanged."""
-        trained = {id(parameter) for parameter in self._topology.strangers if parameter.requires_grad}
+        trained = {id(parameter) for parameter in topology.strangers if parameter.requires_grad}
         if not trained or self._is_alone:
             return
         named = (named for model in self._models for named in model.named_parameters())
@@ -191,8 +191,8 @@ class FSDP2(Local):
         return {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
 
     def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        leaves = fsdp.gathered_parameters(self._topology)
-        return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]  # type: ignore[no-untyped-call]
+        leaves = [leaf for leaves in fsdp.trained_groups(self._topology) for leaf in leaves]
+        return [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
 
     def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         held = self.held_gradients() + fsdp.sharded_gradients(self._topology)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from macrobatch._torch.modules import is_fully_sharded, modules_of, parameters_of
 
@@ -26,7 +26,7 @@ _FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")  #
 
 
 class Topology:
-    """The parts of models that `fully_shard` was applied to. They are looked up once, and again by `renew`.
+    """The parts of models that `fully_shard` was applied to, looked up in one pass over all modules.
 
     Attributes:
         modules: the modules that it was applied to.
@@ -34,44 +34,33 @@ class Topology:
         groups: their parameter groups. The parameters of a group are communicated together.
         parameters: its own objects for the parameters of all groups.
         strangers: the parameters of the models that it does not shard.
+        holds_apart: whether held gradients have an attribute of their own, and are not those of gathered parameters.
         contexts: what states with the same root have in common. Known after `initialize`.
-        flags: the objects and names of all flags that `Flags` saves. Known after `initialize`.
-        holds_apart: whether held gradients have an attribute of their own. If not, the gathered parameters have them.
+        flags: the owners and names of all flags that `Flags` saves. Known after `initialize`.
     """
 
     def __init__(self, models: Iterable[Any]) -> None:
-        self._models = list(models)
-        self.modules: list[Any] = []
-        self.states: list[Any] = []
-        self.groups: list[Any] = []
-        self.parameters: list[Any] = []
-        self.strangers: list[nn.Parameter] = []
-        self.contexts: list[Any] = []
-        self.flags: list[tuple[Any, str]] = []
-        self.holds_apart = False
-        self.renew()
-
-    def renew(self) -> bool:
-        """Look everything up again, in one pass over all modules. Returns whether anything has changed."""
-        everything = modules_of(self._models)
+        everything = modules_of(models)
         kinds = {kind for kind, one in {type(one): one for one in everything}.items() if is_fully_sharded(one)}
-        modules: list[Any] = [module for module in everything if type(module) in kinds]
-        states = list(dict.fromkeys([module._get_fsdp_state() for module in modules]))
-        groups = [group for state in states for group in _groups_of(state)]
-        parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        known = {id(getattr(parameter, form, None)) for form in _FORMS for parameter in parameters}
+        self.modules: list[Any] = [module for module in everything if type(module) in kinds]
+        self.states = list(dict.fromkeys([module._get_fsdp_state() for module in self.modules]))
+        self.groups = [group for state in self.states for group in _groups_of(state)]
+        self.parameters = [parameter for group in self.groups for parameter in group.fsdp_params]
+        known = {id(getattr(parameter, form, None)) for form in _FORMS for parameter in self.parameters}
         shown = [parameter for module in everything for parameter in parameters_of(module).values()]
         self.strangers = [p for p in shown if p is not None and id(p) not in known]
-        found = modules, states, groups, parameters
-        if found == (self.modules, self.states, self.groups, self.parameters):
-            return False
-        self.modules, self.states, self.groups, self.parameters = found
-        self.contexts, self.flags = [], []
-        self.holds_apart = any(map(_holds_apart, set(map(type, parameters))))
-        for group in groups:
+        held = [getattr(kind, "unsharded_accumulated_grad", None) for kind in set(map(type, self.parameters))]
+        self.holds_apart = not any(isinstance(attribute, property) for attribute in held)
+        self.contexts: list[Any] = []
+        self.flags: list[tuple[Any, str]] = []
+        for group in self.groups:
             if not hasattr(group, _REDUCES_UNUSED):
                 _backport_unused(group)
-        return True
+
+    def has_parts_of(self, other: Topology) -> bool:
+        """Whether all parts are the same objects."""
+        parts = self.modules, self.states, self.groups, self.parameters
+        return parts == (other.modules, other.states, other.groups, other.parameters)
 
     def initialize(self) -> None:
         """Do the initialization of the first forward, which changes the flags of the root."""
@@ -94,19 +83,9 @@ def _groups_of(state: Any) -> list[Any]:
     return groups
 
 
-def _holds_apart(kind: type) -> bool:
-    """Whether held gradients have an attribute of their own. (Later, it became a property.)"""
-    return not isinstance(getattr(kind, "unsharded_accumulated_grad", None), property)
-
-
 def leaves_of(topology: Topology) -> list[Tensor | None]:
     """The unsharded parameters, which are the leaves of graphs; None for those that were not gathered yet."""
     return [getattr(parameter, "_unsharded_param", None) for parameter in topology.parameters]
-
-
-def gathered_parameters(topology: Topology) -> list[Tensor]:
-    """The unsharded parameters that were gathered at least once."""
-    return [leaf for leaf in leaves_of(topology) if leaf is not None]
 
 
 def trained_groups(topology: Topology) -> list[list[Tensor]]:
@@ -169,18 +148,13 @@ def _write(owners: Iterable[Any], flag: str, value: object) -> None:
             setattr(owner, flag, value)
 
 
-# The next four do what `FSDPModule.set_requires_gradient_sync` etc. do. Those walk all modules at every call.
+# The next three write what `FSDPModule.set_requires_gradient_sync` etc. write. Those walk all modules at every call.
 
 
-def set_requires_gradient_sync(topology: Topology, value: bool) -> None:
-    """Set whether backwards reduce gradients."""
-    _write(topology.groups, "reduce_grads", value)
-    _write(topology.groups, "all_reduce_grads", value)
-
-
-def set_requires_all_reduce(topology: Topology, value: bool) -> None:
-    """Set whether backwards also reduce gradients over the second dimension of the mesh (HSDP)."""
-    _write(topology.groups, "all_reduce_grads", value)
+def set_reductions(topology: Topology, *, reduces: bool, all_reduces: bool) -> None:
+    """Set whether backwards reduce gradients, and also over the second dimension of the mesh (HSDP)."""
+    _write(topology.groups, "reduce_grads", reduces)
+    _write(topology.groups, "all_reduce_grads", all_reduces)
 
 
 def set_reshard_after_backward(topology: Topology, value: bool) -> None:
