@@ -689,6 +689,25 @@ def test_a_model_that_changes_between_windows(ran, mode):
         assert len(set(outcome["reductions"])) == 1, "the new block reduces at other times than the old one"
 
 
+def unfreezes_what_is_not_sharded() -> Outcome:
+    model = before_the_change()
+    fully_shard(model, ignored_params={model.head.bias})
+    acc = Accumulator(model, optimizer_for(model), steps=2)
+    for number, micro in acc.batches(share(dist.get_rank(), 4)):
+        acc.backward(mean_loss(model, micro), items=micro.items)
+        if acc.step() is not None:
+            assert number == 1, "a window after the change"
+            model.head.bias.requires_grad_(True)
+    return {}
+
+
+SCENARIOS["unfreezes_what_is_not_sharded"] = unfreezes_what_is_not_sharded
+
+
+def test_a_parameter_that_is_not_sharded_is_unfrozen(on_two):
+    all_refused(on_two["unfreezes_what_is_not_sharded"], "'head.bias'", "nothing synchronises its gradient")
+
+
 # ------------------------------------------------------------------------------------------------ calls of Python
 
 PART = (f"{Path(macrobatch.__file__).parent}/_ranks/", f"{Path(macrobatch.__file__).parent}/_torch/")
@@ -719,8 +738,10 @@ everywhere("counts_calls", counts_calls, COUNTED)
 def test_a_micro_batch_makes_few_calls(ran, mode):
     """However many modules and parameters there are: no part of the model is looked for, or asked, one by one."""
     for outcome in all_well(ran[f"counts_calls-{mode}"]):
-        assert outcome["calls"].pop("_Order.note_forward") == 11, "one for each module that is sharded"
-        assert sum(outcome["calls"].values()) <= 50, outcome["calls"]
+        calls = outcome["calls"]
+        assert calls.pop("_Order.note_forward") == 11, "one for each module that is sharded"
+        calls.pop("_backport_unused.<locals>.post_backward", None)  # before torch 2.13, one more for each of them
+        assert sum(calls.values()) <= 50, calls
 
 
 # ------------------------------------------------------------------------------------------------------- subgroups
