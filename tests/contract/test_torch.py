@@ -5,6 +5,7 @@ ranks are scenarios, of which every rank must come to its end.
 """
 
 import importlib
+import itertools
 import math
 import operator
 import sys
@@ -19,7 +20,13 @@ import torch.distributed.tensor.parallel.ddp  # loads the modules that the contr
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -662,7 +669,7 @@ def hold(model: Any) -> None:
 
 
 def is_held(model: Any) -> bool:
-    return any(gradient is not None for gradient in fsdp2.held_gradients([model]))
+    return any(gradient is not None for gradient in fsdp2.held_gradients(fsdp2.Topology([model])))
 
 
 def require_gradients(model: Any, expected: list[Tensor], tolerance: float = 1e-12) -> None:
@@ -687,7 +694,7 @@ def fsdp2_drops_what_it_holds() -> None:
         hold(model)
         model.zero_grad()
         assert is_held(model), "what zero_grad() reaches needs no private name"
-        fsdp2.drop_held_gradients([model])
+        fsdp2.drop_held_gradients(fsdp2.Topology([model]))
         assert not is_held(model)
         model(own_input()).square().sum().backward()
         require_gradients(model, whole_gradient(), tolerance)
@@ -700,7 +707,9 @@ def fsdp2_reduces_what_it_holds() -> None:
     hold(model)
     hold(model)
     assert is_held(model)
-    fsdp2.reduce_held_gradients([model, model])
+    topology = fsdp2.Topology([model, model])
+    topology.initialize()
+    fsdp2.reduce_held_gradients(topology)
     assert not is_held(model)
     require_gradients(model, whole_gradient(2))
     model.zero_grad()
@@ -731,12 +740,12 @@ def fsdp2_reduces_what_a_rank_has_not_used() -> None:
             model(own_input()).sum().backward()
             model.set_requires_gradient_sync(True)
         with fsdp2.reducing_unused([model]):
-            fsdp2.fill_unused([model])
+            fsdp2.fill_unused(fsdp2.Topology([model]))
             model(own_input()).sum().backward()
         found = [parameter.grad.full_tensor() for parameter in model.parameters()]
         torch.testing.assert_close(found, [each * (1 + is_held_first) for each in expected])
         model.zero_grad()
-        assert not any(getattr(group, fsdp2._REDUCES_UNUSED) for group in fsdp2.param_groups([model]))
+        assert not any(getattr(group, fsdp2._REDUCES_UNUSED) for group in fsdp2.Topology([model]).groups)
 
 
 @probes("FSDPParamGroup._partial_reduce_output", "FSDPParamGroup.mesh_info")
@@ -744,14 +753,14 @@ def fsdp2_reduces_what_a_rank_has_not_used() -> None:
 def fsdp2_drops_what_only_its_shards_have_added_up() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("partial-replicate", "partial-shard"))
     model = fsdp2_model(mesh=mesh)
-    assert fsdp2.has_replicas([model])
-    assert not fsdp2.has_replicas([fsdp2_model()])
+    assert fsdp2.has_replicas(fsdp2.Topology([model]))
+    assert not fsdp2.has_replicas(fsdp2.Topology([fsdp2_model()]))
     assert fsdp2.mesh_of(model).size() == 2
     model.set_requires_all_reduce(False)
     model(own_input()).square().sum().backward()
     model.set_requires_all_reduce(True)
     assert is_held(model)
-    fsdp2.drop_held_gradients([model])
+    fsdp2.drop_held_gradients(fsdp2.Topology([model]))
     assert not is_held(model)
     model(own_input()).square().sum().backward()
     require_gradients(model, whole_gradient())
@@ -761,21 +770,68 @@ def fsdp2_drops_what_only_its_shards_have_added_up() -> None:
 @on_two_ranks
 def fsdp2_knows_its_parameters() -> None:
     model = fsdp2_model()
-    fsdp2.initialize([model])
-    assert not fsdp2.gathered_parameters([model])
-    assert fsdp2.parameters_in_care([model]) == {id(p) for p in model.parameters()}
+    topology = fsdp2.Topology([model])
+    topology.initialize()
+    assert not any(leaf is not None for leaf in fsdp2.leaves_of(topology))
+    assert fsdp2.trained_shards(topology).keys() == {id(p) for p in model.parameters()}
+    assert not topology.strangers
     hold(model)
-    gathered = fsdp2.gathered_parameters([model])
+    gathered = [leaf for leaf in fsdp2.leaves_of(topology) if leaf is not None]
     assert len(gathered) == 4
     hooks = [leaf.register_hook(torch.zeros_like) for leaf in gathered]  # a backward that adds nothing
     model(own_input()).square().sum().backward()
     for hook in hooks:
         hook.remove()
     require_gradients(model, whole_gradient())
-    assert all(gradient is not None for gradient in fsdp2.sharded_gradients([model]))
-    for module in fsdp2.modules_of([model]):
+    assert all(gradient is not None for gradient in fsdp2.sharded_gradients(topology))
+    for module in topology.modules:
         module.unshard()
-    assert {id(p) for p in model.parameters()} <= fsdp2.parameters_in_care([model])
+    assert {id(p) for p in model.parameters()} == set(map(id, gathered))
+    assert fsdp2.Topology([model]).has_parts_of(topology)
+    assert not fsdp2.Topology([model]).strangers
+
+
+@on_two_ranks
+def fsdp2_notices_changes() -> None:
+    """A topology differs if any of its parts is another one than before."""
+    model = fsdp2_model()
+    topologies = [fsdp2.Topology([model])]
+    model[1] = nn.Linear(2, 2).double()
+    unsharded = fsdp2.Topology([model])
+    assert unsharded.has_parts_of(topologies[0])
+    assert unsharded.strangers == list(model[1].parameters())
+    fully_shard(model[1])
+    for _ in range(2):
+        topologies.append(fsdp2.Topology([model]))
+        assert not topologies[-1].strangers
+        assert topologies[-1].modules == [model, model[0], model[1]]
+        assert [p.sharded_param for p in topologies[-1].parameters[-2:]] == list(model[1].parameters())
+        model[1] = fully_shard(nn.Linear(2, 2).double())
+    del model[1]
+    topologies.append(fsdp2.Topology([model]))
+    assert topologies[-1].modules == [model, model[0]]
+    for first, second in itertools.pairwise(topologies):
+        assert not first.has_parts_of(second)
+
+
+def parameters_sharded_over_fewer_ranks() -> Outcome:
+    """After a forward, modules show parameters of a third kind."""
+    model = fsdp2_model(reshard_after_forward=2)
+    with torch.no_grad():
+        model(own_input())
+    topology = fsdp2.Topology([model])
+    gathered, shards = fsdp2.leaves_of(topology), fsdp2.trained_shards(topology)
+    shown = {id(parameter) for parameter in model[0].parameters()} - shards.keys() - set(map(id, gathered))
+    return {"shown": len(shown), "strangers": len(topology.strangers)}
+
+
+ON_FOUR = {"fewer": parameters_sharded_over_fewer_ranks}
+
+
+@probes("FSDPParam._sharded_post_forward_param")
+def test_parameters_sharded_over_fewer_ranks_are_known(tmp_path):
+    for outcome in all_well(run(__name__, "ON_FOUR", 4, tmp_path)["fewer"]):
+        assert (outcome["shown"], outcome["strangers"]) == (2, 0)
 
 
 @probes("FSDPParamGroup.gradient_divide_factor", "FSDPState._mp_policy")
@@ -783,10 +839,10 @@ def fsdp2_knows_its_parameters() -> None:
 def fsdp2_tells_how_it_divides_and_in_which_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fsdp2_model(mp_policy=policy)
-    assert fsdp2.divisors_of([model]) == {2}
+    assert fsdp2.divisors_of(fsdp2.Topology([model])) == {2}
     model.set_gradient_divide_factor(3.0)
-    assert fsdp2.divisors_of([model]) == {2, 3.0}
-    assert [(p.param_dtype, p.reduce_dtype) for p in fsdp2.precisions_of([model])] == 2 * [
+    assert fsdp2.divisors_of(fsdp2.Topology([model])) == {2, 3.0}
+    assert [(p.param_dtype, p.reduce_dtype) for p in fsdp2.precisions_of(fsdp2.Topology([model]))] == 2 * [
         (torch.bfloat16, torch.float32)
     ]
 
@@ -804,34 +860,77 @@ def fsdp2_tells_how_it_divides_and_in_which_precision() -> None:
 def fsdp2_gets_its_flags_back() -> None:
     for has_set in (False, True):
         model = fsdp2_model()
-        fsdp2.initialize([model])
+        topology = fsdp2.Topology([model])
+        topology.initialize()
         if has_set:
             model.set_requires_gradient_sync(False)
             model.set_reshard_after_backward(False)
             model.set_is_last_backward(False)
             if hasattr(model, "set_manual_backward_finalization"):
                 model.set_manual_backward_finalization(True)
-        before = [vars(group).copy() for group in fsdp2.param_groups([model])]
-        context = [vars(root._state_ctx).copy() for root in fsdp2.states_of([model])]
-        auto = [state._auto_reshard_after_forward for state in fsdp2.states_of([model])]
-        flags = fsdp2.Flags([model])
-        fsdp2.finish_every_backward([model])
+        before = [vars(group).copy() for group in topology.groups]
+        context = [vars(root._state_ctx).copy() for root in topology.states]
+        auto = [state._auto_reshard_after_forward for state in topology.states]
+        flags = fsdp2.Flags(topology)
+        fsdp2.finish_every_backward(topology)
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(True)
         model.set_reshard_after_backward(True)
         model.set_reshard_after_forward(False)
-        assert before != [vars(group) for group in fsdp2.param_groups([model])]
+        assert before != [vars(group) for group in topology.groups]
         model(own_input()).square().sum().backward()
         require_gradients(model, whole_gradient())
         flags.restore()
-        for group, values in zip(fsdp2.param_groups([model]), before, strict=True):
+        for group, values in zip(topology.groups, before, strict=True):
             assert {name: vars(group).get(name) for name in fsdp2._GROUP_FLAGS} == {
                 name: values.get(name) for name in fsdp2._GROUP_FLAGS
             }
-        assert [state._auto_reshard_after_forward for state in fsdp2.states_of([model])] == auto
-        for state, values in zip(fsdp2.states_of([model]), context, strict=True):
+        assert [state._auto_reshard_after_forward for state in topology.states] == auto
+        for state, values in zip(topology.states, context, strict=True):
             for name in fsdp2._ROOT_FLAGS:
                 assert vars(state._state_ctx).get(name) == values.get(name)
+
+
+def set_both_reductions(topology: fsdp2.Topology, value: bool) -> None:
+    fsdp2.set_reductions(topology, reduces=value, all_reduces=value)
+
+
+def set_second_reduction(topology: fsdp2.Topology, value: bool) -> None:
+    fsdp2.set_reductions(topology, reduces=True, all_reduces=value)
+
+
+SETTERS: dict[str, tuple[Callable[[fsdp2.Topology, bool], None], tuple[bool, ...]]] = {
+    "set_requires_gradient_sync": (set_both_reductions, (True, False)),
+    "set_requires_all_reduce": (set_second_reduction, (True, False)),
+    "set_reshard_after_backward": (fsdp2.set_reshard_after_backward, (True, False)),
+    "set_reshard_after_forward": (lambda topology, _: fsdp2.keep_after_forward(topology), (False,)),
+    "set_reduce_scatter_unused_params": (lambda topology, _: fsdp2.reduce_unused_too(topology), (True,)),
+    "set_is_last_backward": (lambda topology, _: fsdp2.finish_every_backward(topology), (True,)),
+    "set_manual_backward_finalization": (lambda topology, _: fsdp2.finish_every_backward(topology), (False,)),
+}
+
+
+@on_two_ranks
+def fsdp2_flags_are_those_of_the_public_setters() -> None:
+    """Each of our functions writes exactly what torch's public method writes, to all modules."""
+    for name, (write, values) in SETTERS.items():
+        for value in values if hasattr(FSDPModule, name) else ():
+            written = []
+            for is_public in (True, False):
+                model = fsdp2_model()
+                topology = fsdp2.Topology([model])
+                topology.initialize()
+                getattr(model, name)(not value)
+                owners = [*topology.modules, *topology.states, *topology.contexts, *topology.groups]
+                before = [vars(owner).copy() for owner in owners]
+                getattr(model, name)(value) if is_public else write(topology, value)
+                now = [vars(owner) for owner in owners]
+                changed = [
+                    {key for key in new if new[key] is not old.get(key)} for old, new in zip(before, now, strict=True)
+                ]
+                written.append([{key: new[key] for key in keys} for keys, new in zip(changed, now, strict=True)])
+            assert written[0] == written[1]
+            assert any(written[0]), "this setter has changed nothing that is known here"
 
 
 @on_two_ranks
@@ -848,7 +947,7 @@ def windows_are_exact_whatever_a_program_has_set() -> None:
             acc.step()
         moved = [old - now.full_tensor() for old, now in zip(before, model.parameters(), strict=True)]
         torch.testing.assert_close(moved, whole_gradient(), rtol=1e-12, atol=0)
-        context = vars(next(fsdp2.states_of([model]))._state_ctx)
+        context = vars(model._get_fsdp_state()._state_ctx)
         assert not context["is_last_backward"]
         assert context.get("manual_backward_finalization", manual) == manual
 

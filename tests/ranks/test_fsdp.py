@@ -1,9 +1,13 @@
 """Sharded models on real ranks: FSDP1 and FSDP2 on two, HSDP and data-parallel subgroups on four."""
 
 import contextlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
+import macrobatch
 from harness.ranks import (
     Collectives,
     Outcome,
@@ -626,6 +631,117 @@ def test_a_weight_outside_of_its_forward(ran, mode):
         optimizer.zero_grad()
     for outcome in all_well(outcomes):
         assert relative_error(outcome["weights"][-1], weights_of(model)) <= 1e-12
+
+
+# --------------------------------------------------------------------------------- a model that changes between windows
+
+
+def before_the_change() -> nn.Module:
+    model = made(Tower)
+    model.head.bias.requires_grad_(False)
+    return model
+
+
+def change(model: nn.Module, shard: Wrap) -> None:
+    """Replace a block by another one, and unfreeze a parameter."""
+    torch.manual_seed(1)
+    model.blocks[1] = shard(nn.Linear(WIDTH, WIDTH).double())
+    model.head.bias.requires_grad_(True)
+
+
+def batches_of_a_window(rank: int, window: int) -> list[Batch]:
+    """Three on the first rank, two on the second."""
+    return [micro for _, micro in share(rank, 9)][3 * window :][: 3 - rank]
+
+
+def changes(wrap: Wrap, **options: Any) -> Outcome:
+    model = wrap(before_the_change())
+    optimizer = optimizer_for(model)
+    acc = Accumulator(model, optimizer, steps=3, **options)
+    reductions = []
+    for window in range(3):
+        if window == 1:
+            change(model, fully_shard)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        with Collectives() as collectives:
+            for micro in acc.batches(batches_of_a_window(dist.get_rank(), window)):
+                acc.backward(mean_loss(model, micro), items=micro.items)
+                acc.step()
+        reductions.append(collectives.counts["reduce_scatter_base"])
+    return {"weights": full_weights(model), "reductions": reductions}
+
+
+everywhere("changes", changes, FSDP2)
+
+
+@pytest.mark.parametrize("mode", FSDP2)
+def test_a_model_that_changes_between_windows(ran, mode):
+    model = before_the_change()
+    for window in range(3):
+        if window == 1:
+            change(model, lambda block: block)
+        whole = concatenate([micro for rank in (0, 1) for micro in batches_of_a_window(rank, window)])
+        mean_loss(model, whole).backward()
+        optimizer_for(model).step()
+        model.zero_grad()
+    for outcome in all_well(ran[f"changes-{mode}"]):
+        assert relative_error(outcome["weights"], weights_of(model)) <= 1e-12
+        assert len(set(outcome["reductions"])) == 1, "the new block reduces at other times than the old one"
+
+
+def unfreezes_what_is_not_sharded() -> Outcome:
+    model = before_the_change()
+    fully_shard(model, ignored_params={model.head.bias})
+    acc = Accumulator(model, optimizer_for(model), steps=2)
+    for number, micro in acc.batches(share(dist.get_rank(), 4)):
+        acc.backward(mean_loss(model, micro), items=micro.items)
+        if acc.step() is not None:
+            assert number == 1, "a window after the change"
+            model.head.bias.requires_grad_(True)
+    return {}
+
+
+SCENARIOS["unfreezes_what_is_not_sharded"] = unfreezes_what_is_not_sharded
+
+
+def test_a_parameter_that_is_not_sharded_is_unfrozen(on_two):
+    all_refused(on_two["unfreezes_what_is_not_sharded"], "'head.bias'", "nothing synchronises its gradient")
+
+
+# ------------------------------------------------------------------------------------------------ calls of Python
+
+PART = (f"{Path(macrobatch.__file__).parent}/_ranks/", f"{Path(macrobatch.__file__).parent}/_torch/")
+
+
+def counts_calls(wrap: Wrap, **options: Any) -> Outcome:
+    """The functions of the backend that are called for one micro-batch in the middle of a window."""
+    model = wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(10))))
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PART):
+            calls[frame.f_code.co_qualname] += 1
+
+    acc = Accumulator(model, optimizer_for(model), steps=6, **options)
+    for number in acc.batches(range(12)):
+        acc.backward(model(torch.ones(1, WIDTH)).square().mean(), items=1)
+        acc.step()
+        sys.setprofile(count if number == 8 else None)
+    return {"calls": calls}
+
+
+COUNTED = ("fsdp2-window-micro", "fsdp2-window-window")
+everywhere("counts_calls", counts_calls, COUNTED)
+
+
+@pytest.mark.parametrize("mode", COUNTED)
+def test_a_micro_batch_makes_few_calls(ran, mode):
+    """However many modules and parameters there are: no part of the model is looked for, or asked, one by one."""
+    for outcome in all_well(ran[f"counts_calls-{mode}"]):
+        calls = outcome["calls"]
+        assert calls.pop("_Order.note_forward") == 11, "one for each module that is sharded"
+        calls.pop("_backport_unused.<locals>.post_backward", None)  # before torch 2.13, one more for each of them
+        assert sum(calls.values()) <= 50, calls
 
 
 # ------------------------------------------------------------------------------------------------------- subgroups

@@ -20,7 +20,7 @@ from macrobatch._cudagraph.eligibility import (
     signature,
     without_ddp,
 )
-from macrobatch._torch.snapshot import modules_of
+from macrobatch._torch.modules import modules_of
 
 
 def make() -> nn.Sequential:

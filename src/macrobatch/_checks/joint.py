@@ -16,8 +16,7 @@ from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._ranks.collectives import local_tensor
-from macrobatch._torch.modules import BatchNorm, parameters_of
-from macrobatch._torch.snapshot import modules_of
+from macrobatch._torch.modules import BatchNorm, modules_of, parameters_of
 from macrobatch._torch.tensors import norms_of_all, version_of, wide
 from macrobatch.errors import BatchError, warn
 from macrobatch.types import Items

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from macrobatch._torch.modules import parameters_of
-from macrobatch._torch.snapshot import modules_of
+from macrobatch._torch.modules import modules_of, parameters_of
 from macrobatch._torch.tensors import wide
 from macrobatch.types import Items
 

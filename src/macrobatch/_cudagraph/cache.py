@@ -43,7 +43,8 @@ from macrobatch._engine.objectives import Objective
 from macrobatch._engine.totals import Denominators, Micro, Totals
 from macrobatch._engine.window import Window
 from macrobatch._torch.graph import confinement_of, reach_of, run_confined
-from macrobatch._torch.snapshot import Snapshot, modules_of
+from macrobatch._torch.modules import modules_of
+from macrobatch._torch.snapshot import Snapshot
 from macrobatch._torch.tensors import version_of, zero_all
 from macrobatch.errors import warn
 

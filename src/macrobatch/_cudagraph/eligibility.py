@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch._torch import modules as inside
 from macrobatch._torch.graph import reach_of
-from macrobatch._torch.snapshot import HostRandom, modules_of
+from macrobatch._torch.modules import modules_of
+from macrobatch._torch.snapshot import HostRandom
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 
 

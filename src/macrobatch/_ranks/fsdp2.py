@@ -27,37 +27,52 @@ class FSDP2(Local):
 
     def __init__(self, models: Sequence[Any], *, sync: When, gather: When, group: Group) -> None:
         self._models = models
+        self._topology = fsdp.Topology(models)
         self._micro = sync == "micro"
         self._gathered = gather == "window"
         self._held = False
         self._saved: fsdp.Flags | None = None
         self._closed = False  # whether the last backward was a window's last
+        self._is_alone = dist.get_world_size(group) == 1
         self.group = group
         self.abilities = Abilities(
             lockstep=self._micro or not self._gathered,
             leaves_are_parameters=False,  # they are the gathered parameters, not the shards that users see
             # An aborted forward or backward leaves state in many places. Only torch 2.13 and later clear it.
-            can_hold=self._gathered and fsdp.can_recover(models),
+            can_hold=self._gathered and fsdp.can_recover(self._topology),
             needs_every_rank=True,
             can_record=False,
             exchanges_use=True,
         )
         assert self.average, "an error if its parts do not divide alike"
-        for module in fsdp.modules_of(models):
+        for module in self._topology.modules:
             module.reshard()  # a forward without a backward leaves roots gathered, and they show other parameters then
-        self._check_all_sharded()
         self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # shards with a hook, by their ids
-        self._called: set[int] = set()  # ids of the modules called in the forward of the current micro-batch
-        self._order = _Order(lockstep=self.abilities.lockstep)
+        self._order = _Order(lockstep=self.abilities.lockstep, on_repeat=weakref.WeakMethod(self._reduce_later))
+        self._call_hooks: list[RemovableHandle] = []
         self._reach_hooks: list[RemovableHandle] = []
-        note: weakref.WeakMethod[Callable[[int, nn.Module], None]] = weakref.WeakMethod(self._note_call)
-        for place, module in enumerate(fsdp.modules_of(models)):
-            handle = module.register_forward_pre_hook(partial(_before_forward, note, place))
-            weakref.finalize(self, handle.remove)
+        self._check_all_sharded(self._topology)
+        self._watch_forwards()
+
+    def _renew_topology(self) -> None:
+        """Look up the parts of the models again, which a program may have changed between two windows."""
+        found = fsdp.Topology(self._models)
+        self._check_all_sharded(found)
+        if not found.has_parts_of(self._topology):
+            self._topology = found
+            self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        for hook in self._call_hooks:
+            hook.remove()
+        modules = enumerate(self._topology.modules)
+        self._call_hooks = [m.register_forward_pre_hook(partial(self._order.note_forward, i)) for i, m in modules]
+        for hook in self._call_hooks:
+            weakref.finalize(self, hook.remove)
 
     @property
     def average(self) -> float:  # type: ignore[override]
-        factors = fsdp.divisors_of(self._models)
+        factors = fsdp.divisors_of(self._topology)
         if len(factors) != 1:
             raise BackendError(
                 f"the parts of the model divide gradients by different factors: {sorted(factors)}. Set one for all: "
@@ -66,58 +81,57 @@ class FSDP2(Local):
         return float(factors.pop())
 
     def uses_float16(self) -> bool:
-        policies = fsdp.precisions_of(self._models)
+        policies = fsdp.precisions_of(self._topology)
         return any(torch.float16 in (policy.param_dtype, policy.reduce_dtype) for policy in policies)
 
     def held_gradients(self) -> list[Tensor | None]:
-        return fsdp.held_gradients(self._models)
+        return fsdp.held_gradients(self._topology)
 
     def hold_window(self) -> None:
+        self._renew_topology()
         self._held, self._closed = True, False
-        fsdp.initialize(self._models)
-        for module in fsdp.modules_of(self._models):
+        self._topology.initialize()
+        for module in self._topology.modules:
             module.unshard()
 
     def gather_roots(self) -> None:
-        fsdp.initialize(self._models)
+        self._topology.initialize()
         for model in self._models:
             model.unshard()
 
     def begin(self, last: bool) -> None:
         self.end()
-        fsdp.initialize(self._models)
-        self._saved = fsdp.Flags(self._models)
+        topology = self._topology
+        topology.initialize()
+        self._saved = fsdp.Flags(topology)
         self._closed = last
-        self._called.clear()
-        fsdp.finish_every_backward(self._models)
-        for model in self._models:
-            model.set_requires_gradient_sync((last or self._micro) and not self._held)
-            if self._micro:
-                model.set_requires_all_reduce(last)  # the all-reduce of HSDP: once per window
-            if self._gathered:
-                model.set_reshard_after_forward(False)
-                model.set_reshard_after_backward(last)
-        fsdp.reduce_unused_too(self._models)
-        self._watch_shards()
+        self._order.begin(gathers=not self._held)
+        fsdp.finish_every_backward(topology)
+        reduces = (last or self._micro) and not self._held
+        fsdp.set_reductions(topology, reduces=reduces, all_reduces=last if self._micro else reduces)
+        if self._gathered:
+            fsdp.keep_after_forward(topology)
+            fsdp.set_reshard_after_backward(topology, last)
+        fsdp.reduce_unused_too(topology)
+        if not self._is_alone:
+            self._watch_shards()
 
     def backward(self, root: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None) -> None:
         self._prepare_backward()
         run_backward(root, seed, inputs)
 
     def _prepare_backward(self) -> None:
-        fsdp.fill_unused(self._models)
+        fsdp.fill_unused(self._topology)
         if (self._closed or self._micro) and not self._held:
             self._reach_hooks = [
                 register_multi_grad_hook(leaves, self._order.reaching(place), mode="any")
-                for place, leaves in enumerate(fsdp.trained_groups(self._models))
+                for place, leaves in enumerate(fsdp.trained_groups(self._topology))
                 if leaves
             ]
 
     def _watch_shards(self) -> None:
         """Raise an error if a backward reaches a shard itself, and not the parameter gathered for a forward."""
-        if dist.get_world_size(self.group) == 1:
-            return
-        shards = {id(shard): shard for shard in fsdp.shards_of(self._models) if shard.requires_grad}
+        shards = fsdp.trained_shards(self._topology)
         for key in self._watched.keys() - shards.keys():
             self._watched.pop(key)[1].remove()
         if unwatched := shards.keys() - self._watched.keys():
@@ -134,37 +148,32 @@ class FSDP2(Local):
         """Whether a micro-batch has begun and has not ended."""
         return self._saved is not None
 
-    def _note_call(self, place: int, module: nn.Module) -> None:
-        """Note a call of a module. If the last micro-batch calls one twice, `finish` reduces, not the backward.
+    def _reduce_later(self) -> None:
+        """If the last micro-batch calls a module twice, let `finish` reduce, not the backward.
 
         Otherwise torch would reduce the gradients of earlier micro-batches after the first of the two backwards. A rank
         without earlier micro-batches would reduce nothing then, so the ranks' collectives would not match.
         """
-        if self._saved is None:
-            return
-        if not self._held:
-            self._order.note_forward(place)
-        may_reduce_later = self._gathered and not self._micro
-        if may_reduce_later and self._closed and id(module) in self._called:
-            self._closed = False  # `finish` reduces
-            for model in self._models:
-                model.set_requires_gradient_sync(False)
-                model.set_reshard_after_backward(False)
-        self._called.add(id(module))
+        if self._closed and self._gathered and not self._micro:
+            self._closed = False
+            fsdp.set_reductions(self._topology, reduces=False, all_reduces=False)
+            fsdp.set_reshard_after_backward(self._topology, False)
 
-    def _check_all_sharded(self) -> None:
+    def _check_all_sharded(self, topology: fsdp.Topology) -> None:
         """Raise an error if `fully_shard` does not shard a trained parameter: its gradient would not be exchanged."""
-        known = fsdp.parameters_in_care(self._models)
-        for name, parameter in (named for model in self._models for named in model.named_parameters()):
-            if parameter.requires_grad and id(parameter) not in known and dist.get_world_size(self.group) > 1:
-                raise BackendError(
-                    f"parameter {name!r} is none of those that fully_shard shards: nothing synchronises its gradient. "
-                    "Leave it out of ignored_params, or freeze it."
-                )
+        trained = {id(parameter) for parameter in topology.strangers if parameter.requires_grad}
+        if not trained or self._is_alone:
+            return
+        named = (named for model in self._models for named in model.named_parameters())
+        name = next(name for name, parameter in named if id(parameter) in trained)
+        raise BackendError(
+            f"parameter {name!r} is none of those that fully_shard shards: nothing synchronises its gradient. "
+            "Leave it out of ignored_params, or freeze it."
+        )
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
         """Raise an error unless the reduce dtype, in which gradients are held, is the requested one."""
-        policies = {policy.reduce_dtype for policy in fsdp.precisions_of(self._models)}
+        policies = {policy.reduce_dtype for policy in fsdp.precisions_of(self._topology)}
         if policies != {dtype} or self._micro:
             raise BackendError(
                 f"accumulate_dtype={dtype} under fully_shard needs gradients held and reduced in that dtype: shard "
@@ -173,23 +182,24 @@ class FSDP2(Local):
 
     def end(self) -> None:
         saved, self._saved = self._saved, None
-        if saved is not None:
-            saved.restore()
+        if saved is None:
+            return
+        saved.restore()
         for hook in self._reach_hooks:
             hook.remove()
         self._reach_hooks.clear()
-        self._order.end_backward()
+        self._order.end()
 
     def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        leaves = fsdp.gathered_by_shard(self._models)
+        leaves = fsdp.gathered_by_shard(self._topology) if named else {}
         return {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
 
     def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        leaves = fsdp.gathered_parameters(self._models)
-        return [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]  # type: ignore[no-untyped-call]
+        leaves = [leaf for leaves in fsdp.trained_groups(self._topology) for leaf in leaves]
+        return [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
 
     def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        held = self.held_gradients() + fsdp.sharded_gradients(self._models)
+        held = self.held_gradients() + fsdp.sharded_gradients(self._topology)
         found = super().accumulated_gradients(parameters)
         found += [local_tensor(gradient) for gradient in held if gradient is not None]
         return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some appear twice
@@ -214,12 +224,12 @@ class FSDP2(Local):
 
     def _reduce(self, held: bool) -> None:
         """Reduce the gradients that the last backward has not reduced. With sync="micro" only a held window has any."""
-        if self._micro and not held and fsdp.has_replicas(self._models):
+        if self._micro and not held and fsdp.has_replicas(self._topology):
             raise closed_early("fully_shard over a mesh of two dimensions")
         if held or not self._micro:
             self.begin(last=True)
             self._prepare_backward()
-            fsdp.reduce_held_gradients(self._models)
+            fsdp.reduce_held_gradients(self._topology)
             self.end()
         self._reshard()
 
@@ -232,10 +242,13 @@ class FSDP2(Local):
                 "where they belong."
             )
 
+    def drop_stale_gradients(self) -> None:
+        self._renew_topology()
+
     def drop_gradients(self) -> None:
         self._held = False
         self._order.close()
-        fsdp.drop_held_gradients(self._models)
+        fsdp.drop_held_gradients(self._topology)
         self._reshard()
 
     def observe_communication(self, span: Callable[[], AbstractContextManager[None]]) -> None:
@@ -249,14 +262,14 @@ class FSDP2(Local):
         def leave(*_: object) -> None:
             entered.pop().__exit__(None, None, None)
 
-        for module in fsdp.modules_of(self._models):
+        for module in self._topology.modules:
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_pre_hook(leave)
 
     def _reshard(self) -> None:
         """Shard all parameters again. Otherwise the optimizer would step parameters that the modules do not use."""
         if self._gathered:
-            for module in fsdp.modules_of(self._models):
+            for module in self._topology.modules:
                 module.reshard()
 
 
@@ -270,38 +283,49 @@ def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
         )
 
 
-def _before_forward(
-    note: weakref.WeakMethod[Callable[[int, nn.Module], None]], place: int, module: nn.Module, _: object
-) -> None:
-    """A hook before forwards with a graph, except for those that a backward recomputes."""
-    if torch.is_grad_enabled() and backward_under_way() == -1 and (noted := note()) is not None:
-        noted(place, module)
-
-
 class _Order:
     """A fingerprint of the modules that a window gathers and reduces, in order. It must be the same on all ranks.
 
     Args:
         lockstep: whether every forward gathers parameters, and not only the first one of a window.
+        on_repeat: refers to a function, to call if a micro-batch calls a module again.
     """
 
-    def __init__(self, *, lockstep: bool) -> None:
+    def __init__(self, *, lockstep: bool, on_repeat: weakref.WeakMethod[Callable[[], None]]) -> None:
         self._lockstep = lockstep
+        self._on_repeat = on_repeat
         self._fingerprint = 0
         self._gathered: set[int] = set()
         self._reached: set[int] = set()
+        self._called: set[int] = set()  # the modules called in the forward of the current micro-batch
+        self._is_open = self._gathers = False
 
-    def note_forward(self, place: int) -> None:
-        """Note a forward of a module, which gathers its parameters if they are not gathered yet."""
-        if self._lockstep or place not in self._gathered:
+    def begin(self, *, gathers: bool) -> None:
+        """Begin a micro-batch. `gathers`: whether its forward may gather parameters."""
+        self._is_open, self._gathers = True, gathers
+        self._called.clear()
+
+    def note_forward(self, place: int, module: nn.Module, _: object) -> None:
+        """A hook before the forward of a module, which gathers its parameters if they are not gathered yet.
+
+        It leaves out forwards without a graph, and those that a backward recomputes.
+        """
+        if not self._is_open or not torch.is_grad_enabled() or backward_under_way() != -1:
+            return
+        if self._gathers and (self._lockstep or place not in self._gathered):
             self._gathered.add(place)
             self._fingerprint = hash((self._fingerprint, place))
+        if place in self._called and (repeat := self._on_repeat()) is not None:
+            repeat()
+        self._called.add(place)
 
     def reaching(self, place: int) -> Callable[[Tensor], None]:
         """A hook for the first gradient of a parameter group in a backward that reduces."""
         return lambda _: self._reached.add(place)
 
-    def end_backward(self) -> None:
+    def end(self) -> None:
+        """End a micro-batch, after its backward."""
+        self._is_open = False
         if self._reached:
             self._fingerprint = hash((self._fingerprint, -1, *sorted(self._reached)))
             self._reached.clear()

@@ -17,6 +17,9 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 # The last line of `torch.autograd.backward`; None if torch has no such function any more.
 engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
+# The number of the backward that runs this code; -1 outside of any backward.
+backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
+
 
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
     """Run ``torch.autograd.backward(loss, seed, inputs=inputs)`` without its checks.
@@ -35,11 +38,6 @@ def queue_callback(callback: Callable[[], None]) -> None:
     """Run this when the current backward ends. Callbacks run in the order in which they were queued."""
     queue = getattr(torch.autograd.graph, "queue_callback", None)  # public since torch 2.15
     (queue or torch.autograd.Variable._execution_engine.queue_callback)(callback)
-
-
-def backward_under_way() -> int:
-    """The number of the backward that runs this code; -1 outside of any backward."""
-    return torch._C._current_graph_task_id()
 
 
 def python_function_of(node: type) -> Any:

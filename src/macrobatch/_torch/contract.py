@@ -87,7 +87,7 @@ CONTRACT: tuple[PrivateName, ...] = (
     # autograd.py
     *_names("torch._C._functions", "AccumulateGrad", without=_IMPORT),
     *_names("torch.autograd.graph", "_engine_run_backward", without="torch.autograd.backward() instead: slower"),
-    *_names("torch._C", "_current_graph_task_id", without="AttributeError in verify()"),
+    *_names("torch._C", "_current_graph_task_id", without=_IMPORT),
     *_names("torch._C._functorch", "get_interpreter_stack", "TransformType", without="AttributeError in verify()"),
     *_names(
         "torch.autograd.function.BackwardCFunction",
@@ -197,6 +197,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         without="the successor alone",
     ),
     *_names(_PARAM, "sharded_param", "_unsharded_param", without=_FSDP2),
+    *_names(
+        _PARAM,
+        "_sharded_post_forward_param",
+        without="BackendError after a forward without a backward, with reshard_after_forward=<number>",
+    ),
     PrivateName(
         path=f"{_PARAM}.unsharded_accumulated_grad",
         successor="the gradient of _unsharded_param, which it is a name for since 2.15",

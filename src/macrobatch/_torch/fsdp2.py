@@ -13,29 +13,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from macrobatch._torch.modules import is_fully_sharded
+from macrobatch._torch.modules import is_fully_sharded, modules_of, parameters_of
 
 _ROOT_FLAGS = ("is_last_backward", "manual_backward_finalization")
 _REDUCES_UNUSED = "reduce_scatter_unused_params"
 _GROUP_FLAGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info", _REDUCES_UNUSED)
+_STATE_FLAG = "_auto_reshard_after_forward"
+_FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")  # modules show one of them at a time
 
 
 # ---------------------------------------------------------------------------------------------- the parts
 
 
-def modules_of(models: Iterable[Any]) -> Iterator[Any]:
-    """All modules that `fully_shard` was applied to."""
-    return (module for model in models for module in model.modules() if is_fully_sharded(module))
+class Topology:
+    """The parts of models that `fully_shard` was applied to, looked up in one pass over all modules.
 
+    Attributes:
+        modules: the modules that it was applied to.
+        states: the states that it keeps for them. Several modules may have one together.
+        groups: their parameter groups. The parameters of a group are communicated together.
+        parameters: its own objects for the parameters of all groups.
+        strangers: the parameters of the models that it does not shard.
+        holds_apart: whether held gradients have an attribute of their own, and are not those of gathered parameters.
+        contexts: what states with the same root have in common. Known after `initialize`.
+        flags: the owners and names of all flags that `Flags` saves. Known after `initialize`.
+    """
 
-def states_of(models: Iterable[Any]) -> Iterator[Any]:
-    """The states that `fully_shard` keeps for those modules."""
-    return (module._get_fsdp_state() for module in modules_of(models))
+    def __init__(self, models: Iterable[Any]) -> None:
+        everything = modules_of(models)
+        kinds = {kind for kind, one in {type(one): one for one in everything}.items() if is_fully_sharded(one)}
+        self.modules: list[Any] = [module for module in everything if type(module) in kinds]
+        self.states = list(dict.fromkeys([module._get_fsdp_state() for module in self.modules]))
+        self.groups = [group for state in self.states for group in _groups_of(state)]
+        self.parameters = [parameter for group in self.groups for parameter in group.fsdp_params]
+        known = {id(getattr(parameter, form, None)) for form in _FORMS for parameter in self.parameters}
+        shown = [parameter for module in everything for parameter in parameters_of(module).values()]
+        self.strangers = [p for p in shown if p is not None and id(p) not in known]
+        held = [getattr(kind, "unsharded_accumulated_grad", None) for kind in set(map(type, self.parameters))]
+        self.holds_apart = not any(isinstance(attribute, property) for attribute in held)
+        self.contexts: list[Any] = []
+        self.flags: list[tuple[Any, str]] = []
+        for group in self.groups:
+            if not hasattr(group, _REDUCES_UNUSED):
+                _backport_unused(group)
 
+    def has_parts_of(self, other: Topology) -> bool:
+        """Whether all parts are the same objects."""
+        parts = self.modules, self.states, self.groups, self.parameters
+        return parts == (other.modules, other.states, other.groups, other.parameters)
 
-def param_groups(models: Iterable[Any]) -> Iterator[Any]:
-    """Its parameter groups. The parameters of a group are communicated together."""
-    return (group for state in states_of(models) for group in _groups_of(state))
+    def initialize(self) -> None:
+        """Do the initialization of the first forward, which changes the flags of the root."""
+        if self.contexts:
+            return
+        for state in self.states:
+            if state._is_root is None:  # those around it come first, and initialize it too
+                state._lazy_init()
+        self.contexts = list(dict.fromkeys([state._state_ctx for state in self.states]))
+        owners = [(group, flag) for group in self.groups for flag in _GROUP_FLAGS]
+        owners += [(state, _STATE_FLAG) for state in self.states]
+        owners += [(context, flag) for context in self.contexts for flag in _ROOT_FLAGS]
+        self.flags = [(owner, flag) for owner, flag in owners if hasattr(owner, flag)]
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -45,48 +83,47 @@ def _groups_of(state: Any) -> list[Any]:
     return groups
 
 
-def _parameters(models: Iterable[Any]) -> Iterator[Any]:
-    for group in param_groups(models):
-        yield from group.fsdp_params
+def leaves_of(topology: Topology) -> list[Tensor | None]:
+    """The unsharded parameters, which are the leaves of graphs; None for those that were not gathered yet."""
+    return [getattr(parameter, "_unsharded_param", None) for parameter in topology.parameters]
 
 
-def gathered_parameters(models: Iterable[Any]) -> list[Tensor]:
-    """The unsharded parameters, which are the leaves of graphs, if they were gathered at least once."""
-    return [leaf for p in _parameters(models) if (leaf := _leaf_of(p)) is not None]
-
-
-def _leaf_of(parameter: Any) -> Tensor | None:
-    """The unsharded form of a parameter; None before it was first gathered."""
-    return getattr(parameter, "_unsharded_param", None)
-
-
-def trained_groups(models: Iterable[Any]) -> list[list[Tensor]]:
+def trained_groups(topology: Topology) -> list[list[Tensor]]:
     """For each parameter group, the gathered parameters that are trained."""
-    found = (map(_leaf_of, group.fsdp_params) for group in param_groups(models))
+    found = [[getattr(p, "_unsharded_param", None) for p in group.fsdp_params] for group in topology.groups]
     return [[leaf for leaf in leaves if leaf is not None and leaf.requires_grad] for leaves in found]
 
 
-def shards_of(models: Iterable[Any]) -> list[Tensor]:
-    """This rank's shards of the parameters."""
-    return [parameter.sharded_param for parameter in _parameters(models)]
+def trained_shards(topology: Topology) -> dict[int, Tensor]:
+    """This rank's shards of the parameters that are trained, by their ids."""
+    shards = [parameter.sharded_param for parameter in topology.parameters]
+    return {id(shard): shard for shard in shards if shard.requires_grad}
 
 
-def gathered_by_shard(models: Iterable[Any]) -> dict[int, Tensor]:
+def gathered_by_shard(topology: Topology) -> dict[int, Tensor]:
     """The gathered parameters, by the ids of their shards, which users see."""
-    found = ((p.sharded_param, _leaf_of(p)) for p in _parameters(models))
-    return {id(shard): leaf for shard, leaf in found if leaf is not None}
+    found = zip(topology.parameters, leaves_of(topology), strict=True)
+    return {id(parameter.sharded_param): leaf for parameter, leaf in found if leaf is not None}
 
 
-def parameters_in_care(models: Iterable[Any]) -> set[int]:
-    """The ids of all parameters that it shards, both of the shards and of the gathered parameters."""
-    models = list(models)
-    return {id(p.sharded_param) for p in _parameters(models)} | set(map(id, gathered_parameters(models)))
+def mesh_of(model: Any) -> Any:
+    """The mesh over which the model averages."""
+    return Topology([model]).groups[0].mesh_info.mesh
 
 
-def initialize(models: Iterable[Any]) -> None:
-    """Do the initialization of the first forward, which changes the flags of the root."""
-    for model in models:
-        model._get_fsdp_state()._lazy_init()
+def has_replicas(topology: Topology) -> bool:
+    """Whether shards are replicated over a second dimension of the mesh (HSDP)."""
+    return any(group.mesh_info.mesh.ndim > 1 for group in topology.groups)
+
+
+def divisors_of(topology: Topology) -> set[float]:
+    """The numbers by which its groups divide gradients."""
+    return {group.gradient_divide_factor or group.mesh_info.mesh.size() for group in topology.groups}
+
+
+def precisions_of(topology: Topology) -> list[Any]:
+    """The `MixedPrecisionPolicy` of each state."""
+    return [state._mp_policy for state in topology.states]
 
 
 # ---------------------------------------------------------------------------------------------- how it is set
@@ -95,50 +132,66 @@ def initialize(models: Iterable[Any]) -> None:
 class Flags:
     """The current flags that decide when models communicate, reshard and end a backward."""
 
-    def __init__(self, models: Iterable[Any]) -> None:
-        models = list(models)
-        owners = [(group, flag) for group in param_groups(models) for flag in _GROUP_FLAGS]
-        owners += [(state, "_auto_reshard_after_forward") for state in states_of(models)]
-        owners += [(root._state_ctx, flag) for root in _roots(models) for flag in _ROOT_FLAGS]
-        self._saved = [(owner, flag, getattr(owner, flag)) for owner, flag in owners if hasattr(owner, flag)]
+    def __init__(self, topology: Topology) -> None:
+        self._saved = [(owner, flag, getattr(owner, flag)) for owner, flag in topology.flags]
 
     def restore(self) -> None:
         """Restore the flags."""
         for owner, flag, value in self._saved:
+            if getattr(owner, flag) is not value:
+                setattr(owner, flag, value)
+
+
+def _write(owners: Iterable[Any], flag: str, value: object) -> None:
+    for owner in owners:
+        if getattr(owner, flag) is not value:
             setattr(owner, flag, value)
 
 
-def finish_every_backward(models: Iterable[Any]) -> None:
+# The next three write what `FSDPModule.set_requires_gradient_sync` etc. write. Those walk all modules at every call.
+
+
+def set_reductions(topology: Topology, *, reduces: bool, all_reduces: bool) -> None:
+    """Set whether backwards reduce gradients, and also over the second dimension of the mesh (HSDP)."""
+    _write(topology.groups, "reduce_grads", reduces)
+    _write(topology.groups, "all_reduce_grads", all_reduces)
+
+
+def set_reshard_after_backward(topology: Topology, value: bool) -> None:
+    """Set whether backwards shard parameters again."""
+    _write(topology.groups, "reshard_after_backward", value)
+
+
+def keep_after_forward(topology: Topology) -> None:
+    """Keep parameters gathered after forwards, as `set_reshard_after_forward(False)` does."""
+    _write([state for state in topology.states if hasattr(state, _STATE_FLAG)], _STATE_FLAG, False)
+    _write(topology.groups, "post_forward_mesh_info", None)
+
+
+def finish_every_backward(topology: Topology) -> None:
     """Make each backward wait for its reductions, whatever flags the program has set."""
-    for root in _roots(models):
-        (module,) = root._modules
-        module.set_is_last_backward(True)
-        if hasattr(module, "set_manual_backward_finalization"):
-            module.set_manual_backward_finalization(False)
+    for context in topology.contexts:
+        context.is_last_backward = True
+        if getattr(context, "manual_backward_finalization", False):
+            (module,) = context.all_states[0]._modules
+            module.set_manual_backward_finalization(False)  # an error if a backward of the program is not finished
 
 
-def reduce_unused_too(models: Iterable[Any]) -> None:
+def reduce_unused_too(topology: Topology) -> None:
     """Make each rank reduce all parameters of a group, with zeros for those that it has not used. Other ranks may have.
 
     Otherwise ranks that have used different parameters would reduce different lists, and torch would add the gradient
     of one parameter to that of another with the same shape.
     """
-    for module in modules_of(models):
-        if hasattr(module, "set_reduce_scatter_unused_params"):
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-            continue
-        for group in _groups_of(module._get_fsdp_state()):
-            if not hasattr(group, _REDUCES_UNUSED):
-                _backport_unused(group)
-            setattr(group, _REDUCES_UNUSED, True)
+    _write(topology.groups, _REDUCES_UNUSED, True)
 
 
 @contextlib.contextmanager
 def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
     """The same inside a block."""
-    models = list(models)
-    before = [(group, getattr(group, _REDUCES_UNUSED, False)) for group in param_groups(models)]
-    reduce_unused_too(models)
+    topology = Topology(models)
+    before = [(group, getattr(group, _REDUCES_UNUSED)) for group in topology.groups]
+    reduce_unused_too(topology)
     try:
         yield
     finally:
@@ -146,25 +199,25 @@ def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
             setattr(group, _REDUCES_UNUSED, flag)
 
 
-def fill_unused(models: Iterable[Any]) -> None:
+def fill_unused(topology: Topology) -> None:
     """Add zeros for missing gradients, in the dtype of the group's held ones: a group must have one dtype."""
-    for group in param_groups(models):
-        apart = [parameter for parameter in group.fsdp_params if _holds_apart(parameter)]
-        held = next((p.unsharded_accumulated_grad for p in apart if p.unsharded_accumulated_grad is not None), None)
-        if group.reduce_grads and held is not None:
-            for parameter in filter(_is_unused, apart):
-                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=held.dtype)
+    for group in topology.groups if topology.holds_apart else ():
+        if not group.reduce_grads:
+            continue
+        held = [p.unsharded_accumulated_grad for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
+        for parameter in filter(_is_unused, group.fsdp_params) if held else ():
+            parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=held[0].dtype)
 
 
 def _is_unused(parameter: Any) -> bool:
     """Whether a trained parameter has no gradient to reduce."""
-    leaf = _leaf_of(parameter)
+    leaf = getattr(parameter, "_unsharded_param", None)
     is_held = parameter.unsharded_accumulated_grad is not None
     return leaf is not None and leaf.requires_grad and leaf.grad is None and not is_held
 
 
 def _backport_unused(group: Any) -> None:
-    """Do the same before torch 2.13, which has no such flag: add zeros for missing gradients before each reduction."""
+    """Add this flag before torch 2.13, which has none: if it is set, add zeros for missing gradients to reductions."""
     reduce = group.post_backward
 
     def post_backward(*arguments: Any) -> None:
@@ -174,77 +227,48 @@ def _backport_unused(group: Any) -> None:
         reduce(*arguments)
 
     group.post_backward = post_backward
-
-
-def mesh_of(model: Any) -> Any:
-    """The mesh over which the model averages."""
-    return next(param_groups([model])).mesh_info.mesh
-
-
-def has_replicas(models: Iterable[Any]) -> bool:
-    """Whether shards are replicated over a second dimension of the mesh (HSDP)."""
-    return any(group.mesh_info.mesh.ndim > 1 for group in param_groups(models))
-
-
-def divisors_of(models: Iterable[Any]) -> set[float]:
-    """The numbers by which its groups divide gradients."""
-    return {g.gradient_divide_factor or g.mesh_info.mesh.size() for g in param_groups(models)}
-
-
-def precisions_of(models: Iterable[Any]) -> list[Any]:
-    """The `MixedPrecisionPolicy` of each module."""
-    return [state._mp_policy for state in states_of(models)]
+    setattr(group, _REDUCES_UNUSED, False)
 
 
 # ---------------------------------------------------------------------------------------------- held gradients
 
 
-def _holds_apart(parameter: Any) -> bool:
-    """Whether held gradients have an attribute of their own. (Later, it became a property for the gathered one's.)"""
-    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
-
-
-def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
+def held_gradients(topology: Topology) -> list[Tensor | None]:
     """All tensors that may hold gradients that are not reduced, or only in part."""
-    held: list[Tensor | None] = []
-    for group in param_groups(models):
-        held.append(group._partial_reduce_output)
-        for parameter in group.fsdp_params:
-            if _holds_apart(parameter):
-                held.append(parameter.unsharded_accumulated_grad)
-            leaf = _leaf_of(parameter)
-            held.append(None if leaf is None else leaf.grad)
-    return held
+    held: list[Tensor | None] = [group._partial_reduce_output for group in topology.groups]
+    if topology.holds_apart:
+        held += [parameter.unsharded_accumulated_grad for parameter in topology.parameters]
+    return held + [None if leaf is None else leaf.grad for leaf in leaves_of(topology)]
 
 
-def sharded_gradients(models: Iterable[Any]) -> list[Tensor | None]:
+def sharded_gradients(topology: Topology) -> list[Tensor | None]:
     """The gradients that were reduced."""
-    return [shard.grad for shard in shards_of(models)]
+    return [parameter.sharded_param.grad for parameter in topology.parameters]
 
 
-def can_recover(models: Iterable[Any]) -> bool:
+def can_recover(topology: Topology) -> bool:
     """Whether torch can clear the state that an aborted forward or backward leaves."""
-    return all(hasattr(model, "reset_iter_state") for model in models)
+    return all(hasattr(module, "reset_iter_state") for module in topology.modules)
 
 
-def drop_held_gradients(models: Iterable[Any]) -> None:
+def drop_held_gradients(topology: Topology) -> None:
     """Drop held gradients, and the state that an aborted forward or backward has left: `zero_grad()` does neither."""
-    models = list(models)
-    for model in models:
-        if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
-            model.reset_iter_state()
-    for group in param_groups(models):
+    for module in topology.modules:
+        if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+    for group in topology.groups:
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            if _holds_apart(parameter):
-                parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    for parameter in topology.parameters:
+        if topology.holds_apart:
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
-def reduce_held_gradients(models: Iterable[Any]) -> None:
+def reduce_held_gradients(topology: Topology) -> None:
     """Reduce the gradients that backwards have held back, by the current flags. All ranks take part."""
-    for root in _roots(models):
+    for context in topology.contexts:
+        root = context.all_states[0]  # it ends the backward for all modules inside of it
         (module,) = root._modules
         if not hasattr(module, "finalize_backward"):
             root._root_post_backward_final_callback()
@@ -254,9 +278,3 @@ def reduce_held_gradients(models: Iterable[Any]) -> None:
             module.finalize_backward()
         finally:
             module.set_manual_backward_finalization(False)
-
-
-def _roots(models: Iterable[Any]) -> list[Any]:
-    """The root states, each once. A root ends the backward for all modules inside of it."""
-    states = [model._get_fsdp_state() for model in models]
-    return list({id(root): root for state in states for root in state._state_ctx.all_states[:1]}.values())

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
 import torch
@@ -36,6 +36,18 @@ BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of dimensions, sync
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+
+
+def modules_of(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """All modules of the models, each once, like `nn.Module.modules`, whose generators are many times slower."""
+    found: dict[nn.Module, None] = {}
+    pending = list(models)[::-1]
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found[module] = None
+            pending += [inner for inner in reversed(children_of(module).values()) if inner is not None]
+    return list(found)
 
 
 # ---------------------------------------------------------------------------------------------- wrappers

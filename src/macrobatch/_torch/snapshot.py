@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from macrobatch._torch.modules import buffers_of, children_of, parameters_of
+from macrobatch._torch.modules import buffers_of, modules_of, parameters_of
 from macrobatch._torch.tensors import unobserved, version_of
 
 
@@ -201,18 +201,6 @@ def gpus_of(models: Sequence[nn.Module]) -> list[torch.device]:
     """The GPUs of the models' parameters."""
     parameters = (p for module in modules_of(models) for p in parameters_of(module).values() if p is not None)
     return list(dict.fromkeys(p.device for p in parameters if p.is_cuda))
-
-
-def modules_of(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """All modules of the models, each once, like `nn.Module.modules`, whose generators are many times slower."""
-    found: dict[nn.Module, None] = {}
-    pending = list(reversed(models))
-    while pending:
-        module = pending.pop()
-        if module not in found:
-            found[module] = None
-            pending += [inner for inner in reversed(children_of(module).values()) if inner is not None]
-    return list(found)
 
 
 def _numpy_state() -> Any:

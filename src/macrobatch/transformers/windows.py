@@ -19,7 +19,7 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._engine.closing import LeaveMean
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
-from macrobatch._torch.snapshot import modules_of
+from macrobatch._torch.modules import modules_of
 from macrobatch.errors import UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import outputs_of
