@@ -18,6 +18,7 @@ LONGEST = (
     "train/test_trackers",
     "ranks/test_train_hooks",
     "ranks/test_terms",
+    "unit/test_faults",
     "unit/test_exactness",
     "unit/test_docs",
     "unit/test_stories",

@@ -6,17 +6,21 @@
 
 import torch
 
+from fuzzing.drawing import draw_program
 from fuzzing.loop import Loop
 from fuzzing.pair import Pair
-from fuzzing.program import Program, draw_program
+from fuzzing.program import Program
 from fuzzing.run import MismatchError, SpoiledError
+from fuzzing.several import JointWhole, TermLoop, TermWhole
+from fuzzing.several_program import SeveralProgram
 from fuzzing.shrinking import describe, shrink
 from fuzzing.whole import Whole
 from macrobatch import MacrobatchError
 
-__all__ = ["MismatchError", "Program", "check", "describe", "draw_program", "failure", "shrink"]
+__all__ = ["MismatchError", "Program", "SeveralProgram", "check", "describe", "draw_program", "failure", "shrink"]
 
-RUNS = {"loop": Loop, "micro": Loop, "macrostep": Whole, "pair": Pair}
+RUNS = {"loop": Loop, "micro": Loop, "macrostep": Whole, "pair": Pair,
+        "terms loop": TermLoop, "terms macrostep": TermWhole, "joint": JointWhole}  # fmt: skip
 
 
 def check(p: Program) -> None:

@@ -24,9 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import macrobatch
 from fuzzing import describe
+from fuzzing.drawing import draw_rank_program
 from fuzzing.many import Failed, be_quiet, count, in_one_process
 from fuzzing.on_ranks import run_programs
-from fuzzing.rank_program import draw_rank_program
 
 PART = 20  # programs that a process is given at a time
 LAUNCH = 50  # programs in one launch of two ranks

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fuzzing.drawing import draw_rank_program
 from fuzzing.loop import Loop, Sized
 from fuzzing.mistakes import SPOILS
 from fuzzing.model import Batch, Net, make_batch, micro_loss
 from fuzzing.program import Program
-from fuzzing.rank_program import RankProgram, draw_rank_program
+from fuzzing.rank_program import RankProgram
 from fuzzing.reference import Expected
 from fuzzing.run import MismatchError, SpoiledError
+from fuzzing.several_on_ranks import SEVERAL_ON_RANKS
 from fuzzing.whole import Whole, pack
 from harness import ranks
 from macrobatch.errors import NonFiniteError
@@ -273,11 +275,14 @@ class RankWhole(OnRanks, Whole):
 # ------------------------------------------------------------------------------------------------------ many of them
 
 
+ON_RANKS = {"loop": RankLoop, "macrostep": RankWhole}
+
+
 def check_on_ranks(p: RankProgram) -> None:
     """Raise MismatchError, on any rank, unless the program comes to what it should."""
     torch.manual_seed(p.seed)
     with contextlib.suppress(SpoiledError):
-        (RankLoop if p.driver == "loop" else RankWhole)(p).run()
+        (ON_RANKS | SEVERAL_ON_RANKS)[p.driver](p).run()
 
 
 def run_program(seed: int) -> dict[str, Any]:

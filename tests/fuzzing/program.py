@@ -66,6 +66,15 @@ class Program:
         changing = any(what in ("freeze", "thaw") for *_, what in self.events)
         return changing or "dropout" in self.pieces or "statistics" in self.pieces
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some of it is less precise than float64."""
+        return self.dtype != "float64" or "float32 gain" in self.pieces
+
+    def valid(self) -> "Program":
+        """Without what torch, or the documentation, rules out."""
+        return valid(self)
+
     def steps_at(self, taken: int) -> int:
         return self.steps[min(taken, len(self.steps) - 1)]
 
@@ -175,11 +184,6 @@ WRONG = (
     "update scaler",
     "other length",  # MacroStep: of one tensor of a batch
 )
-
-
-def draw_program(seed: int) -> Program:
-    """The program of a seed."""
-    return Drawing(seed).program()
 
 
 class Drawing:

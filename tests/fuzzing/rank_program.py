@@ -33,7 +33,7 @@ ONLY_DDP = {"freeze between", "thaw between", "no_sync", "past the wrapper"}
 NOT_WHERE_UNEVEN = {"now", "discard after", "no step", "no_sync", "past the wrapper", *SPOILS}
 
 
-def draw_rank_program(seed: int) -> RankProgram:
+def draw_plain_on_ranks(seed: int) -> RankProgram:
     drawing = Drawing(seed)
     chance = drawing.random
     driver = chance.choices(("loop", "macrostep"), (3, 1))[0]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fuzzing.model import Batch, Trainee, concatenate, errors, gradients, rates
 from fuzzing.program import Program
+from fuzzing.several_model import joined, joint_loss, ordinary_loss, plain_encoded, term_sums
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Expected:
     gradients: dict[str, Tensor | None]
     skipped: bool = False
     is_poisoned: bool = False  # by an infinite or NaN gradient
+    losses: dict[str, float] | None = None  # of each term
 
 
 class Reference:
@@ -162,3 +164,57 @@ class Reference:
             self.trainee.scaler.unscale_(optimizer)
         self.trainee.scaler.update()
         self.net.clear()
+
+
+class SeveralReference(Reference):
+    """The same for a loss of several terms, each divided by its own items, and for a loss of the whole batch."""
+
+    def __init__(self, p: Any, trainee: Trainee) -> None:
+        super().__init__(p, trainee)
+        self.random = torch.get_rng_state() if p.dropout else None
+
+    def discard(self) -> None:
+        self.window: list[Any] = []
+        self.is_poisoned = False
+
+    def append(self, batch: Any) -> None:
+        self.window.append(batch)
+
+    def close(self) -> Expected:
+        parts = self.window
+        self.discard()
+        self.net.clear()
+        loss, items, losses = self.joint(parts) if self.p.is_joint else self.terms(parts)
+        if loss is not None:
+            loss.backward()
+        value = math.nan if loss is None else loss.item()
+        expected = Expected(len(parts), items, value, None, rates(self.trainee), gradients(self.net), losses=losses)
+        if loss is None:
+            return replace(expected, skipped=True)
+        expected.grad_norm = self.step()
+        self.taken += 1
+        return expected
+
+    def terms(self, parts: list[Any]) -> tuple[Tensor | None, float, dict[str, float]]:
+        """The sum of the terms' means, without those of terms that have no items; the first one's items; the means."""
+        whole = joined(parts)
+        found = term_sums(self.net(whole), whole)
+        means = {name: total / count for name, (total, count) in found.items() if count}
+        losses = {name: means[name].item() if name in means else math.nan for name in found}
+        return sum(means.values()) if means else None, next(iter(found.values()))[1], losses
+
+    def joint(self, parts: list[Any]) -> tuple[Tensor, float, None]:
+        """The loss of all samples, and the mean of the ordinary one where there is one."""
+        outside = torch.get_rng_state()
+        if self.random is not None:
+            torch.set_rng_state(self.random)
+        encoded = plain_encoded(self.p, self.net, parts if self.random is not None else [joined(parts)])
+        if self.random is not None:
+            self.random = torch.get_rng_state()
+        torch.set_rng_state(outside)
+        loss, whole = joint_loss(self.p, self.net, encoded), joined(parts)
+        whole = {key: rows[whole["ids"].argsort()] for key, rows in whole.items()}
+        if not self.p.ordinary:
+            return loss, len(whole["ids"]), None
+        total, count = ordinary_loss(encoded.rows, whole)
+        return loss + total / count, count, None

@@ -155,6 +155,10 @@ class Run:
         same_number("result.items", result.items, expected.items)
         same_number("result.step", result.step, self.reference.taken)
         same_number("result.lr", result.lr, expected.lr)
+        if expected.losses is not None:
+            same_number("the terms", ", ".join(result.losses or ()), ", ".join(expected.losses))
+            for name, loss in expected.losses.items():
+                same_number(f"result.losses[{name!r}]", result.losses[name], loss, 10 * bound)
         if not expected.is_poisoned:
             same_number("result.loss", result.loss, expected.loss, 10 * bound)
         if not expected.skipped:
@@ -210,7 +214,7 @@ def tolerance(p: Program) -> float:
     """Of gradients."""
     if p.dtype == "bfloat16":
         return 0.1
-    return 1e-12 if p.dtype == "float64" and "float32 gain" not in p.pieces else 1e-4
+    return 1e-4 if p.is_narrow else 1e-12
 
 
 LOOSER = {1e-12: 1e-9, 1e-4: 2e-3, 0.1: 0.2}  # for weights: optimizers that divide by gradients magnify rounding
@@ -244,7 +248,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def same_number(what: str, found: Any, expected: Any, bound: float = 0.0) -> None:
-    if isinstance(expected, tuple):
+    if isinstance(expected, str):
+        same = found == expected
+    elif isinstance(expected, tuple):
         same = tuple(map(float, found)) == tuple(map(float, expected))
     elif expected is None or found is None:
         same = found is expected

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fuzzing.program import Program, valid
+from fuzzing.program import Program
 
 
 def describe(program: Program) -> str:
@@ -20,7 +20,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 400)
         smaller = False
         for candidate in reductions(program):
             tries -= 1
-            if valid(candidate) == candidate and fails(candidate):
+            if candidate.valid() == candidate and fails(candidate):
                 program, smaller = candidate, True
                 break
     return program

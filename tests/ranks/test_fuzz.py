@@ -1,8 +1,8 @@
 """Some random programs on two ranks: each comes to what one process with the batches of both comes to."""
 
 from fuzzing import describe
+from fuzzing.drawing import draw_rank_program
 from fuzzing.on_ranks import run_programs
-from fuzzing.rank_program import draw_rank_program
 
 SEEDS = 100
 
