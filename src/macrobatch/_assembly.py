@@ -10,8 +10,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from macrobatch import _arguments as arguments
-from macrobatch import _checks as catalogue
+from macrobatch._border import arguments
+from macrobatch._checks import catalogue
 from macrobatch._engine.closing import Closing, LeaveMean, TakeStep
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check

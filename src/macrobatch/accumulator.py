@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch import _checks as catalogue
-from macrobatch._arguments import checked_choice, checked_counts, checked_switch
 from macrobatch._assembly import engine_for, mean_of
 from macrobatch._batch.denominators import TermCounter
+from macrobatch._border.arguments import checked_choice, checked_counts, checked_switch
+from macrobatch._checks import catalogue
 from macrobatch._checks.weights import EqualWeights
 from macrobatch._engine.engine import Uncopied
 from macrobatch._engine.objectives import Terms as SeveralTerms

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch import _arguments as arguments
-from macrobatch import _checks as catalogue
 from macrobatch._assembly import MakeObjective, engine_for, mean_of
 from macrobatch._batch.attempts import Attempts
 from macrobatch._batch.cutting import Cutter
 from macrobatch._batch.denominators import BatchTerms, with_items
+from macrobatch._border import arguments
+from macrobatch._checks import catalogue
 from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
 from macrobatch._checks.weights import UnevenLabels
 from macrobatch._cudagraph.cache import RecordingCache, eager_message
@@ -202,6 +202,9 @@ class MacroStep(Uncopied):
             FitError: not even one sample fits into memory.
             NonFiniteError: a gradient of this batch, or of the one before, is infinite or NaN.
         """
+        if self._engine.window is not None:  # an exception has left it
+            self._engine.give_up()
+            self._engine.discard()
         if self._terms is not None:
             self._terms.begin_window()
         while True:

@@ -436,7 +436,7 @@ class Memory:
         return step
 
     def __call__(self, model, micro):
-        is_second = self.engine.is_open and not self.engine.window.is_empty
+        is_second = self.engine.window is not None and not self.engine.window.is_empty
         self.sizes.append((len(micro["x"]), torch.is_grad_enabled()))
         if len(micro["x"]) > self.fits and self.in_pass in (None, 1 + is_second):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from harness.reference import Reentrant, relative_error, weights_of
 from macrobatch import Accumulator, MacrobatchError, MacroStep
-from macrobatch._arguments import items_on_host
+from macrobatch._border.arguments import items_on_host
 from macrobatch._engine.backward import Backward
 from macrobatch.errors import BackendError, BatchError, NonFiniteError, UsageError
 

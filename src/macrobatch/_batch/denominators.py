@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from macrobatch._arguments import checked_count
+from macrobatch._border.arguments import checked_count
 from macrobatch._cut.policies import Cut
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import Denominators, rounding_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._arguments import checked_items, checked_ordinary
+from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._checks.joint import PassesDiffer
 from macrobatch._checks.pass_difference import on_device
 from macrobatch._cudagraph.cache import MicroBatch, Recorded, RecordingCache

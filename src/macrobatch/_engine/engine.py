@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch._arguments import checked_state, checked_steps
+from macrobatch._border.arguments import checked_state, checked_steps
 from macrobatch._engine import calls
 from macrobatch._engine.backward import Backward, noting_use
 from macrobatch._engine.closing import TOUCHED, Closing
@@ -168,18 +168,19 @@ class Engine(Uncopied):
         if window is None or window.plan is None or window.is_broken:
             window = calls.require_backward(window)
         micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
+        is_first = not window.num_backwards
         try:
             self._accumulate(micro, window)
         except BaseException as error:
             self._root = self._reach = None
             if window.is_broken:  # otherwise nothing has changed
-                if window.num_backwards <= 1 and not isinstance(error, UnsynchronisedError):
+                if is_first and not isinstance(error, UnsynchronisedError):
                     self._restart(window)
                 self._end()
             raise
+        self.weighs_alike = micro.is_counted is False and not are_samples
         self._end()
         window.end_backward()
-        self.weighs_alike = micro.is_counted is False and not are_samples
 
     def _accumulate(self, micro: Micro, window: Window) -> None:
         root = self._root = micro.root
@@ -257,8 +258,8 @@ class Engine(Uncopied):
     def micro_batch(self, plan: MicroPlan) -> Iterator[None]:
         """The forward and the backward of one micro-batch."""
         calls.require_finished(self.window, self.is_last)
-        self.begin(plan)
         try:
+            self.begin(plan)
             yield
             if self.window is not None and self.window.plan is not None:
                 raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
@@ -539,8 +540,8 @@ class Engine(Uncopied):
 
     def _clear_store(self) -> None:
         if self._is_store_open:
+            self._is_store_open = False  # first: what an exception leaves uncleared is cleared when the next one begins
             self.store.clear()
-            self._is_store_open = False
 
     def _clear_unused_store(self) -> None:
         """Forget gradients that begin no window: those of a program that does something else now are its own."""
@@ -552,8 +553,8 @@ class Engine(Uncopied):
         for observe in self.on.window_end:
             observe(self)
         if leaves_gradients:
-            self.store.let_go()
             self._is_store_open = False
+            self.store.let_go()
         else:
             self._clear_store()
         self._used = set()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._arguments import MOST_ITEMS, checked_items, checked_loss, checked_terms, items_on_host
+from macrobatch._border.arguments import MOST_ITEMS, checked_items, checked_loss, checked_terms, items_on_host
 from macrobatch._engine.totals import Denominators, Micro, Number, Totals
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local
@@ -204,7 +204,7 @@ class Terms(Objective):
         has_items = [isinstance(n, Tensor) or n != 0 for n in numbers]  # an absent term has none
         shares = [
             self._share(loss, n, window.divisor_of(index), window.device)
-            if loss is not None and (has or (not self.is_mean and loss.requires_grad)) and not repeats
+            if loss is not None and has and not repeats
             else None  # a mean over no items is 0 / 0, and must add nothing
             for index, (loss, n, has) in enumerate(zip(losses, numbers, has_items, strict=True))
         ]

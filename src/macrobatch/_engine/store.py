@@ -162,12 +162,12 @@ class InGrad(GradientStore):
         self._backend.drop_stale_gradients()
         named = self._source.named()
         if named is not self._all:
-            self._all = named
             self._ids = dict(zip(map(id, named.values()), named, strict=True))
             self._spreads: dict[Any, Spread] = {}  # by layout, also of parameters without a gradient
             self._spread_by_id: dict[int, Spread] = {}
             self._is_spread = False
             self.tells_by_norm = self._are_views or any(isinstance(p, DTensor) for p in named.values())
+            self._all = named
         self.named, self.own = named, self._ids
         if any(gradient is not None for gradient in map(GRADIENT_OF, named.values())):
             self._warn_once()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch._arguments import FEWEST_ITEMS
+from macrobatch._border.arguments import FEWEST_ITEMS
 from macrobatch._engine.window import Window
 from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError
 

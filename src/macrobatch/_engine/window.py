@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from macrobatch._arguments import FEWEST_ITEMS
+from macrobatch._border.arguments import FEWEST_ITEMS
 from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Sums, Totals
 from macrobatch._torch.tensors import wide
 from macrobatch.errors import BatchError

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch._arguments import checked_items, checked_ordinary
+from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._cut.trees import leaves, rebuild
 from macrobatch._ranks.collectives import Group, all_gather_bytes, full_tensor
 from macrobatch._torch.tensors import wide

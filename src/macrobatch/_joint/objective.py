@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._arguments import checked_items, checked_ordinary
+from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._checks.joint import FrozenChanged, PassesDiffer
 from macrobatch._engine.objectives import Terms
 from macrobatch._engine.totals import Denominators, Micro

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from macrobatch._arguments import checked_joint_loss
+from macrobatch._border.arguments import checked_joint_loss
 from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, RanksDiffer
 from macrobatch._checks.pass_difference import is_all_double
 from macrobatch._cut.memory import is_out_of_memory, requested_memory

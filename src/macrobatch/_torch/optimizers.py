@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,16 +16,28 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 _OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # the attribute of this name in torch.optim is deleted
 
 
+def hooks_before_step(optimizer: Optimizer) -> Iterable[Any]:
+    """The hooks of this optimizer alone."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+
+
+def has_hooks_after_step(optimizer: Optimizer) -> bool:
+    """Whether this optimizer has hooks of its own."""
+    return bool(getattr(optimizer, "_optimizer_step_post_hooks", {}))
+
+
+def hooks_on_all_optimizers() -> list[Any]:
+    """The hooks that run before or after the steps of every optimizer of the process."""
+    return [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks of others run before or after each step. They must see the mean in ``.grad``.
 
     Hooks of this library only look: they have the attribute `only_checks`.
     """
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    of_all = [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
-    if getattr(optimizer, "_optimizer_step_post_hooks", {}):
-        return True
-    return not all(hasattr(hook, "only_checks") for hook in (*own, *of_all))
+    hooks = [*hooks_before_step(optimizer), *hooks_on_all_optimizers()]
+    return has_hooks_after_step(optimizer) or not all(hasattr(hook, "only_checks") for hook in hooks)
 
 
 # ---------------------------------------------------------------------------------------------- fused steps

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._arguments import checked_loss
+from macrobatch._border.arguments import checked_loss
 from macrobatch._checks.steps import StepGuard
 from macrobatch._engine.closing import LeaveMean
 from macrobatch._engine.objectives import Seeds

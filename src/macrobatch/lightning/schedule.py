@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
-from macrobatch._arguments import checked_steps
+from macrobatch._border.arguments import checked_steps
 from macrobatch.errors import UsageError
 
 Steps = int | Mapping[int, int]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from macrobatch._arguments import checked_dtype, checked_switch
+from macrobatch._border.arguments import checked_dtype, checked_switch
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import Policy
 from macrobatch._torch.contract import warn_about_unknown_torch

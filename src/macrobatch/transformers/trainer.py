@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from macrobatch import _arguments as validation
+from macrobatch._border import arguments as validation
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import Policy
 from macrobatch._torch.snapshot import Snapshot

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from macrobatch._arguments import checked_items, checked_loss, checked_terms
+from macrobatch._border.arguments import checked_items, checked_loss, checked_terms
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import Collate, Samples, samples_of
 from macrobatch._cut.trees import map_tensors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from macrobatch import _arguments as arguments
+from macrobatch._border import arguments
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
 from macrobatch._cut.samples import Collate, samples_of

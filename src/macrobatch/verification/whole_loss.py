@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from macrobatch._arguments import checked_joint_loss, checked_ordinary
+from macrobatch._border.arguments import checked_joint_loss, checked_ordinary
 from macrobatch._cut.trees import leaves
 from macrobatch._joint.encodings import Exchange, Field, Layout, take_apart, total_of
 from macrobatch._ranks.collectives import all_gather_numbers

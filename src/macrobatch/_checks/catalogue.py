@@ -1,0 +1,37 @@
+"""The catalogue of checks: `docs/checks.md` is made from it."""
+
+from __future__ import annotations
+
+import os
+
+from macrobatch._checks.gradients import ChangedGradients, HooksThatChange, NoParameter
+from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
+from macrobatch._checks.ranks import Unsynchronised, WrappedLater
+from macrobatch._checks.steps import OtherOptimizer, ScaledLoss, SchedulerTwice, StepInside, UnscaledInside
+from macrobatch._checks.weights import EqualWeights, UnevenLabels
+from macrobatch._engine.events import Check
+from macrobatch.errors import UsageError
+
+SWITCH = "MACROBATCH_CHECKS"
+OF_ENGINES: tuple[type[Check], ...] = (
+    ChangedGradients,
+    UnscaledInside,
+    ScaledLoss,
+    Unsynchronised,
+    HooksThatChange,
+    NoParameter,
+    WrappedLater,
+    StepInside,
+    OtherOptimizer,
+    SchedulerTwice,
+)
+OF_JOINT_LOSSES: tuple[type[Check], ...] = (PassesDiffer, FrozenChanged, RanksDiffer, BatchNormStatistics)
+CATALOGUE: tuple[type[Check], ...] = (*OF_ENGINES, *OF_JOINT_LOSSES, EqualWeights, UnevenLabels)
+
+
+def are_on() -> bool:
+    """Whether checks run: yes, unless the environment variable MACROBATCH_CHECKS is "off", for measuring."""
+    value = os.environ.get(SWITCH, "on")
+    if value not in ("on", "off"):
+        raise UsageError(f"{SWITCH} must be on or off: got {value!r}.")
+    return value == "on"
