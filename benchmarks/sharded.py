@@ -1,0 +1,181 @@
+"""Tokens per second under `fully_shard` on one rank: a loop by hand and Macrobatch, window after window in turns.
+
+With one rank nothing is communicated, so this shows what Python costs. The loop by hand switches the reduction off
+until the last micro-batch, as torch's documentation says. All have float32 weights, bf16 parameters in forwards and
+float32 reductions, clip at 1.0 and step with fused AdamW. The gradient norms of the first windows are compared.
+
+    python benchmarks/sharded.py                        # on a GPU, to results/sharded.json
+    python benchmarks/sharded.py --tiny                 # tiny models, on a CPU too: does it run?
+"""
+
+# mypy: untyped-calls-exclude="torch,transformers"
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import models
+import record
+import torch
+import torch.distributed as dist
+from models import DEVICE
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from macrobatch import Accumulator, MacroStep
+
+HAND = "by hand"
+SHAPES = {  # model, samples in a micro-batch, tokens in a sample, micro-batches in a window
+    "110M 1x512x16": ("110M", 1, 512, 16),
+    "110M 4x1024x8": ("110M", 4, 1024, 8),
+    "1.1B 1x2048x8": ("1.1B", 1, 2048, 8),
+    "tiny": ("tiny", 1, 16, 4),
+}
+TARGET = 0.99  # of the speed of the loop by hand
+TOLERANCE = 2e-2  # of gradient norms, in bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    name: str
+    per_second: float
+    over_hand: float | None  # the median, over the rounds, of its speed over that by hand
+    norm_error: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.norm_error <= TOLERANCE
+
+
+def sharded(size: str, length: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = models.llama(size, length).to(DEVICE)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mp_policy=policy)  # type: ignore[arg-type]
+    fully_shard(model, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(batch).logits[:, :-1].float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def by_hand(model: Any, optimizer: torch.optim.Optimizer, micro: int) -> Callable[[Tensor], Any]:
+    def run(window: Tensor) -> Any:
+        batches = window.split(micro)
+        for index, batch in enumerate(batches):
+            model.set_requires_gradient_sync(index == len(batches) - 1)
+            (loss_of(model, batch) / len(batches)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    return run
+
+
+def accumulator(model: Any, optimizer: torch.optim.Optimizer, micro: int, steps: int) -> Callable[[Tensor], Any]:
+    acc = Accumulator(model, optimizer, steps=steps, max_norm=1.0)
+
+    def run(window: Tensor) -> Any:
+        for batch in acc.batches(window.split(micro)):
+            acc.backward(loss_of(model, batch), items=len(batch))
+            result = acc.step()
+        assert result is not None
+        return result.grad_norm
+
+    return run
+
+
+def macro_step(model: Any, optimizer: torch.optim.Optimizer, micro: int, gather: Any) -> Callable[[Tensor], Any]:
+    train = MacroStep(model, optimizer, loss_of, micro=micro, max_norm=1.0, gather=gather)  # type: ignore[arg-type]
+    return lambda window: train(window).grad_norm
+
+
+def measure(name: str, rounds: int) -> list[Row]:
+    size, micro, length, steps = SHAPES[name]
+    words = models.LLAMAS[size][3]
+    windows = [torch.randint(words, (micro * steps, length), device=DEVICE) for _ in range(2)]
+    runs = {
+        HAND: by_hand(*sharded(size, length), micro),
+        "Accumulator": accumulator(*sharded(size, length), micro, steps),
+        "MacroStep": macro_step(*sharded(size, length), micro, "micro"),
+        'MacroStep, gather="window"': macro_step(*sharded(size, length), micro, "window"),
+    }
+    norms = {loop: [float(run(window)) for window in windows] for loop, run in runs.items()}
+    times: dict[str, list[float]] = {loop: [] for loop in runs}
+    order = list(runs)
+    for number in range(rounds):
+        first = number % len(order)
+        for loop in (*order[first:], *order[:first]):
+            begin = time.perf_counter()
+            runs[loop](windows[number % 2])
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            times[loop].append(time.perf_counter() - begin)
+    tokens = micro * steps * length
+    rows = []
+    for loop, taken in times.items():
+        ratio = statistics.median([hand / own for hand, own in zip(times[HAND], taken, strict=True)])
+        error = max(abs(a - b) / b for a, b in zip(norms[loop], norms[HAND], strict=True))
+        speed = round(tokens / statistics.median(taken), 1)
+        over = None if loop == HAND else round(ratio, 3)
+        rows.append(Row(name=loop, per_second=speed, over_hand=over, norm_error=error))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10, help="windows to time, of each loop (default: 10)")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too: does it run?")
+    record.add_output(parser, "sharded")
+    arguments = parser.parse_args()
+    if DEVICE == "cpu" and not arguments.tiny:
+        print("This benchmark needs a GPU. --tiny runs on a CPU too.", file=sys.stderr)
+        return 2
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        names = ["tiny"] if arguments.tiny else [name for name in SHAPES if name != "tiny"]
+        cases = {name: measure(name, arguments.rounds) for name in names}
+    finally:
+        dist.destroy_process_group()
+    result = {
+        **record.stamp("tokens per second under fully_shard on one rank", "torch", "transformers"),
+        "device": DEVICE,
+        "processor": record.machine(DEVICE),
+        "source": record.source(),
+        "cases": [
+            {"name": name, "rows": [{**asdict(row), "agrees": row.agrees} for row in rows]}
+            for name, rows in cases.items()
+        ],
+        "targets": [
+            {
+                "name": f"{name}: {row.name}, speed over the loop by hand",
+                "at_least": TARGET,
+                "found": row.over_hand,
+                "reached": row.over_hand >= TARGET,
+            }
+            for name, rows in cases.items()
+            for row in rows
+            if row.over_hand is not None
+        ],
+    }
+    for name, rows in cases.items():
+        cells = [
+            [row.name, f"{row.per_second:,.0f}", f"{row.over_hand or 1:.3f}", "ok" if row.agrees else "WRONG"]
+            for row in rows
+        ]
+        record.show(name, ["loop", "tokens/s", "/ by hand", "norms"], cells, record.machine(DEVICE))
+    record.save(result, arguments.output)
+    print(f"Written to {arguments.output}")
+    return 0 if all(row.agrees for rows in cases.values() for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
