@@ -49,7 +49,7 @@ def test_warming_up_leaves_no_trace():
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-    assert train._graphs._totals.loss.item() == 0
+    assert train._graphs._static._sums.losses.item() == 0
     train._engine.discard()
 
 

@@ -100,11 +100,13 @@ class Mean(Objective):
         raise AssertionError("a mean is divided when the window closes")
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
-        loss, count = checked_loss(given), items
+        loss, count, is_static = checked_loss(given), items, window.is_static
         if loss.is_cpu and window.device.type != "cpu":
             loss = in_order(loss, window.device)
         if type(items) is not int or not 0 <= items <= MOST_ITEMS:
-            count = items_on_host(checked_items(items))
+            count = checked_items(items)
+            if not is_static:  # a recording would freeze the number
+                count = items_on_host(count)
         if self._is_scaled and self._must_agree(window):
             self._agree(1.0 if count is None else count, window, loss.device)
         if repeats:
@@ -113,7 +115,7 @@ class Mean(Objective):
         if window.is_counted is not is_counted and window.is_counted is not None:
             window.refuse_counting(is_counted)
         number: Number = 1 if count is None else in_order(count, window.device) if isinstance(count, Tensor) else count
-        if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number:  # most micro-batches
+        if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number and not is_static:
             return Micro(loss, self._seeds.of(number, loss), (loss,), (number,), True, is_counted, given=(loss,))
         is_nothing = not isinstance(number, Tensor) and number == 0
         if window.multiplier is None and not is_nothing:
@@ -132,8 +134,8 @@ class Mean(Objective):
             weight = weight.double()  # float32 would round a fractional number of items
         if self.is_mean:
             weight = number if weight is UNSCALED else number * weight
-        if not isinstance(weight, Tensor):
-            return self._seeds.of(weight, loss)
+        if not isinstance(weight, Tensor):  # a recording may not read a tensor that is freed when another seed comes
+            return torch.full_like(loss, weight) if window.is_static else self._seeds.of(weight, loss)
         # A new tensor each time: torch may keep a view of it as the gradient of a parameter, and add to that later.
         seed = weight.data.to(loss.device, loss.dtype, non_blocking=True, copy=True)
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)

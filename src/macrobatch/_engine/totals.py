@@ -141,7 +141,7 @@ class Totals:
         self.notes: dict[str, Tensor] = {} if notes is None else notes
         self._host_losses = [0.0] * columns
         self._weighs = weighs
-        self._is_static = static is not None
+        self.is_static = static is not None
         self._sums = static
         self._pending: list[tuple[int, Tensor | None, Tensor]] = []  # column, loss, items
 
@@ -160,13 +160,13 @@ class Totals:
                 if loss is None or (self._weighs and not items):  # a mean over no items is NaN, and adds nothing
                     continue
                 weight = items if self._weighs else 1
-                if self._is_static or (number := number_on_host(loss)) is None:
+                if self.is_static or (number := number_on_host(loss)) is None:
                     self._on(device).losses[column].add_(_scalar_on(device, loss), alpha=weight)
                 else:
                     self._host_losses[column] += number * weight
         for name, note in micro.notes.items():
             self.note(name, note)
-        if self._is_static or len(self._pending) >= MAX_PENDING:
+        if self.is_static or len(self._pending) >= MAX_PENDING:
             self._fold(device)
 
     def note(self, name: str, number: Tensor) -> None:

@@ -69,6 +69,7 @@ class Window:
         self.denominators = denominators
         self.everyone: dict[str, Tensor] = {}
         self.device = device
+        self.is_static = totals is not None and totals.is_static  # whether recordings add to it
         self._totals = totals
         self._travelling: Callable[[], dict[str, Tensor]] | None = None
 
