@@ -154,7 +154,7 @@ class MacroStep(Uncopied):
         objective: MakeObjective = SeveralTerms if has_terms else mean_of
         if has_joint:
             objective = partial(WholeBatchLoss, passes=passes)
-        more = (passes, *checks) if has_joint and passes is not None and checks is not None else ()
+        more = (checks.frozen, passes, checks.ranks, checks.batch_norm) if has_joint and checks and passes else ()
         engine = self._engine = engine_for(model, optimizer, objective=objective, checks=more, **options)
         self._terms = None if counts is None else BatchTerms(counts, engine)
         parameters = (p for model in engine.models for p in model.parameters())

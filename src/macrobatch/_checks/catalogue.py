@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 from macrobatch._checks.gradients import ChangedGradients, HooksThatChange, NoParameter
 from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
@@ -25,7 +27,7 @@ OF_ENGINES: tuple[type[Check], ...] = (
     OtherOptimizer,
     SchedulerTwice,
 )
-OF_JOINT_LOSSES: tuple[type[Check], ...] = (PassesDiffer, FrozenChanged, RanksDiffer, BatchNormStatistics)
+OF_JOINT_LOSSES: tuple[type[Check], ...] = (FrozenChanged, PassesDiffer, RanksDiffer, BatchNormStatistics)
 CATALOGUE: tuple[type[Check], ...] = (*OF_ENGINES, *OF_JOINT_LOSSES, EqualWeights, UnevenLabels)
 
 
@@ -35,3 +37,16 @@ def are_on() -> bool:
     if value not in ("on", "off"):
         raise UsageError(f"{SWITCH} must be on or off: got {value!r}.")
     return value == "on"
+
+
+@contextlib.contextmanager
+def turned_on() -> Iterator[None]:
+    """Turn checks on for what is made inside the block, as `verify` does."""
+    before = os.environ.get(SWITCH)
+    if before is not None:
+        os.environ[SWITCH] = "on"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[SWITCH] = before

@@ -37,8 +37,10 @@ class ChangedGradients(Check):
 
     name = "changed gradients"
     sentence = "Somebody else clips, clears, scales or adds to the gradients inside a window, while they are sums."
-    cost = "per micro-batch and per window: a look at each gradient's identity and version (0.1 us a parameter); under "
-    cost += "FSDP and tensor parallelism also a norm of each"
+    cost = (
+        "per micro-batch and window, a look at each gradient's identity and version (0.1 us a parameter); under FSDP "
+        "and tensor parallelism, also a norm of each"
+    )
     shows = "the gradients of the open window were changed"
     program = """
         for batch in acc.batches(loader):
@@ -214,7 +216,7 @@ class NoParameter(Check):
 
     name = "a loss of another model"
     sentence = "The loss reaches no parameter of the given models."
-    cost = "per window: a look for a first gradient"
+    cost = "per window, a look for a first gradient"
     shows = "the loss reached no parameter of the given models"
     program = """
         other = nn.Linear(2, 1)

@@ -37,7 +37,7 @@ class PassesDiffer(Check):
 
     name = "passes that differ"
     sentence = "loss_fn computes other encodings in the second pass than in the first."
-    cost = "with joint=, per micro-batch: a comparison of its encodings on the device"
+    cost = "with joint=, per micro-batch, a comparison of its encodings on the device"
     shows = "were not the same in the two passes"
     program = """
         generator = torch.Generator()
@@ -88,7 +88,7 @@ class FrozenChanged(Check):
 
     name = "a frozen parameter that changes"
     sentence = "A parameter that is not trained, such as a momentum encoder, changes inside loss_fn or joint."
-    cost = "with joint=, per window: two norms of each frozen parameter"
+    cost = "with joint=, per window, two norms of each frozen parameter"
     shows = "a parameter that is not trained, changed inside window"
     program = """
         momentum = nn.Linear(2, 1).requires_grad_(False)
@@ -165,7 +165,7 @@ class RanksDiffer(Check):
 
     name = "ranks that differ"
     sentence = "joint returns another loss on one rank than on the others."
-    cost = "with joint= on several ranks, per window: one number in the exchange"
+    cost = "with joint= on several ranks, per window, one number in the exchange"
     shows = "joint did not return the same loss on all ranks"
     num_ranks = 2
     program = """
@@ -206,7 +206,7 @@ class BatchNormStatistics(Check):
 
     name = "statistics of a micro-batch"
     sentence = "With joint=, a BatchNorm layer takes its statistics from micro-batches (a warning)."
-    cost = "with joint=, once: a look at all modules"
+    cost = "with joint=, once, a look at all modules"
     shows = "a BatchNorm in training mode takes its statistics from each micro-batch"
     program = """
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -67,7 +67,7 @@ class StepInside(Check):
 
     name = "a step inside a window"
     sentence = "The program steps the optimizer inside a window, with the undivided sum of a part of it."
-    cost = "per window: one hook of each optimizer"
+    cost = "per window, one hook of each optimizer"
     shows = "SGD.step() was called inside the open window. Its gradients are undivided sums"
     program = """
         for batch in acc.batches(loader):
@@ -95,7 +95,7 @@ class OtherOptimizer(Check):
 
     name = "a forgotten optimizer"
     sentence = "An optimizer that was not given steps parameters of the given models."
-    cost = "per step of any optimizer of the process: a look at whether it was given"
+    cost = "per step of any optimizer of the process, a look at whether it was given"
     shows = "by an optimizer that was not passed but holds parameters of it"
     program = """
         forgotten = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,7 +168,7 @@ class SchedulerTwice(Check):
 
     name = "a scheduler stepped twice"
     sentence = "The program steps a scheduler that it has also given, so that the schedule runs ahead (a warning)."
-    cost = "per window: a look at each scheduler"
+    cost = "per window, a look at each scheduler"
     shows = "a scheduler that was passed is stepped by the program as well"
     program = """
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -224,7 +224,7 @@ class UnscaledInside(Check):
 
     name = "unscaled inside a window"
     sentence = "The program unscales or steps with the scaler inside a window."
-    cost = "with a scaler, per micro-batch and window: a look into it"
+    cost = "with a scaler, per micro-batch and window, a look into it"
     shows = "scaler.unscale_() or scaler.step() was called inside the open window"
     program = """
         scaler = torch.amp.GradScaler("cpu")
@@ -255,7 +255,7 @@ class ScaledLoss(Check):
 
     name = "a loss scaled twice"
     sentence = "The program multiplies the loss by the scaler's scale itself."
-    cost = "with a scaler, per micro-batch: a look at the last node of the loss"
+    cost = "with a scaler, per micro-batch, a look at the last node of the loss"
     shows = "the loss was multiplied by scaler.scale() already"
     program = """
         scaler = torch.amp.GradScaler("cpu")

@@ -35,7 +35,7 @@ class UnevenLabels(Check):
 
     name = "uneven labels"
     sentence = "loss_fn gives no items, and micro-batches have different numbers of labels (a warning)."
-    cost = "without items, per micro-batch: a count of its labels; once, a read of it"
+    cost = "without items, per micro-batch, a count of its labels; once, a read of it"
     shows = "loss_fn returned a loss without its items"
     program = """
         def loss_fn(model, batch):
@@ -132,7 +132,7 @@ class EqualWeights(Check):
 
     name = "equal weights"
     sentence = "Micro-batches of different sizes weigh the same, because no items were given (a warning)."
-    cost = "without items, per micro-batch: a look at the shapes of its tensors"
+    cost = "without items, per micro-batch, a look at the shapes of its tensors"
     shows = "weigh the same, because backward() got no items"
     program = """
         for batch in acc.batches([torch.ones(4, 2), torch.ones(2, 2)]):

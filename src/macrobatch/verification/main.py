@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from macrobatch._border import arguments
+from macrobatch._checks.catalogue import turned_on
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
 from macrobatch._cut.samples import Collate, samples_of
@@ -135,6 +136,7 @@ def verify(
             "first dimension is the samples."
         )
     with contextlib.ExitStack() as afterwards:
+        afterwards.enter_context(turned_on())
         dropout = DropoutSwitch(model)
         afterwards.callback(dropout.restore)
         saved_state = SavedState(model, batch, is_sharded=ranks.is_sharded)
