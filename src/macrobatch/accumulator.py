@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._assembly import engine_for, mean_of
 from macrobatch._batch.denominators import TermCounter
+from macrobatch._batch.terms import Terms as SeveralTerms
 from macrobatch._border.arguments import checked_choice, checked_counts, checked_switch
+from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
 from macrobatch._checks.weights import EqualWeights
-from macrobatch._engine.engine import Uncopied
-from macrobatch._engine.objectives import Terms as SeveralTerms
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.epochs import Epochs
 from macrobatch.errors import UsageError

@@ -19,7 +19,9 @@ from macrobatch._assembly import MakeObjective, engine_for, mean_of
 from macrobatch._batch.attempts import Attempts
 from macrobatch._batch.cutting import Cutter
 from macrobatch._batch.denominators import BatchTerms, with_items
+from macrobatch._batch.terms import Terms as SeveralTerms
 from macrobatch._border import arguments
+from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
 from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
 from macrobatch._checks.weights import UnevenLabels
@@ -35,9 +37,7 @@ from macrobatch._cut.prefetch import Prefetcher
 from macrobatch._cut.samples import Collate
 from macrobatch._cut.trees import copy_shared
 from macrobatch._engine.closing import LeaveMean
-from macrobatch._engine.engine import Uncopied
 from macrobatch._engine.events import Observer
-from macrobatch._engine.objectives import Terms as SeveralTerms
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._joint.kept_graphs import kept_graphs_for
 from macrobatch._joint.objective import Joint as WholeBatchLoss

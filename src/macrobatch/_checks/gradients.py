@@ -49,7 +49,7 @@ class ChangedGradients(Check):
             acc.step()
         """
 
-    def watch(self, engine: Engine) -> bool:  # noqa: ARG002
+    def watch(self, engine: Engine) -> bool:
         self._versions: list[int] = []
         self._norms: list[Tensor] = []
         self._writes: Tensor | None = None  # whether a norm shows a write on this rank; on the device
@@ -59,7 +59,7 @@ class ChangedGradients(Check):
         self._writes = None
         self.after_backward(engine, None)
 
-    def after_backward(self, engine: Engine, micro: Micro | None) -> None:  # noqa: ARG002
+    def after_backward(self, engine: Engine, micro: Micro | None) -> None:
         left: list[Any] = engine.store.left
         try:
             self._versions = list(map(version_of, left))  # the fast way, if all are tensors
@@ -68,7 +68,7 @@ class ChangedGradients(Check):
         if engine.store.tells_by_norm:
             self._norms = self._local_norms(engine)
 
-    def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:  # noqa: ARG002
+    def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:
         store = engine.store
         now: list[Any] = store.now()
         try:
@@ -104,7 +104,7 @@ class ChangedGradients(Check):
         message = f"somebody else changed the gradients of the open window {number}, so its step was not taken. "
         return {TOUCHED: Flag(self._writes.to(engine.device), lambda: UsageError(message + UNDIVIDED))}
 
-    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_end(self, engine: Engine) -> None:
         self._versions, self._norms = [], []
 
     def _message(self, engine: Engine, index: int, gradient: Tensor | None, left: Tensor | None) -> str:
@@ -153,7 +153,7 @@ class HooksThatChange(Check):
             acc.step()
         """
 
-    def watch(self, engine: Engine) -> bool:  # noqa: ARG002
+    def watch(self, engine: Engine) -> bool:
         self._handles: list[Any] = []
         self._hooked: dict[str, Any] = {}
         return True
@@ -161,12 +161,12 @@ class HooksThatChange(Check):
     def window_begin(self, engine: Engine) -> None:
         self._hooked = {name: p for name, p in engine.store.named.items() if hooks_after_accumulation(p)}
 
-    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
+    def before_backward(self, engine: Engine, micro: Micro) -> None:
         if self._hooked:
             self.window_end(engine)
             self._handles = _guard(self._hooked)
 
-    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_end(self, engine: Engine) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

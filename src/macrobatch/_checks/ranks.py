@@ -56,7 +56,7 @@ class Unsynchronised(Check):
             if named[name].requires_grad
         ]
 
-    def after_backward(self, engine: Engine, micro: Micro | None) -> None:  # noqa: ARG002
+    def after_backward(self, engine: Engine, micro: Micro | None) -> None:
         missing = [name for name in self._awaited if name not in self._seen]
         self.window_end(engine)
         if missing:
@@ -67,7 +67,7 @@ class Unsynchronised(Check):
                 "checkpoint(..., use_reentrant=False)."
             )
 
-    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_end(self, engine: Engine) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._awaited, self._seen = [], [], set()

@@ -186,7 +186,7 @@ class SchedulerTwice(Check):
         self._times = 0
         return bool(self._schedulers)
 
-    def before_close(self, engine: Engine) -> None:  # noqa: ARG002
+    def before_close(self, engine: Engine) -> None:
         is_further = any(place > left for left, place in zip(self._left, self._places(), strict=False))
         self._times += is_further
         if is_further and self._times == self.TIMES:
@@ -195,7 +195,7 @@ class SchedulerTwice(Check):
                 "Leave out scheduler.step(): step() calls it once for each optimizer step (told once)."
             )
 
-    def window_end(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_end(self, engine: Engine) -> None:
         self._left = self._places()
 
     def _places(self) -> list[int]:
@@ -239,7 +239,7 @@ class UnscaledInside(Check):
         self._scaler: Any = getattr(engine.closing, "scaler", None)
         return self._scaler is not None
 
-    def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:  # noqa: ARG002
+    def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:
         if any(has_unscaled(self._scaler, optimizer) for optimizer in engine.optimizers):
             raise UsageError(
                 "scaler.unscale_() or scaler.step() was called inside the open window. Until step() the gradients "
@@ -269,7 +269,7 @@ class ScaledLoss(Check):
         self._scaler: Any = getattr(engine.closing, "scaler", None)
         return self._scaler is not None
 
-    def before_backward(self, engine: Engine, micro: Micro) -> None:  # noqa: ARG002
+    def before_backward(self, engine: Engine, micro: Micro) -> None:
         for loss in micro.given:
             if self._is_scaled(loss):
                 raise UsageError(

@@ -144,7 +144,7 @@ class EqualWeights(Check):
         self._first: tuple[Sizes, list[tuple[int, int]]] | None = None  # sizes and labels of the first micro-batch
         self._has_warned = False
 
-    def window_begin(self, engine: Engine) -> None:  # noqa: ARG002
+    def window_begin(self, engine: Engine) -> None:
         self._first = None
 
     def note(self, batch: object) -> None:

@@ -33,11 +33,7 @@ TOUCHED = "touched"  # a reason against a step that a rank knows of its own part
 
 
 class Closing(Protocol):
-    """What to do with the gradients of a complete window.
-
-    Attributes:
-        leaves_gradients: whether the gradients stay in ``.grad`` after the window is closed.
-    """
+    """What to do with the gradients of a complete window."""
 
     leaves_gradients: bool
 
@@ -52,27 +48,14 @@ class Closing(Protocol):
         """Begin a window. What was done before does not belong to it."""
 
     def close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
-        """Close the window, and return its result.
-
-        Args:
-            window: the window, with the totals of all ranks.
-            store: its gradients, the sums of all ranks.
-            flags: reasons against the step, of checks.
-            average: what the backend has divided the gradients by.
-            shared: whether optimizers hold a parameter twice, which a fused one would divide twice.
-        """
+        """Close the window, and return its result."""
 
     def settle(self) -> None:
         """Raise the error that the last window turned out to have."""
 
 
 class TakeStep(Closing):
-    """Closes a window with an optimizer step: divides, clips and checks the gradients, and steps the optimizers.
-
-    Args:
-        counts_on_host: whether the host must know after each window how many steps were taken.
-        The others are those of `Accumulator`.
-    """
+    """Closes a window with an optimizer step: divides, clips and checks the gradients, and steps the optimizers."""
 
     leaves_gradients = False
 
@@ -143,7 +126,7 @@ class TakeStep(Closing):
             return self._result(window, None, skipped=True)
         store.gather()
         is_fused = self._is_fused
-        folds = is_fused and store.foldable and not (shared or any(map(has_hooks, self._optimizers)))
+        folds = is_fused and store.groups.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window.divisor(average), window, store, flags, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
         verdict = verdict_on(window, flags, nonfinite)
@@ -151,7 +134,7 @@ class TakeStep(Closing):
         if verdict is None:
             self._queue(grad_scale, None)
             return self._result(window, grad_norm, skipped=False)
-        if not self._needs_host(window, verdict, is_fused=is_fused):
+        if not self._needs_host(verdict, is_fused=is_fused):
             self._queue(grad_scale, verdict.found_inf if is_fused else None)
             return self._result(window, grad_norm, skipped=self._defer_verdict(verdict))
         if is_fused:
@@ -181,7 +164,7 @@ class TakeStep(Closing):
             # The very formula of torch.nn.utils.clip_grad_norm_, so that clipped runs agree with it to the last digits.
             divisor = divisor / (self._max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             nonfinite = ~torch.isfinite(norm) if guards else None
-        elif guards and not folds and (found := store.divide_and_check(divisor, device)) is not None:
+        elif guards and not folds and (found := store.groups.divide_and_check(divisor, device)) is not None:
             if flags:
                 tell(store, device, flags)
             return divisor, None, found
@@ -200,9 +183,9 @@ class TakeStep(Closing):
         """Whether all optimizers are fused, so that the device can skip the step without the host."""
         return all(map(skips_on_device, self._optimizers))
 
-    def _needs_host(self, window: Window, verdict: Verdict, *, is_fused: bool) -> bool:
+    def _needs_host(self, verdict: Verdict, *, is_fused: bool) -> bool:
         """Whether the host must read the verdict before it continues."""
-        if verdict.may_lack_items or (window.denominators is not None and window.knows_miscount):
+        if verdict.needs_host:
             return True
         if verdict.blocks and (not is_fused or verdict.on_host):
             return True
@@ -248,10 +231,6 @@ class LeaveMean(Closing):
     """Makes ``.grad`` the mean over the window's items, and leaves it there; with a scaler, still scaled.
 
     The program clips the gradients, takes the step and clears them.
-
-    Args:
-        optimizers: the optimizers that the program steps.
-        scaler: the GradScaler. The gradients keep its scale, and the program unscales them.
     """
 
     leaves_gradients = True
@@ -276,7 +255,7 @@ class LeaveMean(Closing):
     def settle(self) -> None:
         pass
 
-    def close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:  # noqa: ARG002
+    def close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
         self._is_empty, self._verdict = window.is_empty, None
         skipped: bool | Tensor = window.is_empty
         if not skipped:
@@ -310,7 +289,7 @@ class LeaveMean(Closing):
 def norm_and_tell(store: InGrad, order: float, device: torch.device, flags: Flags) -> Tensor:
     """The norm of all gradients. All ranks that hold parts learn `TOUCHED` of each other with it."""
     touched = flags.get(TOUCHED)
-    norm, told = store.norm(order, device, None if touched is None else touched.holds.to(device, wide(device)))
+    norm, told = store.groups.norm(order, device, None if touched is None else touched.holds.to(device, wide(device)))
     if touched is not None and told is not None:
         flags[TOUCHED] = touched._replace(holds=told > 0)
     return norm
@@ -319,7 +298,7 @@ def norm_and_tell(store: InGrad, order: float, device: torch.device, flags: Flag
 def tell(store: InGrad, device: torch.device, flags: Flags) -> None:
     """Tell `TOUCHED` to all ranks that hold parts of the gradients, where no norm is computed."""
     if (touched := flags.get(TOUCHED)) is not None:
-        told = store.tell_ranks(touched.holds.to(device, torch.float32))
+        told = store.groups.tell_ranks(touched.holds.to(device, torch.float32))
         flags[TOUCHED] = touched._replace(holds=touched.holds if told is None else told)
 
 

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from macrobatch._border import order
 from macrobatch._border.arguments import checked_state, checked_steps
-from macrobatch._engine import calls
+from macrobatch._border.parameters import Parameters
+from macrobatch._border.uncopied import Uncopied
 from macrobatch._engine.backward import Backward, noting_use
 from macrobatch._engine.closing import TOUCHED, Closing
 from macrobatch._engine.events import Check, Events, Spans
 from macrobatch._engine.objectives import Mean, Objective
-from macrobatch._engine.store import InGrad, Parameters
+from macrobatch._engine.store import InGrad
 from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Totals
 from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
 from macrobatch._engine.window import UNSCALED, Window
@@ -46,13 +48,7 @@ class Mark(NamedTuple):
 
 
 class Replayable(Protocol):
-    """A recorded micro-batch: its forward and backward as one call.
-
-    Attributes:
-        reached: the parameters to which it adds gradients.
-        totals: what a replay adds to the totals on the host.
-        is_counted: whether the program gives items.
-    """
+    """A recorded micro-batch: its forward and backward as one call."""
 
     reached: set[nn.Parameter]
     totals: Totals
@@ -62,42 +58,8 @@ class Replayable(Protocol):
         """Compute a micro-batch of this window."""
 
 
-class Uncopied:
-    """Belongs to a model and its optimizers, and cannot be copied or pickled."""
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise UsageError(
-            "an Accumulator or a MacroStep cannot be copied or pickled: it belongs to its model and its optimizers. "
-            "Keep it outside of the model, and save its state_dict()."
-        )
-
-
 class Engine(Uncopied):
-    """Accumulates windows of micro-batches, and closes them.
-
-    Args:
-        models: the models whose gradients are accumulated.
-        optimizers: the optimizers. They hold only parameters of these models.
-        backend: how ranks exchange gradients.
-        closing: what to do with the gradients of a complete window.
-        objective: what is differentiated. Default: the mean over all items.
-        steps: the number of micro-batches in a window, or a function of the number of steps taken so far.
-        store: where gradients are accumulated. Default: in ``.grad``.
-        checks: what to notice besides.
-        accumulate_dtype: the dtype in which gradients are summed.
-        drops_short: whether to drop a window that has too few micro-batches on all ranks.
-
-    Attributes:
-        window: the open window; None if there is none.
-        is_last: whether the current micro-batch is the last one of the window.
-        is_repeat: whether the current micro-batch is a repeat with weight 0, for a rank that has no more batches.
-        is_closing: whether this engine steps its optimizers now.
-        weighs_alike: whether the last micro-batch was given without items, so that it has the weight of any other.
-        others_go_on: whether another rank had batches left when the last window closed.
-        may_repeat: whether ranks may repeat micro-batches. If so, they tell each other which parameters they used.
-        num_windows: how many windows were closed or discarded.
-        spans: the observers of the phases of a window, for measurements.
-    """
+    """Accumulates windows of micro-batches, and closes them."""
 
     def __init__(
         self,
@@ -166,7 +128,7 @@ class Engine(Uncopied):
         """
         window = self.window
         if window is None or window.plan is None or window.is_broken:
-            window = calls.require_backward(window)
+            window = order.require_backward(window)
         micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
         is_first = not window.num_backwards
         try:
@@ -211,7 +173,7 @@ class Engine(Uncopied):
 
     def replay(self, recording: Replayable, micro_batch: object) -> None:
         """Replay the recorded forward and backward of a micro-batch, in place of `backward`."""
-        window = calls.require_backward(self.window)
+        window = order.require_backward(self.window)
         window.begin_replay(recording.totals, recording.is_counted)
         if self.may_repeat:
             self._used.update(self.store.own[id(parameter)] for parameter in recording.reached)
@@ -257,7 +219,7 @@ class Engine(Uncopied):
     @contextlib.contextmanager
     def micro_batch(self, plan: MicroPlan) -> Iterator[None]:
         """The forward and the backward of one micro-batch."""
-        calls.require_finished(self.window, self.is_last)
+        order.require_finished(self.window, self.is_last)
         try:
             self.begin(plan)
             yield
@@ -294,7 +256,7 @@ class Engine(Uncopied):
         """Close the window and return its result, if it is complete or with `now`. Otherwise return None."""
         window = self.window
         if window is None or not window.num_backwards or window.is_broken or window.plan is not None:
-            calls.require_step(window, now)
+            order.require_step(window, now)
             if window is not None:
                 window.end_step()
             return None
@@ -460,17 +422,17 @@ class Engine(Uncopied):
 
     def require_new_epoch(self) -> None:
         """Raise an error if a window is open that was not carried over from the last epoch."""
-        calls.require_new_epoch(self.window)
+        order.require_new_epoch(self.window)
 
     def require_finished(self) -> None:
         """Raise an error if the last micro-batch has had no backward, or if a complete window has had no step."""
         window = self.window
         if window is not None and (window.plan is not None or (window.awaits_step and self.is_last)):
-            calls.require_finished(window, self.is_last)
+            order.require_finished(window, self.is_last)
 
     def state(self) -> dict[str, int | float]:
         """The state to save, as plain numbers. Call it between windows."""
-        calls.require_between_windows(self.window, "state_dict()")
+        order.require_between_windows(self.window, "state_dict()")
         self.closing.settle()
         state: dict[str, int | float] = {"optimizer_step": self.closing.taken, "windows": self.num_windows}
         if self.objective.mean_items is not None:
@@ -479,7 +441,7 @@ class Engine(Uncopied):
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
         """Restore what `state` returned. Call it between windows."""
-        calls.require_between_windows(self.window, "load_state_dict()")
+        order.require_between_windows(self.window, "load_state_dict()")
         taken, windows, mean_items = checked_state(state)
         self.closing.restore(taken)
         self.objective.restore(mean_items)
@@ -504,7 +466,7 @@ class Engine(Uncopied):
     def _send(self, window: Window) -> None:
         """Start to exchange the totals of a closing window with the other ranks."""
         if (group := self.backend.group) is not None:
-            window.send(lambda numbers: start_named_sum(numbers, group))
+            window.send(lambda numbers: start_named_sum(numbers, group), self.objective.numbers(window))
 
     def _require_same_counting(self, window: Window) -> None:
         """Raise an error on all ranks if some pass items and others do not.
@@ -531,7 +493,7 @@ class Engine(Uncopied):
 
     def _flags(self) -> Flags:
         """The reasons against the step that checks have found."""
-        flags: Flags = {}
+        flags = self.objective.flags(self.open_window())
         for observe in self.on.flags:
             flags |= observe(self)
         if self.store.tells_by_norm and TOUCHED not in flags:  # ranks exchange it, whether they check or not

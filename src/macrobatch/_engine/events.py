@@ -30,16 +30,7 @@ Observer = Callable[[Span, Tensor | None], AbstractContextManager[None]]
 
 
 class Check:
-    """Notices one mistake. It observes the events of an engine; what the gradient needs is never in a check.
-
-    Attributes:
-        name: its name in the catalogue.
-        sentence: what it notices, for people.
-        cost: what it costs in a window and in a micro-batch.
-        program: the smallest wrong program that shows it. It ends in the error, or with the warning, that it is for.
-        shows: a part of the message of that error or warning.
-        num_ranks: how many processes the program needs.
-    """
+    """Notices one mistake. It observes the events of an engine; what the gradient needs is never in a check."""
 
     name: ClassVar[str]
     sentence: ClassVar[str]
@@ -48,7 +39,7 @@ class Check:
     shows: ClassVar[str]
     num_ranks: ClassVar[int] = 1
 
-    def watch(self, engine: Engine) -> bool:  # noqa: ARG002
+    def watch(self, engine: Engine) -> bool:
         """Called once, when the engine is made. Returns False if there is nothing to notice with this engine."""
         return True
 
@@ -64,7 +55,7 @@ class Check:
     def before_close(self, engine: Engine) -> None:
         """After the last backward, before gradients are divided."""
 
-    def flags(self, engine: Engine) -> Flags:  # noqa: ARG002
+    def flags(self, engine: Engine) -> Flags:
         """Reasons against the step that only the device knows."""
         return {}
 

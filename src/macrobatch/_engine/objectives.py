@@ -7,33 +7,26 @@ opens whether denominators are late or early. Nothing else in the engine depends
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._border.arguments import MOST_ITEMS, checked_items, checked_loss, checked_terms, items_on_host
+from macrobatch._border.arguments import MOST_ITEMS, checked_items, checked_loss, items_on_host
 from macrobatch._engine.totals import Denominators, Micro, Number, Totals
+from macrobatch._engine.verdict import Flags
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import all_reduce_max
 from macrobatch._ranks.ties import OutputTies
 from macrobatch._torch.tensors import in_order
-from macrobatch.types import Items, Reduction
+from macrobatch.types import Reduction
 
 
 class Objective(Protocol):
-    """What is differentiated.
-
-    Attributes:
-        is_mean: whether losses are means over items, not sums.
-        ties: makes backwards reach all outputs of the models, where ranks wait for each other; None if none does.
-        mean_items: the mean number of items of a micro-batch, from earlier windows, which is saved; None if not needed.
-    """
+    """What is differentiated."""
 
     is_mean: bool
     ties: OutputTies | None
@@ -60,6 +53,14 @@ class Objective(Protocol):
     def restore(self, mean_items: float | Tensor | None) -> None:
         """Restore an earlier `mean_items`."""
 
+    def numbers(self, window: Window) -> dict[str, Tensor]:
+        """More numbers that ranks sum when a window closes, by name."""
+        return {}
+
+    def flags(self, window: Window) -> Flags:
+        """Reasons against the step of a window, from what was said of it before."""
+        return {}
+
 
 class Mean(Objective):
     """The mean over all items of a window: ``sum of S / sum of n``, divided once, when the window closes.
@@ -73,12 +74,6 @@ class Mean(Objective):
     >>> micro = mean.combine(torch.tensor(2.0, requires_grad=True), 3, window, repeats=False)
     >>> micro.seed                                 # a mean over 3 items becomes their sum
     tensor(3.)
-
-    Args:
-        reduction: whether losses are a "mean" or a "sum" over items.
-        scaler: the GradScaler, whose scale multiplies the losses.
-        backend: how ranks communicate.
-        shrinks: whether gradients are float16 at some point.
     """
 
     ties = None
@@ -96,7 +91,7 @@ class Mean(Objective):
         multiplier = None if self.mean_items is None else self._multiplier(self.mean_items, device)
         return Window(number, num_planned, device, Totals(1, weighs=self.is_mean), multiplier)
 
-    def expect(self, window: Window, denominators: Denominators) -> None:  # noqa: ARG002
+    def expect(self, window: Window, denominators: Denominators) -> None:
         raise AssertionError("a mean is divided when the window closes")
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
@@ -168,95 +163,6 @@ class Mean(Objective):
             earlier = before.to(mean) if isinstance(before, Tensor) else torch.full_like(mean, before)
             mean = torch.where(torch.isfinite(mean) & (mean > 0), mean, earlier)
         self.mean_items = mean
-
-
-class Terms(Objective):
-    """A sum of terms, each a mean over its own items. The denominators come before the first backward (`expect`).
-
-    Each micro-batch makes one scalar of its terms, each mean with the weight n / N. So at the close only two divisors
-    remain: the scale of a scaler, and the number of ranks over which a backend averages.
-
-    Args:
-        reduction: whether the loss of a term is a "mean" or a "sum" over its items.
-        scaler: the GradScaler, whose scale multiplies the losses.
-        backend: how ranks communicate.
-        models: the models, whose outputs are tied where ranks wait for each other.
-    """
-
-    mean_items = None
-
-    def __init__(
-        self, reduction: Reduction, scaler: GradScaler | None, backend: Local, models: Sequence[nn.Module]
-    ) -> None:
-        self.ties: OutputTies | None = None if backend.group is None else OutputTies(models, backend)
-        self.is_mean = reduction == "mean"
-        self._scaler = scaler
-
-    def open(self, number: int, num_planned: int, device: torch.device) -> Window:
-        return Window(number, num_planned, device)
-
-    def expect(self, window: Window, denominators: Denominators) -> None:
-        scale = UNSCALED if self._scaler is None else scale_of(self._scaler, denominators.own.device)
-        window.expect(denominators, scale)
-
-    def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:  # noqa: ARG002
-        terms = checked_terms(given, items, window.names)
-        losses = [terms[name][0] if name in terms else None for name in window.names]
-        numbers = [_number_of(terms.get(name), window.device) for name in window.names]
-        has_items = [isinstance(n, Tensor) or n != 0 for n in numbers]  # an absent term has none
-        shares = [
-            self._share(loss, n, window.divisor_of(index), window.device)
-            if loss is not None and has and not repeats
-            else None  # a mean over no items is 0 / 0, and must add nothing
-            for index, (loss, n, has) in enumerate(zip(losses, numbers, has_items, strict=True))
-        ]
-        found = [share for share in shares if share is not None]
-        root = functools.reduce(torch.add, found) if found else _sum_of(losses)
-        if self.ties is not None:
-            root = self.ties.tie(root, lacks=not all(has_items))
-        if repeats:
-            return Micro(root, None if root is None else torch.zeros_like(root), counts=False)
-        seed = None if root is None else torch.ones_like(root)
-        if seed is not None and isinstance(window.multiplier, Tensor):
-            seed = (seed * window.multiplier).to(seed.dtype)
-        parts = [None if share is None else share.detach() for share in shares]
-        given = [loss for loss in losses if loss is not None]
-        return Micro(root, seed, parts, numbers, counts=bool(found), given=given)
-
-    def _share(self, loss: Tensor, items: Number, divisor: float | Tensor, device: torch.device) -> Tensor:
-        """What a loss adds to its mean, at least in float32. It uses few kernels, because they delay small models."""
-        if loss.dim() or loss.device != device or loss.dtype.itemsize < torch.float32.itemsize:
-            dtype = torch.promote_types(torch.float32, loss.dtype)
-            loss = in_order(loss, device).reshape(()).to(device, dtype, non_blocking=True)
-        weight = (items if self.is_mean else 1) / divisor
-        return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
-
-    def catch_up(self, window: Window, device: torch.device) -> None:
-        pass  # ranks have agreed on the denominators before
-
-    def learn(self, window: Window) -> None:
-        pass  # means are accumulated, so nothing is shrunk
-
-    def restore(self, mean_items: float | Tensor | None) -> None:
-        pass
-
-
-def _number_of(term: tuple[Tensor, Items] | None, device: torch.device) -> Number:
-    """The items of a term: 0 if it is absent, 1 if it has none. A tensor is moved, and keeps its dtype."""
-    if term is None:
-        return 0
-    if not isinstance(term[1], Tensor):
-        return 1 if term[1] is None else term[1]
-    return in_order(term[1].detach(), device).reshape(()).to(device, non_blocking=True)
-
-
-def _sum_of(losses: Sequence[Tensor | None]) -> Tensor | None:
-    """A scalar whose backward reaches everything that the losses reach; None if no loss has a graph."""
-    total = None
-    for loss in losses:
-        if loss is not None and loss.requires_grad:
-            total = loss.reshape(()) if total is None else total + loss.reshape(()).to(total.device)
-    return total
 
 
 # ---------------------------------------------------------------------------------------------- seeds and scales

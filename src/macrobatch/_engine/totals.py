@@ -18,17 +18,7 @@ MAX_PENDING = 32  # micro-batches whose items only the device knows, before they
 
 
 class MicroPlan(NamedTuple):
-    """What is known of a micro-batch before its forward.
-
-    Attributes:
-        last: whether it closes the window; None if the planned length of the window decides.
-        ends: whether it is this rank's last one in the epoch, so that it closes a window of any length.
-        repeat: whether the batch was used before, and counts for nothing now.
-        num_planned: how many of the window's planned micro-batches it stands for.
-        more, complete: for the other ranks, when it closes the window: whether this rank has more batches, and whether
-            it had one for each planned micro-batch. None if all ranks know that.
-        is_told: whether the user has set `last`.
-    """
+    """What is known of a micro-batch before its forward."""
 
     last: bool | None = None
     ends: bool = False
@@ -44,18 +34,7 @@ LAST_OF_ALL = MicroPlan(last=True, ends=True)
 
 
 class Micro(NamedTuple):
-    """One micro-batch after its forward, ready for its backward.
-
-    Attributes:
-        root: the scalar whose backward runs; None if there is nothing to differentiate.
-        seed: the seed of that backward.
-        losses: what it adds to each column: a mean or a sum, as the window's totals expect; None for nothing.
-        items: the number of items for each column.
-        counts: whether it adds anything. If not, the parameters that it uses get zeros.
-        is_counted: whether the program has given items; None if that makes no difference.
-        notes: numbers for checks, by name, on the device.
-        given: the losses that the program has handed over.
-    """
+    """One micro-batch after its forward, ready for its backward."""
 
     root: Tensor | None
     seed: Tensor | None
@@ -68,18 +47,7 @@ class Micro(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """The early denominators of a window, one for each column.
-
-    Attributes:
-        names: the names of the columns.
-        host: this rank's counts; None for a count that only the device knows.
-        own: this rank's counts, on the device.
-        total: the counts of all ranks together, on the device.
-        divisors: the counts of all ranks again, by which losses are divided: 1 for a column without items; a number if
-            the host knows it.
-        rounding: the relative error that floating-point counts may have; 0 for whole numbers.
-        are_terms: whether the user has named the columns, and gets the mean of each.
-    """
+    """The early denominators of a window, one for each column."""
 
     names: tuple[str, ...]
     host: tuple[int | float | None, ...]
@@ -94,13 +62,7 @@ class Denominators(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums of a window on the device: in each vector one number per column, in a wide dtype.
-
-    Attributes:
-        losses: of late columns the summed losses, of early ones the means.
-        items: the numbers of items.
-        bad: how many of these numbers were negative or not finite.
-    """
+    """The sums of a window on the device: in each vector one number per column, in a wide dtype."""
 
     losses: Tensor
     items: Tensor
@@ -119,17 +81,6 @@ class Totals:
     >>> totals.add(Micro(None, None, [torch.tensor(6.0)], [torch.tensor(1)]), torch.device("cpu"))
     >>> totals.sums(torch.device("cpu")).losses          # 3 * 2.0 + 1 * 6.0
     tensor([12.], dtype=torch.float64)
-
-    Args:
-        columns: the number of columns.
-        weighs: whether losses are means over their items, which are multiplied by the items here.
-        static: the sums at fixed addresses that recordings add to. Then no loss is read on the host.
-
-    Attributes:
-        host_items: for each column the items that the host knows.
-        on_device: for each column whether there are items that only the device knows.
-        rounding: for each column the relative error that its items may have; 0 for whole numbers.
-        notes: numbers for checks, by name, on the device: summed over micro-batches and ranks.
     """
 
     def __init__(

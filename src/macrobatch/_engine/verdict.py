@@ -17,17 +17,12 @@ NONFINITE, NO_ITEMS = "nonfinite", "no items"
 
 
 class Flag(NamedTuple):
-    """A reason against a step.
-
-    Attributes:
-        holds: a scalar on the device: 0 or False if it does not hold.
-        error: makes the error to raise; None if the step is only left out.
-        blocks: whether no step may be taken before the host knows that it does not hold.
-    """
+    """A reason against a step."""
 
     holds: Tensor
     error: Callable[[], MacrobatchError] | None = None
     blocks: bool = False
+    is_known: bool = False
 
 
 Flags = dict[str, Flag]
@@ -37,14 +32,6 @@ class Verdict:
     """Whether a window's step may be taken: one number on the device, the sum of the reasons against it as bits.
 
     The number is float32, as fused optimizers and scalers require.
-
-    Args:
-        flags: the reasons, by name. Without `NONFINITE` first, the gradients are not checked.
-
-    Attributes:
-        blocks: whether no step may be taken before the host has read it.
-        has_mistakes: whether one of the reasons is a mistake of the program, which must be told.
-        may_lack_items: whether only the device knows if there are any items.
     """
 
     def __init__(self, flags: Flags) -> None:
@@ -52,11 +39,12 @@ class Verdict:
         self._arrival: torch.cuda.Event | None = None
         self._simple = len(flags) == 1 and NONFINITE in flags
         self.blocks = self.has_mistakes = False
-        self.may_lack_items = NO_ITEMS in flags
+        self.needs_host = NO_ITEMS in flags
         if self._simple:
             self._number = self._host = flags[NONFINITE].holds.float()
             return
         self.blocks = any(flag.blocks for flag in flags.values())
+        self.needs_host |= any(flag.is_known for flag in flags.values())
         self.has_mistakes = any(flag.error is not None and name != NONFINITE for name, flag in flags.items())
         device = next(iter(flags.values())).holds.device
         numbers = [flag.holds.to(device, torch.float32, non_blocking=True) for flag in flags.values()]
@@ -111,19 +99,11 @@ def _as_bits(numbers: list[Tensor]) -> Tensor:
 
 
 def verdict_on(window: Window, flags: Flags, nonfinite: Tensor | None = None) -> Verdict | None:
-    """The verdict on a closing window; None if the host knows that its step may be taken.
-
-    Args:
-        window: the window. Its items may be known only to the device.
-        flags: the reasons of checks.
-        nonfinite: whether a gradient is infinite or NaN; None if that does not matter.
-    """
+    """The verdict on a closing window; None if the host knows that its step may be taken."""
     reasons: Flags = {} if nonfinite is None else {NONFINITE: Flag(nonfinite, lambda: _nonfinite(window.number))}
-    reasons |= flags
     if (bad_items := window.bad_items()) is not None:
         reasons["bad items"] = Flag(bad_items, lambda: _bad_items(window.number))
-    if window.denominators is not None and (miscounted := window.miscounted()) is not None:
-        reasons["miscounted"] = Flag(miscounted.any(), window.miscount, blocks=True)
+    reasons |= flags
     if not window.has_items:
         reasons[NO_ITEMS] = Flag(window.lacks_items())
     return Verdict(reasons) if reasons else None

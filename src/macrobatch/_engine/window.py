@@ -26,28 +26,7 @@ UNSCALED = 1.0
 
 
 class Window:
-    """One window, from its first micro-batch to its close.
-
-    Args:
-        number: the number of this window, counted from 1, for error messages.
-        num_planned: the number of micro-batches that close it.
-        device: the device of the models. Later that of the losses.
-        totals: its totals; None until early denominators are known (`expect`).
-        multiplier: the factor of all losses besides their weight, if it is known already. The close undoes it.
-
-    Attributes:
-        plan: the plan of the micro-batch that awaits its backward; None if there is none.
-        last_plan: the plan of the last micro-batch that has had its backward.
-        awaits_step: whether the last call was a backward, so that a step may follow.
-        num_taken: how many of the planned micro-batches have had their backward.
-        num_backwards: backwards so far, including those that count for nothing.
-        micro_batches: the micro-batches that count.
-        is_broken: whether a call failed half-way. Then only `Engine.discard` helps.
-        is_carried: whether the end of an epoch left it open.
-        is_counted: whether the program gives items; None if that is not known, or makes no difference.
-        denominators: the early denominators; None if they are late.
-        everyone: the sums over all ranks, by name, after `receive`.
-    """
+    """One window, from its first micro-batch to its close."""
 
     def __init__(
         self,
@@ -175,9 +154,11 @@ class Window:
 
     # ------------------------------------------------------------------------------------------ between ranks
 
-    def send(self, start_sum: Callable[[dict[str, Tensor]], Callable[[], dict[str, Tensor]]]) -> None:
-        """Start to sum the numbers of this window over all ranks. Only the last backward may still be missing."""
-        numbers = {} if self._totals is None else dict(self._totals.notes)
+    def send(
+        self, start_sum: Callable[[dict[str, Tensor]], Callable[[], dict[str, Tensor]]], more: Mapping[str, Tensor]
+    ) -> None:
+        """Start to sum the numbers of this window, and more, over all ranks. Only the last backward may be missing."""
+        numbers = {**more, **({} if self._totals is None else self._totals.notes)}
         if "items" not in self.everyone and self._totals is not None:
             numbers |= self._totals.sums(self.device)._asdict()
             numbers |= self._numbers(
@@ -185,8 +166,6 @@ class Window:
                 with_items=self.is_counted is True,
                 without_items=self.is_counted is False,
             )
-            if self.denominators is not None:
-                numbers["miscounts"] = self._own_miscounts().to(wide(self.device))
         plan = self.plan or self.last_plan
         if plan is not None and plan.more is not None:
             numbers |= self._numbers(more=plan.more, complete=bool(plan.complete))
@@ -224,7 +203,7 @@ class Window:
         """Whether the host knows that there are no items."""
         if self._totals is None:
             return True
-        counts = self._totals.host_items if self.denominators is None else (*self.denominators.host, *self._host_items)
+        counts = self._totals.host_items if self.denominators is None else (*self.denominators.host, *self.host_items)
         return "items" not in self.everyone and not any(self._totals.on_device) and not any(counts)
 
     @property
@@ -235,7 +214,7 @@ class Window:
         return self._totals is not None and self._totals.host_items[0] > 0 and not self._totals.on_device[0]
 
     @property
-    def _host_items(self) -> list[int | float | None]:
+    def host_items(self) -> list[int | float | None]:
         """This rank's items of each column; None where only the device knows."""
         return [None if hides else n for n, hides in zip(self.totals.host_items, self.totals.on_device, strict=True)]
 
@@ -312,70 +291,6 @@ class Window:
         is_count = (items == 0) | ((items >= FEWEST_ITEMS) & (items <= 1 / FEWEST_ITEMS))
         found = (bad != 0).any() | ~is_count.all()
         return found if self.denominators is None else found | ~_are_counts(self.denominators.own)
-
-    @property
-    def knows_miscount(self) -> bool:
-        """Whether the host knows that this rank's items do not add up to the early denominators."""
-        if self.denominators is None or not self.denominators.are_terms:
-            return False
-        pairs = zip(self.denominators.host, self._host_items, self._rounding, strict=True)
-        return any(said is not None and found is not None and not _agree(said, found, r) for said, found, r in pairs)
-
-    @property
-    def _rounding(self) -> list[float]:
-        assert self.denominators is not None
-        return list(map(max, self.denominators.rounding, self.totals.rounding))
-
-    def miscounted(self) -> Tensor | None:
-        """For each column, whether its items differ from the early denominator on any rank; None if all agree."""
-        if self.denominators is None or not self.denominators.are_terms:
-            return None
-        if "miscounts" in self.everyone:
-            return self.everyone["miscounts"] != 0
-        if None not in (*self._host_items, *self.denominators.host) and not self.knows_miscount:
-            return None
-        return self._own_miscounts()
-
-    def _own_miscounts(self) -> Tensor:
-        assert self.denominators is not None
-        said, found = self.denominators.own, self.totals.sums(self.device).items
-        apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
-        differs = apart != 0
-        if any(self._rounding):  # whole numbers must agree exactly, if they are small enough for floats to represent
-            rounding = torch.tensor(self._rounding, device="cpu").to(said, non_blocking=True)
-            is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
-            differs &= is_whole | ~(apart <= rounding * largest)
-        return differs
-
-    def miscount(self) -> BatchError:
-        """The error, with the term and both numbers. The host waits for them."""
-        miscounted = self.miscounted()
-        assert self.denominators is not None
-        assert miscounted is not None
-        index = int(miscounted.int().argmax())
-        where, said = "", self.denominators.own[index].item()
-        found = self.totals.sums(self.device).items[index].item()
-        if self.everyone and not self._own_miscounts()[index]:
-            where = ", with those of the other ranks,"
-            said, found = self.denominators.total[index].item(), self.everyone["items"][index].item()
-        mistake = (
-            f"the items of the term {self.names[index]!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
-        )
-        if said == found:
-            mistake = f"the items of the term {self.names[index]!r} do not add up to what counts= said on another rank"
-        return BatchError(
-            f"{mistake}, in window {self.number}; its step was not taken. What loss_fn returns as items of a term must "
-            "add up, over all micro-batches, to what counts(batch) says of the batch: count both in the same way, "
-            "after any shift of labels."
-        )
-
-
-def _agree(said: float, found: float, rounding: float) -> bool:
-    if said == found:
-        return True
-    largest = max(abs(said), abs(found))
-    is_whole = said == round(said) and found == round(found) and largest * rounding < 64
-    return not is_whole and abs(said - found) <= rounding * largest
 
 
 def _are_counts(numbers: Tensor) -> Tensor:

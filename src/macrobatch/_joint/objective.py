@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from macrobatch._batch.terms import Terms
 from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._checks.joint import FrozenChanged, PassesDiffer
-from macrobatch._engine.objectives import Terms
 from macrobatch._engine.totals import Denominators, Micro
+from macrobatch._engine.verdict import Flags
 from macrobatch._engine.window import Window
 from macrobatch._ranks.backend import Local
 from macrobatch._torch.tensors import wide
@@ -136,7 +137,13 @@ class Joint(Terms):
         for name in (PassesDiffer.NOTE, FrozenChanged.NOTE):  # all ranks exchange them
             window.totals.note(name, torch.zeros((), device=window.device))
 
-    def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:  # noqa: ARG002
+    def numbers(self, window: Window) -> dict[str, Tensor]:
+        return {}
+
+    def flags(self, window: Window) -> Flags:
+        return {}
+
+    def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
         assert isinstance(given, Encodings)
         pieces = []
         for tensor, gradient in zip(given.tensors, given.pull.gradients, strict=True):

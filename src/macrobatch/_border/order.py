@@ -7,8 +7,24 @@ follow, whether a call failed half-way.
 
 from __future__ import annotations
 
-from macrobatch._engine.window import Window
+from typing import Any, Protocol, TypeVar
+
 from macrobatch.errors import UsageError
+
+
+class Window(Protocol):
+    """The state of a window that decides what may come next."""
+
+    number: int
+    micro_batches: int
+    num_backwards: int
+    awaits_step: bool
+    is_broken: bool
+    is_carried: bool
+    plan: Any  # of the micro-batch that awaits its backward, or None
+
+
+W = TypeVar("W", bound=Window)
 
 
 def require_new_epoch(window: Window | None) -> None:
@@ -37,7 +53,7 @@ def require_finished(window: Window | None, is_last: bool) -> None:
         )
 
 
-def require_backward(window: Window | None) -> Window:
+def require_backward(window: W | None) -> W:
     """The open window, or an error unless a micro-batch has begun that has had no backward."""
     if window is not None and window.plan is not None:
         require_whole(window)

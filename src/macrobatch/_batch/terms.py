@@ -1,0 +1,172 @@
+"""A loss of several terms: each is a mean over its own items, whose number is known before the first backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from macrobatch._border.arguments import checked_terms
+from macrobatch._engine.objectives import Objective, scale_of
+from macrobatch._engine.totals import Denominators, Micro, Number
+from macrobatch._engine.verdict import Flag, Flags
+from macrobatch._engine.window import UNSCALED, Window
+from macrobatch._ranks.backend import Local
+from macrobatch._ranks.ties import OutputTies
+from macrobatch._torch.tensors import in_order, wide
+from macrobatch.errors import BatchError
+from macrobatch.types import Items, Reduction
+
+MISCOUNTS = "miscounts"
+
+
+class Terms(Objective):
+    """A sum of terms, each a mean over its own items. The denominators come before the first backward (`expect`).
+
+    Each micro-batch makes one scalar of its terms, each mean with the weight n / N. So at the close only two divisors
+    remain: the scale of a scaler, and the number of ranks over which a backend averages.
+
+    Args:
+        reduction: whether the loss of a term is a "mean" or a "sum" over its items.
+        scaler: the GradScaler, whose scale multiplies the losses.
+        backend: how ranks communicate.
+        models: the models, whose outputs are tied where ranks wait for each other.
+    """
+
+    mean_items = None
+
+    def __init__(
+        self, reduction: Reduction, scaler: GradScaler | None, backend: Local, models: Sequence[nn.Module]
+    ) -> None:
+        self.ties: OutputTies | None = None if backend.group is None else OutputTies(models, backend)
+        self.is_mean = reduction == "mean"
+        self._scaler = scaler
+
+    def open(self, number: int, num_planned: int, device: torch.device) -> Window:
+        return Window(number, num_planned, device)
+
+    def expect(self, window: Window, denominators: Denominators) -> None:
+        scale = UNSCALED if self._scaler is None else scale_of(self._scaler, denominators.own.device)
+        window.expect(denominators, scale)
+
+    def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
+        terms = checked_terms(given, items, window.names)
+        losses = [terms[name][0] if name in terms else None for name in window.names]
+        numbers = [_number_of(terms.get(name), window.device) for name in window.names]
+        has_items = [isinstance(n, Tensor) or n != 0 for n in numbers]  # an absent term has none
+        shares = [
+            self._share(loss, n, window.divisor_of(index), window.device)
+            if loss is not None and has and not repeats
+            else None  # a mean over no items is 0 / 0, and must add nothing
+            for index, (loss, n, has) in enumerate(zip(losses, numbers, has_items, strict=True))
+        ]
+        found = [share for share in shares if share is not None]
+        root = functools.reduce(torch.add, found) if found else _sum_of(losses)
+        if self.ties is not None:
+            root = self.ties.tie(root, lacks=not all(has_items))
+        if repeats:
+            return Micro(root, None if root is None else torch.zeros_like(root), counts=False)
+        seed = None if root is None else torch.ones_like(root)
+        if seed is not None and isinstance(window.multiplier, Tensor):
+            seed = (seed * window.multiplier).to(seed.dtype)
+        parts = [None if share is None else share.detach() for share in shares]
+        given = [loss for loss in losses if loss is not None]
+        return Micro(root, seed, parts, numbers, counts=bool(found), given=given)
+
+    def _share(self, loss: Tensor, items: Number, divisor: float | Tensor, device: torch.device) -> Tensor:
+        """What a loss adds to its mean, at least in float32. It uses few kernels, because they delay small models."""
+        if loss.dim() or loss.device != device or loss.dtype.itemsize < torch.float32.itemsize:
+            dtype = torch.promote_types(torch.float32, loss.dtype)
+            loss = in_order(loss, device).reshape(()).to(device, dtype, non_blocking=True)
+        weight = (items if self.is_mean else 1) / divisor
+        return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
+
+    def catch_up(self, window: Window, device: torch.device) -> None:
+        pass  # ranks have agreed on the denominators before
+
+    def learn(self, window: Window) -> None:
+        pass  # means are accumulated, so nothing is shrunk
+
+    def restore(self, mean_items: float | Tensor | None) -> None:
+        pass
+
+    def numbers(self, window: Window) -> dict[str, Tensor]:
+        """For each term, whether this rank's items differ from its denominator."""
+        return {MISCOUNTS: _own_miscounts(window).to(wide(window.device))}
+
+    def flags(self, window: Window) -> Flags:
+        """Whether the items of a term do not add up to what was said before the window."""
+        denominators, found = window.denominators, window.everyone.get(MISCOUNTS)
+        if denominators is None:
+            return {}
+        pairs = list(zip(denominators.host, window.host_items, _rounding(window), strict=True))
+        known = torch.tensor([pair for pair in pairs if None not in pair], dtype=torch.float64).reshape(-1, 3)
+        is_known = bool(_differ(*known.unbind(1)).any())
+        if found is None:
+            if len(known) == len(pairs) and not is_known:
+                return {}
+            found = _own_miscounts(window)
+        miscounted = found != 0
+        return {MISCOUNTS: Flag(miscounted.any(), lambda: _miscount(window, miscounted), True, is_known)}
+
+
+def _number_of(term: tuple[Tensor, Items] | None, device: torch.device) -> Number:
+    """The items of a term: 0 if it is absent, 1 if it has none. A tensor is moved, and keeps its dtype."""
+    if term is None:
+        return 0
+    if not isinstance(term[1], Tensor):
+        return 1 if term[1] is None else term[1]
+    return in_order(term[1].detach(), device).reshape(()).to(device, non_blocking=True)
+
+
+def _sum_of(losses: Sequence[Tensor | None]) -> Tensor | None:
+    """A scalar whose backward reaches everything that the losses reach; None if no loss has a graph."""
+    total = None
+    for loss in losses:
+        if loss is not None and loss.requires_grad:
+            total = loss.reshape(()) if total is None else total + loss.reshape(()).to(total.device)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------- what was said before
+
+
+def _rounding(window: Window) -> list[float]:
+    assert window.denominators is not None
+    return list(map(max, window.denominators.rounding, window.totals.rounding))
+
+
+def _own_miscounts(window: Window) -> Tensor:
+    assert window.denominators is not None
+    said, found = window.denominators.own, window.totals.sums(window.device).items
+    return _differ(said, found, torch.tensor(_rounding(window), device="cpu").to(said, non_blocking=True))
+
+
+def _differ(said: Tensor, found: Tensor, rounding: Tensor) -> Tensor:
+    """Whether counts differ. Whole numbers must agree exactly, if they are small enough for floats to represent."""
+    apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
+    is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
+    return (apart != 0) & (is_whole | ~(apart <= rounding * largest))
+
+
+def _miscount(window: Window, miscounted: Tensor) -> BatchError:
+    """The error, with the term and both numbers. The host waits for them."""
+    assert window.denominators is not None
+    index, own = int(miscounted.int().argmax()), window.totals.sums(window.device).items
+    where, said, found = "", window.denominators.own[index].item(), own[index].item()
+    if window.everyone and not _own_miscounts(window)[index]:
+        where = ", with those of the other ranks,"
+        said, found = window.denominators.total[index].item(), window.everyone["items"][index].item()
+    name = window.names[index]
+    mistake = f"the items of the term {name!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
+    if said == found:
+        mistake = f"the items of the term {name!r} do not add up to what counts= said on another rank"
+    return BatchError(
+        f"{mistake}, in window {window.number}; its step was not taken. What loss_fn returns as items of a term must "
+        "add up, over all micro-batches, to what counts(batch) says of the batch: count both in the same way, "
+        "after any shift of labels."
+    )
