@@ -104,8 +104,8 @@ class Terms(Objective):
         if denominators is None:
             return {}
         pairs = list(zip(denominators.host, window.host_items, _rounding(window), strict=True))
-        known = torch.tensor([pair for pair in pairs if None not in pair], dtype=torch.float64).reshape(-1, 3)
-        is_known = bool(_differ(*known.unbind(1)).any())
+        known = [(said, have, rounding) for said, have, rounding in pairs if said is not None and have is not None]
+        is_known = not all(_agree(*numbers) for numbers in known)
         if found is None:
             if len(known) == len(pairs) and not is_known:
                 return {}
@@ -151,6 +151,13 @@ def _differ(said: Tensor, found: Tensor, rounding: Tensor) -> Tensor:
     apart, largest = (said - found).abs(), torch.maximum(said.abs(), found.abs())
     is_whole = (said == said.round()) & (found == found.round()) & (largest * rounding < 64)
     return (apart != 0) & (is_whole | ~(apart <= rounding * largest))
+
+
+def _agree(said: float, found: float, rounding: float) -> bool:
+    """The same on the host, for one term: whether they do not differ."""
+    largest = max(abs(said), abs(found))
+    is_whole = said == round(said) and found == round(found) and largest * rounding < 64
+    return said == found or (not is_whole and abs(said - found) <= rounding * largest)
 
 
 def _miscount(window: Window, miscounted: Tensor) -> BatchError:
