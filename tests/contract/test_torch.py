@@ -73,8 +73,7 @@ loads_dynamo = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is d
 def test_versions_of_torch_that_have_it(private):
     torch.compile(nn.Identity())  # loads it
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    expected = (private.since or version) <= version <= (private.until or version)
-    assert is_there(private) is expected
+    assert is_there(private) is ((private.since or version) <= version)
 
 
 # ------------------------------------------------------------------------------------------------ a newer torch

@@ -1,7 +1,4 @@
-"""Checks what users pass: each function returns its argument in the form used inside, or raises an error.
-
-An error message says what was wrong, what was found, and what to do.
-"""
+"""Checks what users pass: each function returns its argument in the form used inside, or raises an error."""
 
 from __future__ import annotations
 
@@ -49,17 +46,18 @@ def checked_loss(loss: object) -> Tensor:
         )
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Pass the loss itself, with its graph.")
-    if loss.numel() != 1:
-        raise BatchError(
-            f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
-            'reduction="sum".'
-        )
-    if not loss.dtype.is_floating_point:
-        raise BatchError(f"the loss must be a real number: got dtype {loss.dtype}.")
+    _require_number(loss, "the loss must be", 'Reduce it with mean(), or with sum() and reduction="sum".')
     raise BatchError(
         "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no parameter "
         "that requires a gradient."
     )
+
+
+def _require_number(loss: Tensor, subject: str, cure: str) -> None:
+    if loss.numel() != 1:
+        raise BatchError(f"{subject} a scalar: got shape {tuple(loss.shape)}. {cure}")
+    if not loss.dtype.is_floating_point:
+        raise BatchError(f"{subject} a real number: got dtype {loss.dtype}.")
 
 
 def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
@@ -74,20 +72,15 @@ def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
 
 def checked_joint_loss(loss: object) -> Tensor:
     """The loss that `joint` returned, or an error that says what is wrong with it."""
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
-        return full_tensor(loss)
     if not isinstance(loss, Tensor):
         raise BatchError(f"joint must return the loss of the whole batch, a scalar tensor: got {type(loss).__name__}.")
-    if loss.numel() != 1:
+    _require_number(loss, "joint must return", "Reduce it with mean() over the whole batch.")
+    if not loss.requires_grad:
         raise BatchError(
-            f"joint must return a scalar: got shape {tuple(loss.shape)}. Reduce it with mean() over the whole batch."
+            "the loss that joint returned has no graph, so its gradient reaches no encoding: it was detached, computed "
+            "under no_grad(), or does not depend on the encodings."
         )
-    if not loss.dtype.is_floating_point:
-        raise BatchError(f"joint must return a real number: got dtype {loss.dtype}.")
-    raise BatchError(
-        "the loss that joint returned has no graph, so its gradient reaches no encoding: it was detached, computed "
-        "under no_grad(), or does not depend on the encodings."
-    )
+    return full_tensor(loss)
 
 
 def checked_joint(joint: T, counts: object) -> T:

@@ -17,43 +17,25 @@ from macrobatch.errors import BackendError
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a backend can do, and what it requires.
+    """What a backend can do, and what it requires."""
 
-    Attributes:
-        lockstep: every micro-batch communicates, so all ranks must run the same number of them.
-        leaves_are_parameters: the leaves of a graph are the models' parameters, so a backward can be confined to them.
-        moves_gradients: the backend may copy gradients to other tensors between backwards.
-        shows_views: ``.grad`` is a view of a tensor that the backend holds. Each forward makes new views.
-        can_hold: all communication of a window can wait for its close (`Local.hold_window`).
-        needs_every_rank: a rank must run a micro-batch in every window, even if it has no samples.
-        can_record: a micro-batch can be recorded as one CUDA graph, because it does not communicate.
-        exchanges_use: in every window, ranks tell each other which parameters they have used.
-    """
-
-    lockstep: bool = False
-    leaves_are_parameters: bool = True
-    moves_gradients: bool = False
-    shows_views: bool = False
-    can_hold: bool = True
-    needs_every_rank: bool = False
-    can_record: bool = True
-    exchanges_use: bool = False
+    lockstep: bool = False  # every micro-batch communicates, so all ranks must run the same number of them
+    leaves_are_parameters: bool = True  # the leaves of graphs are parameters, so a backward can be confined to them
+    moves_gradients: bool = False  # the backend may copy gradients to other tensors between backwards
+    shows_views: bool = False  # ``.grad`` is a view of a tensor that the backend holds; each forward makes new views
+    can_hold: bool = True  # all communication of a window can wait for its close (`Local.hold_window`)
+    needs_every_rank: bool = False  # a rank must run a micro-batch in every window, even without samples
+    can_record: bool = True  # a micro-batch can be recorded as one CUDA graph, because it does not communicate
+    exchanges_use: bool = False  # in every window, ranks tell each other which parameters they have used
 
 
 class Local:
-    """One process, which exchanges nothing. Other backends override what differs.
-
-    Attributes:
-        abilities: what the backend can do.
-        group: the ranks whose items are counted together; None for this process alone.
-        average: what the backend has divided the gradients of a closing window by.
-        shards: the groups of ranks that hold the other parts of plain gradients.
-    """
+    """One process, which exchanges nothing. Other backends override what differs."""
 
     abilities = Abilities()
-    group: Group = None
-    average: float = 1
-    shards: tuple[Group, ...] = ()
+    group: Group = None  # the ranks whose items are counted together; None for this process alone
+    average: float = 1  # what the backend has divided the gradients of a closing window by
+    shards: tuple[Group, ...] = ()  # the groups of ranks that hold the other parts of plain gradients
     _hosts: Group = None
 
     def host_group(self) -> Group:
@@ -82,7 +64,7 @@ class Local:
         """Gather the parameters of the root modules, for code that uses them outside of a forward."""
 
     def check(self, used: Collection[int], named: dict[str, nn.Parameter], *, may_nest: bool) -> Sequence[str]:
-        """Called before a backward. An error if it would wrongly leave a gradient unsynchronised.
+        """Raise an error before a backward that would leave a gradient unsynchronised.
 
         Returns the names of parameters that must get a gradient in it, if the graph cannot show that in advance.
         """

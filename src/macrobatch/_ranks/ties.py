@@ -23,11 +23,9 @@ class _Output(NamedTuple):
 
 
 class OutputTies:
-    """Makes a backward reach all outputs of a forward, even if the loss does not use some of them.
+    """Adds the outputs of a forward that a loss does not reach to it, with a gradient of zero.
 
-    If a rank's micro-batch lacks a term, its backward would not reach the modules that only this term uses. But DDP and
-    FSDP wait for the gradients of these modules from all ranks. So the outputs that the loss does not reach are added
-    to it, with a gradient of zero.
+    A micro-batch that lacks a term does not reach the modules of that term, but DDP and FSDP wait for their gradients.
     """
 
     def __init__(self, models: Sequence[nn.Module], backend: Local) -> None:
