@@ -166,16 +166,13 @@ def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[st
         loss, number = term if isinstance(term, tuple | list) and len(term) == 2 else (term, None)
         try:
             number = checked_items(number)
-            if not isinstance(loss, Tensor) or not _is_nothing(number):  # without items, a loss needs no graph
+            is_empty = not isinstance(number, Tensor) and number == 0
+            if not (is_empty and isinstance(loss, Tensor)):  # without items, a loss needs no graph
                 loss = checked_loss(loss)
         except BatchError as error:
             raise BatchError(f"the term {name!r}: {error}") from None
         checked[name] = loss, number
     return checked
-
-
-def _is_nothing(items: Items) -> bool:
-    return items is not None and not isinstance(items, Tensor) and items == 0
 
 
 def checked_count(name: object, count: object) -> int | float | Tensor:
@@ -227,18 +224,20 @@ def require_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several objects of this type, as a tuple."""
-    several = tuple(given) if isinstance(given, list | tuple) else (given,)
-    _require_each_once(several, name)
+    several = _several(given, name)
     for one in several:
         if not isinstance(one, kind):
             raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
 
 
-def _require_each_once(several: Sequence[object], name: str) -> None:
+def _several(given: Any, name: str) -> tuple[Any, ...]:
+    """One or several objects as a tuple, each once."""
+    several = tuple(given) if isinstance(given, list | tuple) else (given,)
     for index, one in enumerate(several):
         if any(one is other for other in several[:index]):
             raise UsageError(f"{name} lists the same {type(one).__name__} twice: pass each once.")
+    return several
 
 
 def checked_choice(name: str, value: T, choices: object) -> T:
@@ -295,8 +294,7 @@ def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """One or several schedulers. Any object with a `step` that needs no argument is accepted."""
-    schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
-    _require_each_once(schedulers, "scheduler")
+    schedulers = () if given is None else _several(given, "scheduler")
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
             raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")

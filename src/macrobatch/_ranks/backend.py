@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._ranks.collectives import Group, host_group, local_tensor
+from macrobatch._ranks.collectives import Group, host_group
 from macrobatch._torch.autograd import run_backward
 from macrobatch.errors import BackendError
 
@@ -36,6 +36,7 @@ class Local:
     group: Group = None  # the ranks whose items are counted together; None for this process alone
     average: float = 1  # what the backend has divided the gradients of a closing window by
     shards: tuple[Group, ...] = ()  # the groups of ranks that hold the other parts of plain gradients
+    will_check: bool = False  # whether `check` does anything for this micro-batch
     _hosts: Group = None
 
     def host_group(self) -> Group:
@@ -70,11 +71,6 @@ class Local:
         """
         return ()
 
-    @property
-    def will_check(self) -> bool:
-        """Whether `check` does anything for this micro-batch."""
-        return False
-
     def uses_float16(self) -> bool:
         """Whether gradients are float16 at some point."""
         return False
@@ -87,13 +83,9 @@ class Local:
         """The leaves of the graph of a loss, by the names of their parameters."""
         return dict(named)
 
-    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+    def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
         """Hooks that make a backward add zeros, even if its own gradient is infinite."""
         return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
-
-    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients that the open window has accumulated, wherever they are held: this rank's local tensors."""
-        return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         """Called when a window closes: synchronise the gradients that its last backward has not synchronised.

@@ -16,19 +16,13 @@ from torch.distributed.tensor import DTensor
 from macrobatch._torch.distributed import abort_process_groups, default_store, has_cpu_backend
 from macrobatch._torch.tensors import copy_all
 
+BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
 ALIGNED = 16  # bytes: the alignment that suits every dtype
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
-def all_reduce_flat(
-    named: dict[str, nn.Parameter],
-    group: Group,
-    host: Group,
-    unused: Collection[str] = (),
-    bucket_bytes: int = 32 * 2**20,
-) -> None:
-    """Sum all gradients over the ranks, in buckets. Absent ones, and those of `unused` parameters, count as zeros."""
-    parameters = list(named.values())
+def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, host: Group, unused: Collection[str]) -> None:
+    """Sum all gradients over the ranks, in buckets. Those that every rank lacks, or has not used, become None."""
     absent = {name for name, parameter in named.items() if parameter.grad is None}
     of_none = set(unused_by_all(named, absent.union(unused), host))
     for name, parameter in named.items():
@@ -37,10 +31,10 @@ def all_reduce_flat(
         elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     bucket: list[Tensor] = []
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in named.values() if p.grad is not None]
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         bucket.append(gradient)
-        full = sum(g.nbytes for g in bucket) >= bucket_bytes
+        full = sum(g.nbytes for g in bucket) >= BUCKET
         if full or following is None or (following.dtype, following.device) != (gradient.dtype, gradient.device):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=group)

@@ -15,7 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
-from macrobatch._ranks.collectives import Group, local_tensor, tally_use
+from macrobatch._ranks.collectives import Group, tally_use
 from macrobatch._torch import fsdp2 as fsdp
 from macrobatch._torch.autograd import backward_under_way, run_backward
 from macrobatch.errors import BackendError
@@ -189,15 +189,8 @@ class FSDP2(Local):
         leaves = fsdp.gathered_by_shard(self._topology) if named else {}
         return {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
 
-    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        leaves = [leaf for leaves in fsdp.trained_groups(self._topology) for leaf in leaves]
-        return [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
-
-    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        held = self.held_gradients() + fsdp.sharded_gradients(self._topology)
-        found = super().accumulated_gradients(parameters)
-        found += [local_tensor(gradient) for gradient in held if gradient is not None]
-        return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some appear twice
+    def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
+        return super().zeroing_hooks([leaf for leaf in fsdp.leaves_of(self._topology) if leaf is not None])
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         held, self._held = self._held, False

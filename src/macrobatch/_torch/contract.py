@@ -1,11 +1,7 @@
-"""The contract: every private name of torch that this folder uses, and what happens if torch no longer has it.
-
-`tests/contract/test_torch.py` checks for each name that it exists and behaves as expected.
-"""
+"""The contract: every private name of torch that this folder uses, and what happens if torch no longer has it."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -210,17 +206,12 @@ def missing_names() -> list[PrivateName]:
     return [one for one in CONTRACT if one.successor is None and is_there(one) is False]
 
 
-@functools.cache
-def _is_newer(version: str) -> bool:
-    return tuple(int(part) for part in version.split(".")[:2]) > NEWEST_TESTED
-
-
 _reported: set[str] = set()
 
 
 def warn_about_unknown_torch() -> None:
     """If torch is newer than the tested versions, warn once of each private name that it no longer has."""
-    if not _is_newer(torch.__version__):
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) <= NEWEST_TESTED:
         return
     lost = [one for one in missing_names() if one.path not in _reported]
     if not lost:

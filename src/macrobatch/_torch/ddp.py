@@ -29,8 +29,7 @@ def knows_static_graph(model: Any) -> bool:
 
 def parameters_in_care(model: Any) -> Sequence[nn.Parameter]:
     """The parameters that DistributedDataParallel manages, including frozen ones."""
-    parameters: Sequence[nn.Parameter] = model._module_parameters
-    return parameters
+    return model._module_parameters  # type: ignore[no-any-return]
 
 
 def ignored_parameters(models: Sequence[Any]) -> dict[str, nn.Parameter]:

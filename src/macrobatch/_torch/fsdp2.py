@@ -226,11 +226,6 @@ def held_gradients(topology: Topology) -> list[Tensor | None]:
     return held + [None if leaf is None else leaf.grad for leaf in leaves_of(topology)]
 
 
-def sharded_gradients(topology: Topology) -> list[Tensor | None]:
-    """The gradients that were reduced."""
-    return [parameter.sharded_param.grad for parameter in topology.parameters]
-
-
 def can_recover(topology: Topology) -> bool:
     """Whether torch can clear the state that an aborted forward or backward leaves."""
     return all(hasattr(module, "reset_iter_state") for module in topology.modules)

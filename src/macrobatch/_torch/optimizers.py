@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,26 +15,16 @@ _OWN_STEPS = {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
 _OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # the attribute of this name in torch.optim is deleted
 
 
-def hooks_before_step(optimizer: Optimizer) -> Iterable[Any]:
-    """The hooks of this optimizer alone."""
-    return getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-
-
-def has_hooks_after_step(optimizer: Optimizer) -> bool:
-    """Whether this optimizer has hooks of its own."""
-    return bool(getattr(optimizer, "_optimizer_step_post_hooks", {}))
-
-
-def hooks_on_all_optimizers() -> list[Any]:
-    """The hooks that run before or after the steps of every optimizer of the process."""
-    return [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
-
-
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks of others, which must see the mean in ``.grad``, run before or after each step."""
+    registries = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+        _OF_ALL["_global_optimizer_pre_hooks"],
+        _OF_ALL["_global_optimizer_post_hooks"],
+    )
     # Hooks of this library only look: they have the attribute `only_checks`.
-    hooks = [*hooks_before_step(optimizer), *hooks_on_all_optimizers()]
-    return has_hooks_after_step(optimizer) or not all(hasattr(hook, "only_checks") for hook in hooks)
+    return not all(hasattr(hook, "only_checks") for hooks in registries for hook in hooks.values())
 
 
 # ---------------------------------------------------------------------------------------------- fused steps
