@@ -34,7 +34,6 @@ class PrivateName:
 
 
 _IMPORT = "macrobatch cannot be imported: AttributeError, which names it"
-_LOSS = "AttributeError in causal_lm_loss"
 _DDP = "AttributeError when an Accumulator for DistributedDataParallel is made, or in its first window"
 _FSDP1 = "AttributeError when an Accumulator for FullyShardedDataParallel is made"
 _FSDP2 = "AttributeError when an Accumulator for fully_shard is made, or in its first window"
@@ -62,7 +61,7 @@ _OWNED = {
     # modules.py
     "torch.nn.Module": {
         "_parameters _buffers _modules": "AttributeError when an Accumulator is made, or at its first window",
-        "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks": _LOSS,
+        "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks": "AttributeError in causal_lm_loss",
         "_compiled_call_impl": "modules compiled in place are taken for eager ones",
     },
     "torch.nn.modules.batchnorm": {"_BatchNorm": "macrobatch cannot be imported: ImportError"},
@@ -73,7 +72,7 @@ _OWNED = {
             "AttributeError with checkpointed modules, in causal_lm_loss, verify() and checkpoints"
         ),
     },
-    # autograd.py, cuda.py
+    # tensors.py, autograd.py, cuda.py
     "torch._C": {
         "DisableTorchFunction _current_graph_task_id": _IMPORT,
         "_cuda_beginAllocateToPool _cuda_endAllocateToPool _cuda_releasePool": "AttributeError with cuda_graph=True",
