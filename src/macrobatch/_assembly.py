@@ -46,11 +46,7 @@ def engine_for(
     checks: Sequence[Check] = (),
     **options: Unpack[Options],
 ) -> Engine:
-    """Check the arguments, and make an engine that takes an optimizer step when a window closes.
-
-    Without an optimizer, the engine leaves the mean gradient in ``.grad``, for programs that clip and step themselves.
-    `checks` are added to those of every engine.
-    """
+    """Check the arguments, and make an engine. Without an optimizer, it leaves the mean gradient in ``.grad``."""
     warn_about_unknown_torch()
     arguments.require_options(options, Options.__annotations__)
     models = arguments.all_of(nn.Module, model, "model")
@@ -67,10 +63,19 @@ def engine_for(
         process_group=options.get("process_group"),
         accumulate_dtype=accumulate_dtype,
     )
+    closing: Closing
     if optimizer is None:
-        closing = _leaving(options, scaler)
+        _refuse_step_options(options)
+        closing = LeaveMean([], scaler)
     else:
-        closing = _stepping(optimizers, options, scaler, counts_on_host=callable(steps))
+        closing = TakeStep(
+            arguments.checked_optimizers(optimizers),
+            arguments.checked_schedulers(options.get("scheduler"), optimizers),
+            scaler=scaler,
+            max_norm=arguments.checked_norm(options.get("max_norm")),
+            nonfinite=arguments.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
+            counts_on_host=callable(steps),
+        )
     return Engine(
         models,
         optimizers,
@@ -84,23 +89,9 @@ def engine_for(
     )
 
 
-def _stepping(
-    optimizers: Sequence[Optimizer], options: Options, scaler: GradScaler | None, *, counts_on_host: bool
-) -> Closing:
-    return TakeStep(
-        arguments.checked_optimizers(optimizers),
-        arguments.checked_schedulers(options.get("scheduler"), optimizers),
-        scaler=scaler,
-        max_norm=arguments.checked_norm(options.get("max_norm")),
-        nonfinite=arguments.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
-        counts_on_host=counts_on_host,
-    )
-
-
-def _leaving(options: Options, scaler: GradScaler | None) -> Closing:
+def _refuse_step_options(options: Options) -> None:
     for name in ("scheduler", "max_norm", "nonfinite"):
         if options.get(name) is not None:
             raise UsageError(
                 f"{name}= belongs to the optimizer step: without an optimizer, the program takes it itself."
             )
-    return LeaveMean([], scaler)

@@ -73,8 +73,7 @@ loads_dynamo = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is d
 def test_versions_of_torch_that_have_it(private):
     torch.compile(nn.Identity())  # loads it
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    expected = (private.since or version) <= version <= (private.until or version)
-    assert is_there(private) is expected
+    assert is_there(private) is ((private.since or version) <= version)
 
 
 # ------------------------------------------------------------------------------------------------ a newer torch
@@ -364,25 +363,22 @@ def an_optimizer() -> torch.optim.Optimizer:
 
 @probes("Optimizer._optimizer_step_pre_hooks", "Optimizer._optimizer_step_post_hooks")
 def test_hooks_of_one_optimizer_are_seen():
-    optimizer, hook = an_optimizer(), lambda *_: None
-    assert not list(optimizers.hooks_before_step(optimizer))
-    assert not optimizers.has_hooks_after_step(optimizer)
-    optimizer.register_step_pre_hook(hook)
-    optimizer.register_step_post_hook(hook)
-    assert list(optimizers.hooks_before_step(optimizer)) == [hook]
-    assert optimizers.has_hooks_after_step(optimizer)
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = an_optimizer()
+        assert not optimizers.has_hooks(optimizer)
+        getattr(optimizer, register)(lambda *_: None)
+        assert optimizers.has_hooks(optimizer)
 
 
 @probes("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 def test_hooks_of_all_optimizers_are_seen():
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        before, hook = optimizers.hooks_on_all_optimizers(), lambda *_: None
-        handle = register(hook)
+        handle = register(lambda *_: None)
         try:
-            assert [each for each in optimizers.hooks_on_all_optimizers() if each not in before] == [hook]
+            assert optimizers.has_hooks(an_optimizer())
         finally:
             handle.remove()
-        assert optimizers.hooks_on_all_optimizers() == before
+        assert not optimizers.has_hooks(an_optimizer())
 
 
 @probes("GradScaler._scale", "GradScaler._per_optimizer_states")
@@ -783,7 +779,7 @@ def fsdp2_knows_its_parameters() -> None:
     for hook in hooks:
         hook.remove()
     require_gradients(model, whole_gradient())
-    assert all(gradient is not None for gradient in fsdp2.sharded_gradients(topology))
+    assert all(shard.grad is not None for shard in fsdp2.trained_shards(topology).values())
     for module in topology.modules:
         module.unshard()
     assert {id(p) for p in model.parameters()} == set(map(id, gathered))

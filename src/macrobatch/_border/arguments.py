@@ -1,7 +1,4 @@
-"""Checks what users pass: each function returns its argument in the form used inside, or raises an error.
-
-An error message says what was wrong, what was found, and what to do.
-"""
+"""Checks what users pass: each function returns its argument in the form used inside, or raises an error."""
 
 from __future__ import annotations
 
@@ -49,17 +46,18 @@ def checked_loss(loss: object) -> Tensor:
         )
     if not isinstance(loss, Tensor):
         raise BatchError(f"the loss must be a tensor: got {type(loss).__name__}. Pass the loss itself, with its graph.")
-    if loss.numel() != 1:
-        raise BatchError(
-            f"the loss must be a scalar: got shape {tuple(loss.shape)}. Reduce it with mean(), or with sum() and "
-            'reduction="sum".'
-        )
-    if not loss.dtype.is_floating_point:
-        raise BatchError(f"the loss must be a real number: got dtype {loss.dtype}.")
+    _require_number(loss, "the loss must be", 'Reduce it with mean(), or with sum() and reduction="sum".')
     raise BatchError(
         "the loss has no graph: it was detached, computed under no_grad() or inference_mode(), or uses no parameter "
         "that requires a gradient."
     )
+
+
+def _require_number(loss: Tensor, subject: str, cure: str) -> None:
+    if loss.numel() != 1:
+        raise BatchError(f"{subject} a scalar: got shape {tuple(loss.shape)}. {cure}")
+    if not loss.dtype.is_floating_point:
+        raise BatchError(f"{subject} a real number: got dtype {loss.dtype}.")
 
 
 def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
@@ -74,20 +72,15 @@ def checked_ordinary(loss: object, *, needs_graph: bool) -> Tensor:
 
 def checked_joint_loss(loss: object) -> Tensor:
     """The loss that `joint` returned, or an error that says what is wrong with it."""
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.dtype.is_floating_point:
-        return full_tensor(loss)
     if not isinstance(loss, Tensor):
         raise BatchError(f"joint must return the loss of the whole batch, a scalar tensor: got {type(loss).__name__}.")
-    if loss.numel() != 1:
+    _require_number(loss, "joint must return", "Reduce it with mean() over the whole batch.")
+    if not loss.requires_grad:
         raise BatchError(
-            f"joint must return a scalar: got shape {tuple(loss.shape)}. Reduce it with mean() over the whole batch."
+            "the loss that joint returned has no graph, so its gradient reaches no encoding: it was detached, computed "
+            "under no_grad(), or does not depend on the encodings."
         )
-    if not loss.dtype.is_floating_point:
-        raise BatchError(f"joint must return a real number: got dtype {loss.dtype}.")
-    raise BatchError(
-        "the loss that joint returned has no graph, so its gradient reaches no encoding: it was detached, computed "
-        "under no_grad(), or does not depend on the encodings."
-    )
+    return full_tensor(loss)
 
 
 def checked_joint(joint: T, counts: object) -> T:
@@ -173,16 +166,13 @@ def checked_terms(terms: object, items: object, names: Sequence[str]) -> dict[st
         loss, number = term if isinstance(term, tuple | list) and len(term) == 2 else (term, None)
         try:
             number = checked_items(number)
-            if not isinstance(loss, Tensor) or not _is_nothing(number):  # without items, a loss needs no graph
+            is_empty = not isinstance(number, Tensor) and number == 0
+            if not (is_empty and isinstance(loss, Tensor)):  # without items, a loss needs no graph
                 loss = checked_loss(loss)
         except BatchError as error:
             raise BatchError(f"the term {name!r}: {error}") from None
         checked[name] = loss, number
     return checked
-
-
-def _is_nothing(items: Items) -> bool:
-    return items is not None and not isinstance(items, Tensor) and items == 0
 
 
 def checked_count(name: object, count: object) -> int | float | Tensor:
@@ -234,18 +224,20 @@ def require_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several objects of this type, as a tuple."""
-    several = tuple(given) if isinstance(given, list | tuple) else (given,)
-    _require_each_once(several, name)
+    several = _several(given, name)
     for one in several:
         if not isinstance(one, kind):
             raise UsageError(f"{name} must be of type {kind.__name__}, or a list of such: got {type(one).__name__}.")
     return several
 
 
-def _require_each_once(several: Sequence[object], name: str) -> None:
+def _several(given: Any, name: str) -> tuple[Any, ...]:
+    """One or several objects as a tuple, each once."""
+    several = tuple(given) if isinstance(given, list | tuple) else (given,)
     for index, one in enumerate(several):
         if any(one is other for other in several[:index]):
             raise UsageError(f"{name} lists the same {type(one).__name__} twice: pass each once.")
+    return several
 
 
 def checked_choice(name: str, value: T, choices: object) -> T:
@@ -302,8 +294,7 @@ def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """One or several schedulers. Any object with a `step` that needs no argument is accepted."""
-    schedulers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
-    _require_each_once(schedulers, "scheduler")
+    schedulers = () if given is None else _several(given, "scheduler")
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
             raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")

@@ -10,50 +10,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._ranks.collectives import Group, host_group, local_tensor
+from macrobatch._ranks.collectives import Group, host_group
 from macrobatch._torch.autograd import run_backward
 from macrobatch.errors import BackendError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a backend can do, and what it requires.
+    """What a backend can do, and what it requires."""
 
-    Attributes:
-        lockstep: every micro-batch communicates, so all ranks must run the same number of them.
-        leaves_are_parameters: the leaves of a graph are the models' parameters, so a backward can be confined to them.
-        moves_gradients: the backend may copy gradients to other tensors between backwards.
-        shows_views: ``.grad`` is a view of a tensor that the backend holds. Each forward makes new views.
-        can_hold: all communication of a window can wait for its close (`Local.hold_window`).
-        needs_every_rank: a rank must run a micro-batch in every window, even if it has no samples.
-        can_record: a micro-batch can be recorded as one CUDA graph, because it does not communicate.
-        exchanges_use: in every window, ranks tell each other which parameters they have used.
-    """
-
-    lockstep: bool = False
-    leaves_are_parameters: bool = True
-    moves_gradients: bool = False
-    shows_views: bool = False
-    can_hold: bool = True
-    needs_every_rank: bool = False
-    can_record: bool = True
-    exchanges_use: bool = False
+    lockstep: bool = False  # every micro-batch communicates, so all ranks must run the same number of them
+    leaves_are_parameters: bool = True  # the leaves of graphs are parameters, so a backward can be confined to them
+    moves_gradients: bool = False  # the backend may copy gradients to other tensors between backwards
+    shows_views: bool = False  # ``.grad`` is a view of a tensor that the backend holds; each forward makes new views
+    can_hold: bool = True  # all communication of a window can wait for its close (`Local.hold_window`)
+    needs_every_rank: bool = False  # a rank must run a micro-batch in every window, even without samples
+    can_record: bool = True  # a micro-batch can be recorded as one CUDA graph, because it does not communicate
+    exchanges_use: bool = False  # in every window, ranks tell each other which parameters they have used
 
 
 class Local:
-    """One process, which exchanges nothing. Other backends override what differs.
-
-    Attributes:
-        abilities: what the backend can do.
-        group: the ranks whose items are counted together; None for this process alone.
-        average: what the backend has divided the gradients of a closing window by.
-        shards: the groups of ranks that hold the other parts of plain gradients.
-    """
+    """One process, which exchanges nothing. Other backends override what differs."""
 
     abilities = Abilities()
-    group: Group = None
-    average: float = 1
-    shards: tuple[Group, ...] = ()
+    group: Group = None  # the ranks whose items are counted together; None for this process alone
+    average: float = 1  # what the backend has divided the gradients of a closing window by
+    shards: tuple[Group, ...] = ()  # the groups of ranks that hold the other parts of plain gradients
+    will_check: bool = False  # whether `check` does anything for this micro-batch
     _hosts: Group = None
 
     def host_group(self) -> Group:
@@ -82,16 +65,11 @@ class Local:
         """Gather the parameters of the root modules, for code that uses them outside of a forward."""
 
     def check(self, used: Collection[int], named: dict[str, nn.Parameter], *, may_nest: bool) -> Sequence[str]:
-        """Called before a backward. An error if it would wrongly leave a gradient unsynchronised.
+        """Raise an error before a backward that would leave a gradient unsynchronised.
 
         Returns the names of parameters that must get a gradient in it, if the graph cannot show that in advance.
         """
         return ()
-
-    @property
-    def will_check(self) -> bool:
-        """Whether `check` does anything for this micro-batch."""
-        return False
 
     def uses_float16(self) -> bool:
         """Whether gradients are float16 at some point."""
@@ -105,13 +83,9 @@ class Local:
         """The leaves of the graph of a loss, by the names of their parameters."""
         return dict(named)
 
-    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+    def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
         """Hooks that make a backward add zeros, even if its own gradient is infinite."""
         return [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
-
-    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients that the open window has accumulated, wherever they are held: this rank's local tensors."""
-        return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         """Called when a window closes: synchronise the gradients that its last backward has not synchronised.

@@ -16,25 +16,13 @@ from torch.distributed.tensor import DTensor
 from macrobatch._torch.distributed import abort_process_groups, default_store, has_cpu_backend
 from macrobatch._torch.tensors import copy_all
 
+BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
 ALIGNED = 16  # bytes: the alignment that suits every dtype
-_PART_BITS = 22  # of a number that ranks compare: int64 can hold the sums of squares of such parts
-_PART = 2**_PART_BITS
 Group = Any  # a torch.distributed.ProcessGroup, which some builds of torch do not have
 
 
-def all_reduce_flat(
-    named: dict[str, nn.Parameter],
-    group: Group,
-    host: Group,
-    unused: Collection[str] = (),
-    bucket_bytes: int = 32 * 2**20,
-) -> None:
-    """Sum all gradients over the ranks, in buckets. If only other ranks have a gradient, this rank adds zeros.
-
-    `host` is the `host_group` of `group`. On it, ranks tell each other which gradients they have. A gradient of a
-    parameter in `unused` counts as absent.
-    """
-    parameters = list(named.values())
+def all_reduce_flat(named: dict[str, nn.Parameter], group: Group, host: Group, unused: Collection[str]) -> None:
+    """Sum all gradients over the ranks, in buckets. Those that every rank lacks, or has not used, become None."""
     absent = {name for name, parameter in named.items() if parameter.grad is None}
     of_none = set(unused_by_all(named, absent.union(unused), host))
     for name, parameter in named.items():
@@ -43,10 +31,10 @@ def all_reduce_flat(
         elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     bucket: list[Tensor] = []
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in named.values() if p.grad is not None]
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         bucket.append(gradient)
-        full = sum(g.nbytes for g in bucket) >= bucket_bytes
+        full = sum(g.nbytes for g in bucket) >= BUCKET
         if full or following is None or (following.dtype, following.device) != (gradient.dtype, gradient.device):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=group)
@@ -64,15 +52,12 @@ def tally_use(
     named: dict[str, nn.Parameter], unused: Collection[str], number: int, host: Group
 ) -> tuple[list[str], bool]:
     """The parameters that are `unused` on every rank, and whether all ranks have the same number; in one message."""
-    parts = [(number >> shift) % _PART for shift in (0, _PART_BITS)]
-    words = [int(name not in unused) for name in named] + [word for part in parts for word in (part, part * part)]
-    sums = torch.tensor(words, dtype=torch.int64, device="cpu")
-    dist.all_reduce(sums, group=host)
-    *users, first, first_squares, second, second_squares = sums.tolist()
-    world = dist.get_world_size(host)
-    # By the Cauchy-Schwarz inequality, this holds only if all numbers are equal.
-    is_same = world * first_squares == first**2 and world * second_squares == second**2
-    return [name for name, ranks in zip(named, users, strict=True) if not ranks], is_same
+    words = [*(name not in unused for name in named), number, ~number]
+    largest = torch.tensor(words, dtype=torch.int64, device="cpu")
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=host)
+    *is_used, highest, inverted_lowest = largest.tolist()
+    of_none = [name for name, used in zip(named, is_used, strict=True) if not used]
+    return of_none, highest == ~inverted_lowest
 
 
 def start_named_sum(numbers: Mapping[str, Tensor], group: Group) -> Callable[[], dict[str, Tensor]]:

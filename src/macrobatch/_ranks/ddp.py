@@ -21,8 +21,8 @@ from macrobatch.types import When
 class DDP(Local):
     """DistributedDataParallel: its reducer averages during the last backward, or one flat sum follows at the close.
 
-    The flat sum is for cases that the reducer cannot handle: gradients wider than their parameters, a window closed
-    before its last micro-batch, a window in which a rank has no micro-batch, and a held window.
+    The reducer cannot handle gradients wider than their parameters, windows that are held or closed early, and ranks
+    without a micro-batch.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DDP(Local):
         return missing
 
     @property
-    def will_check(self) -> bool:
+    def will_check(self) -> bool:  # type: ignore[override]
         return self._synced
 
     def _reduces(self, parameter: nn.Parameter) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -67,14 +66,8 @@ class FSDP1(Local):
     def end(self) -> None:
         self._flags.close()
 
-    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        flat = fsdp.flat_parameters(self._models)
-        return [p.register_hook(torch.zeros_like) for p in flat if p.requires_grad]
-
-    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        raise BackendError(
-            "what FullyShardedDataParallel holds back cannot be reached: shard with fully_shard instead."
-        )
+    def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
+        return super().zeroing_hooks(fsdp.flat_parameters(self._models))
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         if not self._synced:

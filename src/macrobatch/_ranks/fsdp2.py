@@ -15,7 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
-from macrobatch._ranks.collectives import Group, local_tensor, tally_use
+from macrobatch._ranks.collectives import Group, tally_use
 from macrobatch._torch import fsdp2 as fsdp
 from macrobatch._torch.autograd import backward_under_way, run_backward
 from macrobatch.errors import BackendError
@@ -143,16 +143,11 @@ class FSDP2(Local):
                 self._watched[key] = shards[key], handle
                 weakref.finalize(self, handle.remove)
 
-    @property
-    def is_in_micro_batch(self) -> bool:
-        """Whether a micro-batch has begun and has not ended."""
-        return self._saved is not None
-
     def _reduce_later(self) -> None:
         """If the last micro-batch calls a module twice, let `finish` reduce, not the backward.
 
-        Otherwise torch would reduce the gradients of earlier micro-batches after the first of the two backwards. A rank
-        without earlier micro-batches would reduce nothing then, so the ranks' collectives would not match.
+        Torch would reduce the gradients of earlier micro-batches after the first of the two backwards, but nothing on
+        ranks without earlier ones, so the ranks' collectives would not match.
         """
         if self._closed and self._gathered and not self._micro:
             self._closed = False
@@ -194,22 +189,19 @@ class FSDP2(Local):
         leaves = fsdp.gathered_by_shard(self._topology) if named else {}
         return {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
 
-    def zeroing_hooks(self, parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-        leaves = [leaf for leaves in fsdp.trained_groups(self._topology) for leaf in leaves]
-        return [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
-
-    def accumulated_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        held = self.held_gradients() + fsdp.sharded_gradients(self._topology)
-        found = super().accumulated_gradients(parameters)
-        found += [local_tensor(gradient) for gradient in held if gradient is not None]
-        return list({gradient.data_ptr(): gradient for gradient in found}.values())  # while gathered, some appear twice
+    def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
+        return super().zeroing_hooks([leaf for leaf in fsdp.leaves_of(self._topology) if leaf is not None])
 
     def finish(self, named: dict[str, nn.Parameter], unused: Collection[str] | None = None) -> None:
         held, self._held = self._held, False
-        if self._closed:
-            self._require_reduced()
-        else:
+        if not self._closed:
             self._reduce(held)
+        elif any(gradient is not None for gradient in self.held_gradients()):
+            raise BackendError(
+                "the last backward of the window has reduced no gradients: somebody switched that off, as "
+                "model.set_requires_gradient_sync(False) does. Leave such calls out of the loop: they are made here "
+                "where they belong."
+            )
         of_none, is_same = tally_use(named, unused or (), self._order.close(), self.host_group())
         if not is_same:
             raise BackendError(
@@ -232,15 +224,6 @@ class FSDP2(Local):
             fsdp.reduce_held_gradients(self._topology)
             self.end()
         self._reshard()
-
-    def _require_reduced(self) -> None:
-        """Raise an error if gradients are still held after the last backward of a window."""
-        if any(gradient is not None for gradient in self.held_gradients()):
-            raise BackendError(
-                "the last backward of the window has reduced no gradients: somebody switched that off, as "
-                "model.set_requires_gradient_sync(False) does. Leave such calls out of the loop: they are made here "
-                "where they belong."
-            )
 
     def drop_stale_gradients(self) -> None:
         self._renew_topology()
@@ -275,7 +258,7 @@ class FSDP2(Local):
 
 def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
     """A hook on a shard, which raises an error: fully_shard does not reduce the gradient of the shard itself."""
-    if (own := backend()) is not None and own.is_in_micro_batch:
+    if (own := backend()) is not None and own._saved is not None:  # in a micro-batch
         raise BackendError(
             f"the loss uses parameter {name!r} outside of the forward of its module, by its shard (as full_tensor() "
             "does): fully_shard does not add up such a gradient over the ranks. Compute that part of the loss in the "
@@ -284,16 +267,11 @@ def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
 
 
 class _Order:
-    """A fingerprint of the modules that a window gathers and reduces, in order. It must be the same on all ranks.
-
-    Args:
-        lockstep: whether every forward gathers parameters, and not only the first one of a window.
-        on_repeat: refers to a function, to call if a micro-batch calls a module again.
-    """
+    """A fingerprint of the modules that a window gathers and reduces, in order. It must be the same on all ranks."""
 
     def __init__(self, *, lockstep: bool, on_repeat: weakref.WeakMethod[Callable[[], None]]) -> None:
-        self._lockstep = lockstep
-        self._on_repeat = on_repeat
+        self._lockstep = lockstep  # whether every forward gathers parameters, and not only the first of a window
+        self._on_repeat = on_repeat  # called if a micro-batch calls a module again
         self._fingerprint = 0
         self._gathered: set[int] = set()
         self._reached: set[int] = set()
@@ -306,10 +284,8 @@ class _Order:
         self._called.clear()
 
     def note_forward(self, place: int, module: nn.Module, _: object) -> None:
-        """A hook before the forward of a module, which gathers its parameters if they are not gathered yet.
-
-        It leaves out forwards without a graph, and those that a backward recomputes.
-        """
+        """A hook before the forward of a module, which gathers its parameters if they are not gathered yet."""
+        # It leaves out forwards without a graph, and those that a backward recomputes.
         if not self._is_open or not torch.is_grad_enabled() or backward_under_way() != -1:
             return
         if self._gathers and (self._lockstep or place not in self._gathered):

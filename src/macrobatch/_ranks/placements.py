@@ -75,11 +75,8 @@ def spread_over(mesh: Any, placements: Iterable[Any], name: str) -> Spread:
 
 
 def _is_cut(placement: Any) -> bool:
-    """Whether ranks hold parts of the tensor, split along one of its dimensions.
-
-    `is_shard` is not enough: if tensor parallelism and `fully_shard` split a parameter along the same dimension, it is
-    true only in some versions of torch.
-    """
+    """Whether ranks hold parts of the tensor, split along one of its dimensions."""
+    # `is_shard` is false in some versions of torch, if tensor parallelism and `fully_shard` split the same dimension.
     return not placement.is_partial() and isinstance(getattr(placement, "dim", None), int)
 
 
@@ -94,10 +91,7 @@ def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def norm_over_ranks(norms: dict[Spread, Tensor], order: float, flag: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of everything that is distributed over ranks, from this rank's norms, one for each `Spread`.
-
-    `flag` is exchanged with it: a number above 0 if it is set. The returned one is set if it was set on any rank that
-    holds a part.
+    """The norm of all gradients from this rank's norms, one for each `Spread`; and whether any rank has set its flag.
 
     All ranks get the same bits, and a NaN even if only one of them has it. They must pass the same spreads in the same
     order, because each group sums the results of the group before.

@@ -40,9 +40,8 @@ def select_backend(
     if process_group is not None and not _initialized():
         raise BackendError("process_group was given, but torch.distributed is not initialized.")
     is_compiled = any(without_compile(model) is not model for model in models)
-    models = [
-        without_compile(model) for model in models if kind is None or data_parallel_of(model) == kind
-    ]  # without a frozen teacher, which need not be wrapped
+    # A frozen teacher need not be wrapped.
+    models = [without_compile(model) for model in models if kind is None or data_parallel_of(model) == kind]
     if kind is None:
         group = _given(process_group)
         if _initialized() and dist.get_world_size(group) > 1:
@@ -55,15 +54,16 @@ def select_backend(
             f"process_group has the ranks {_ranks(group)}, but the model averages its gradients over {_ranks(own)}: "
             "items must be counted over the same ranks. Leave process_group out, or pass those."
         )
+    sizes = [parameter.dtype.itemsize for model in models for parameter in model.parameters()]
+    is_wider = accumulate_dtype is not None and any(size < accumulate_dtype.itemsize for size in sizes)
     if kind == "DistributedDataParallel":
-        flat = _widens(models, accumulate_dtype)
-        return DDP(models, sync=sync, group=group, flat=flat, sees_forwards=not is_compiled)
+        return DDP(models, sync=sync, group=group, flat=is_wider, sees_forwards=not is_compiled)
     if kind == "FSDPModule":
         backend = FSDP2(models, sync=sync, gather=gather, group=group)
-        if _widens(models, accumulate_dtype):
+        if is_wider:
             backend.check_dtype(accumulate_dtype)
         return backend
-    if _widens(models, accumulate_dtype):
+    if is_wider:
         raise BackendError(
             "accumulate_dtype is for DistributedDataParallel and fully_shard. FullyShardedDataParallel sums in a dtype "
             "of its own: set MixedPrecision(reduce_dtype=torch.float32) there."
@@ -89,11 +89,6 @@ def require_own_statistics(models: Sequence[nn.Module], why: str) -> None:
     """Raise an error if a layer computes its statistics over the micro-batches of all ranks together."""
     if any(isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()):
         raise BackendError(f"SyncBatchNorm with {why}")
-
-
-def _widens(models: Sequence[nn.Module], dtype: torch.dtype | None) -> bool:
-    """Whether gradients summed in `dtype` are wider than their parameters."""
-    return dtype is not None and any(p.dtype.itemsize < dtype.itemsize for m in models for p in m.parameters())
 
 
 def common_wrapper(models: Sequence[nn.Module]) -> DataParallel | None:

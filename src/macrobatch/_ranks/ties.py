@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -14,27 +14,18 @@ from macrobatch._ranks.collectives import local_tensor
 from macrobatch.errors import BatchError
 
 
-class _Output(NamedTuple):
-    """An output of a forward: its node and output number in the graph, and a zero computed from it without memory."""
-
-    node: Any
-    number: int
-    zero: Tensor
-
-
 class OutputTies:
-    """Makes a backward reach all outputs of a forward, even if the loss does not use some of them.
+    """Adds the outputs of a forward that a loss does not reach to it, with a gradient of zero.
 
-    If a rank's micro-batch lacks a term, its backward would not reach the modules that only this term uses. But DDP and
-    FSDP wait for the gradients of these modules from all ranks. So the outputs that the loss does not reach are added
-    to it, with a gradient of zero.
+    A micro-batch that lacks a term does not reach the modules of that term, but DDP and FSDP wait for their gradients.
     """
 
     def __init__(self, models: Sequence[nn.Module], backend: Local) -> None:
         self._models = models
         self._backend = backend
         self._hooks: list[RemovableHandle] = []
-        self._outputs: list[_Output] = []
+        # By the node and output number of each output in the graph: a zero computed from it without memory.
+        self._outputs: dict[tuple[Any, int], Tensor] = {}
 
     def begin(self) -> None:
         """Start to note outputs, before a forward."""
@@ -55,8 +46,8 @@ class OutputTies:
         if self._backend.abilities.leaves_are_parameters and not is_awaited:
             return loss
         reached = set() if loss is None else self._reached_by(loss)
-        for node, number, zero in self._outputs:
-            if (node, number) not in reached:
+        for edge, zero in self._outputs.items():
+            if edge not in reached:
                 loss = zero if loss is None else loss + zero.to(loss.device, loss.dtype)
         if loss is None:
             raise BatchError(
@@ -67,8 +58,8 @@ class OutputTies:
 
     def _reached_by(self, loss: Tensor) -> set[tuple[Any, int]]:
         """The edges of the graph behind a loss. The walk stops at the outputs."""
-        ends, seen = {output.node for output in self._outputs}, {(loss.grad_fn, 0)}
-        pending, expanded = [loss.grad_fn], set(ends)
+        seen, pending = {(loss.grad_fn, 0)}, [loss.grad_fn]
+        expanded = {node for node, _ in self._outputs}
         while pending:
             node = pending.pop()
             if node is None or node in expanded:
@@ -83,4 +74,4 @@ class OutputTies:
         for _, leaf in leaves(output, "output"):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None and leaf.is_floating_point():
                 zero = local_tensor(leaf).reshape(-1)[:0].sum()  # of no elements: its gradient is exactly zero
-                self._outputs.append(_Output(leaf.grad_fn, leaf.output_nr, zero))
+                self._outputs[leaf.grad_fn, leaf.output_nr] = zero

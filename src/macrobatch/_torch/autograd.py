@@ -22,10 +22,7 @@ backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
-    """Run ``torch.autograd.backward(loss, seed, inputs=inputs)`` without its checks.
-
-    The arguments are known to be right here, and the checks take as long as the backward of a small layer.
-    """
+    """Run ``torch.autograd.backward`` without its checks, which take as long as the backward of a small layer."""
     if type(loss) is Tensor and engine_run_backward is not None:
         engine_run_backward(
             (loss,), (seed,), False, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True

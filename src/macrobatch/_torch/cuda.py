@@ -1,8 +1,4 @@
-"""CUDA: make all threads allocate from one memory pool.
-
-These are the functions behind ``torch.cuda.use_mem_pool``. That context affects only the calling thread, but a backward
-runs on another thread. Builds of torch without CUDA do not have these functions.
-"""
+"""CUDA: make all threads allocate from one memory pool. ``torch.cuda.use_mem_pool`` affects only the calling one."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ def knows_static_graph(model: Any) -> bool:
 
 def parameters_in_care(model: Any) -> Sequence[nn.Parameter]:
     """The parameters that DistributedDataParallel manages, including frozen ones."""
-    parameters: Sequence[nn.Parameter] = model._module_parameters
-    return parameters
+    return model._module_parameters  # type: ignore[no-any-return]
 
 
 def ignored_parameters(models: Sequence[Any]) -> dict[str, nn.Parameter]:
@@ -40,12 +39,8 @@ def ignored_parameters(models: Sequence[Any]) -> dict[str, nn.Parameter]:
 
 
 def reduced_parameters(models: Sequence[Any]) -> set[int] | None:
-    """The ids of the parameters that the reducers know: those that were trained when DDP was made.
-
-    The buckets show them. This allocates the buckets once, which takes as much memory as the gradients. None if torch
-    has no such function: then nothing is known of parameters that were unfrozen since.
-    """
-    try:
+    """The ids of the parameters that were trained when DDP was made; None if torch cannot tell."""
+    try:  # this allocates the buckets once, which takes as much memory as the gradients
         buckets = [bucket for model in models for bucket in model.reducer._get_zeros_like_grad_buckets()]
     except (AttributeError, RuntimeError):
         return None

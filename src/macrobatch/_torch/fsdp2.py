@@ -26,33 +26,23 @@ _FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")  #
 
 
 class Topology:
-    """The parts of models that `fully_shard` was applied to, looked up in one pass over all modules.
-
-    Attributes:
-        modules: the modules that it was applied to.
-        states: the states that it keeps for them. Several modules may have one together.
-        groups: their parameter groups. The parameters of a group are communicated together.
-        parameters: its own objects for the parameters of all groups.
-        strangers: the parameters of the models that it does not shard.
-        holds_apart: whether held gradients have an attribute of their own, and are not those of gathered parameters.
-        contexts: what states with the same root have in common. Known after `initialize`.
-        flags: the owners and names of all flags that `Flags` saves. Known after `initialize`.
-    """
+    """The parts of models that `fully_shard` was applied to, looked up in one pass over all modules."""
 
     def __init__(self, models: Iterable[Any]) -> None:
         everything = modules_of(models)
         kinds = {kind for kind, one in {type(one): one for one in everything}.items() if is_fully_sharded(one)}
         self.modules: list[Any] = [module for module in everything if type(module) in kinds]
+        # Several modules may have one state together. The parameters of a group are communicated together.
         self.states = list(dict.fromkeys([module._get_fsdp_state() for module in self.modules]))
         self.groups = [group for state in self.states for group in _groups_of(state)]
         self.parameters = [parameter for group in self.groups for parameter in group.fsdp_params]
         known = {id(getattr(parameter, form, None)) for form in _FORMS for parameter in self.parameters}
         shown = [parameter for module in everything for parameter in parameters_of(module).values()]
-        self.strangers = [p for p in shown if p is not None and id(p) not in known]
+        self.strangers = [p for p in shown if p is not None and id(p) not in known]  # which it does not shard
         held = [getattr(kind, "unsharded_accumulated_grad", None) for kind in set(map(type, self.parameters))]
-        self.holds_apart = not any(isinstance(attribute, property) for attribute in held)
-        self.contexts: list[Any] = []
-        self.flags: list[tuple[Any, str]] = []
+        self.holds_apart = not any(isinstance(attribute, property) for attribute in held)  # up to torch 2.14
+        self.contexts: list[Any] = []  # what states with the same root have in common; known after `initialize`
+        self.flags: list[tuple[Any, str]] = []  # all flags that `Flags` saves, with owners; known after `initialize`
         for group in self.groups:
             if not hasattr(group, _REDUCES_UNUSED):
                 _backport_unused(group)
@@ -178,25 +168,20 @@ def finish_every_backward(topology: Topology) -> None:
 
 
 def reduce_unused_too(topology: Topology) -> None:
-    """Make each rank reduce all parameters of a group, with zeros for those that it has not used. Other ranks may have.
-
-    Otherwise ranks that have used different parameters would reduce different lists, and torch would add the gradient
-    of one parameter to that of another with the same shape.
-    """
+    """Make each rank reduce all parameters of a group, with zeros for those that it has not used."""
+    # Ranks that have used different ones would add the gradient of one parameter to that of another of the same shape.
     _write(topology.groups, _REDUCES_UNUSED, True)
 
 
 @contextlib.contextmanager
 def reducing_unused(models: Iterable[Any]) -> Iterator[None]:
     """The same inside a block."""
-    topology = Topology(models)
-    before = [(group, getattr(group, _REDUCES_UNUSED)) for group in topology.groups]
-    reduce_unused_too(topology)
+    groups = [group for group in Topology(models).groups if not getattr(group, _REDUCES_UNUSED)]
+    _write(groups, _REDUCES_UNUSED, True)
     try:
         yield
     finally:
-        for group, flag in before:
-            setattr(group, _REDUCES_UNUSED, flag)
+        _write(groups, _REDUCES_UNUSED, False)
 
 
 def fill_unused(topology: Topology) -> None:
@@ -239,11 +224,6 @@ def held_gradients(topology: Topology) -> list[Tensor | None]:
     if topology.holds_apart:
         held += [parameter.unsharded_accumulated_grad for parameter in topology.parameters]
     return held + [None if leaf is None else leaf.grad for leaf in leaves_of(topology)]
-
-
-def sharded_gradients(topology: Topology) -> list[Tensor | None]:
-    """The gradients that were reduced."""
-    return [parameter.sharded_param.grad for parameter in topology.parameters]
 
 
 def can_recover(topology: Topology) -> bool:

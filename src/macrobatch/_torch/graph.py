@@ -20,24 +20,14 @@ RunBackward = Callable[[Tensor, Tensor, Sequence[Tensor] | None], None]
 
 
 class Reach(NamedTuple):
-    """The leaf tensors that the backward of a loss adds gradients to.
+    """The leaf tensors that the backward of a loss adds gradients to."""
 
-    Attributes:
-        leaves: the leaves, each once.
-        may_nest: whether the graph holds functions that may run another backward inside their own, as reentrant
-            checkpointing does. The leaves of such an inner backward cannot be known in advance.
-    """
-
-    leaves: list[Tensor]
-    may_nest: bool
+    leaves: list[Tensor]  # each once
+    may_nest: bool  # whether functions in the graph may run another backward inside, whose leaves are not known
 
 
 def reach_of(loss: Tensor) -> Reach:
-    """Walk the graph behind `loss`.
-
-    A walk takes about 0.4 us per node, so the loop does as little as possible. It turns the garbage collector off: a
-    walk makes thousands of objects and frees them all, but their number would trigger collections of everything else.
-    """
+    """Walk the graph behind `loss`, in about 0.4 us per node."""
     root: Any = loss.grad_fn
     if root is None:  # the loss is a leaf itself
         return Reach([loss], may_nest=False)
@@ -45,7 +35,7 @@ def reach_of(loss: Tensor) -> Reach:
     unknown = set() if type(root) in known else {type(root)}
     pop, push, see = pending.pop, pending.append, seen.add
     is_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # the number of new objects would trigger collections, though the walk frees them all
     try:
         while pending:
             for node, _ in pop().next_functions:
@@ -69,21 +59,14 @@ def reach_of(loss: Tensor) -> Reach:
 
 
 class Walker:
-    """Walks a graph on a separate thread while its backward runs.
-
-    On a GPU the walk then costs no time, because the host only waits for kernels that are queued outside of Python. But
-    the result comes too late to confine that backward.
-    """
+    """Walks a graph on a separate thread while its backward runs. On a GPU the walk then costs no time."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
 
     @contextlib.contextmanager
     def walking(self, loss: Tensor) -> Iterator[Future[Reach]]:
-        """Walk the graph behind `loss` while the block runs. The block should run only the backward of `loss`.
-
-        Other Python code in the block and the walk would wait for each other.
-        """
+        """Walk the graph behind `loss` while the block runs its backward. Other Python code would slow the walk."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="macrobatch")
         walk = self._thread.submit(reach_of, loss)
@@ -99,11 +82,7 @@ _CPP_NODES: set[type] = set()
 
 
 def _may_nest(kind: type) -> bool:
-    """Whether nodes of this kind may run another backward inside their own. Any function written in Python may.
-
-    The functions of torch itself, such as those of compiled models and of DDP, do not. The exception is reentrant
-    checkpointing.
-    """
+    """Whether nodes of this kind may run another backward inside: functions in Python, and reentrant checkpointing."""
     if not issubclass(kind, BackwardCFunction):
         return False
     function = python_function_of(kind)
@@ -111,48 +90,26 @@ def _may_nest(kind: type) -> bool:
 
 
 class Confinement(NamedTuple):
-    """How to keep a backward from changing gradients of other models.
+    """How to keep a backward from changing gradients of other models."""
 
-    Attributes:
-        inputs: the leaves whose gradients torch computes; None for all leaves.
-        restore_after: the leaves whose gradients are restored after the backward.
-    """
-
-    inputs: Sequence[Tensor] | None = None
-    restore_after: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor] | None = None  # the leaves whose gradients torch computes; None for all leaves
+    restore_after: Sequence[Tensor] = ()  # the leaves whose gradients are restored after the backward
 
 
 UNCONFINED = Confinement()
 
 
 def confinement_of(reach: Reach, own: Collection[int]) -> Confinement:
-    """How to confine a backward with that reach to the leaves whose ids are `own`.
-
-    ``inputs=`` makes torch skip the parts of the graph that lead to no own leaf. But torch would also skip, without an
-    error, a function that runs a backward of its own inside. If there may be one, all gradients are computed, and those
-    of the other leaves are restored afterwards.
-    """
+    """How to confine a backward with that reach to the leaves whose ids are `own`."""
     others = [leaf for leaf in reach.leaves if id(leaf) not in own]
     if not others:
         return UNCONFINED
     inputs = [leaf for leaf in reach.leaves if id(leaf) in own]
-    # Without an own leaf there would be no inputs, which means all. A few other leaves are cheaper to restore.
+    # With ``inputs=`` torch would silently skip a backward inside another. No inputs at all would mean all leaves.
+    # A few leaves that are no parameters are cheaper to restore.
     if reach.may_nest or not inputs or not any(isinstance(leaf, nn.Parameter) for leaf in others):
         return Confinement(restore_after=others)
     return Confinement(inputs)
-
-
-@contextlib.contextmanager
-def restoring_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the gradients of these leaves after the block."""
-    before = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient
 
 
 def run_confined(loss: Tensor, seed: Tensor, confinement: Confinement, run: RunBackward = run_backward) -> None:
@@ -160,5 +117,11 @@ def run_confined(loss: Tensor, seed: Tensor, confinement: Confinement, run: RunB
     if confinement is UNCONFINED:
         run(loss, seed, None)
         return
-    with restoring_gradients(confinement.restore_after):
+    before = [(leaf, leaf.grad) for leaf in confinement.restore_after]
+    for leaf in confinement.restore_after:
+        leaf.grad = None
+    try:
         run(loss, seed, confinement.inputs)
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient

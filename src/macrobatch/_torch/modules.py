@@ -1,8 +1,7 @@
 """Modules: wrappers of a model (`torch.compile`, DDP, FSDP1, checkpointing), and the private dicts of a module.
 
-Wrappers are recognised by their class, never by the names of their children: a user's own module may also have children
-called `module` or `_orig_mod`. The classes are not imported, so that programs without a compiled model do not load
-dynamo.
+Wrappers are recognised by the name of their class: a user's own module may also have children called `module` or
+`_orig_mod`, and importing the classes would load dynamo.
 """
 
 from __future__ import annotations
@@ -89,13 +88,7 @@ def layers_around(model: nn.Module, wrappers: tuple[Wrapper, ...] = WRAPPERS) ->
 
 
 def unwrapped(model: nn.Module, wrappers: tuple[Wrapper, ...] = WRAPPERS) -> Any:
-    """The module inside all of these wrappers.
-
-    >>> model = nn.Linear(2, 1)
-    >>> model.module = nn.Linear(1, 1)
-    >>> unwrapped(model) is model
-    True
-    """
+    """The module inside all of these wrappers."""
     return layers_around(model, wrappers)[-1]
 
 
@@ -110,13 +103,7 @@ def without_ddp(model: nn.Module) -> Any:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer without the attributes under which wrappers hold their modules.
-
-    >>> model = nn.Sequential(nn.Linear(2, 1))
-    >>> model._orig_mod = nn.Linear(1, 1)
-    >>> plain_name(model, "_orig_mod.weight")
-    '_orig_mod.weight'
-    """
+    """The name of a parameter or buffer without the attributes under which wrappers hold their modules."""
     module: nn.Module | None = model
     kept = []
     for part in name.split("."):

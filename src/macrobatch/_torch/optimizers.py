@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,31 +11,20 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+_OWN_STEPS = {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
 _OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # the attribute of this name in torch.optim is deleted
 
 
-def hooks_before_step(optimizer: Optimizer) -> Iterable[Any]:
-    """The hooks of this optimizer alone."""
-    return getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-
-
-def has_hooks_after_step(optimizer: Optimizer) -> bool:
-    """Whether this optimizer has hooks of its own."""
-    return bool(getattr(optimizer, "_optimizer_step_post_hooks", {}))
-
-
-def hooks_on_all_optimizers() -> list[Any]:
-    """The hooks that run before or after the steps of every optimizer of the process."""
-    return [*_OF_ALL["_global_optimizer_pre_hooks"].values(), *_OF_ALL["_global_optimizer_post_hooks"].values()]
-
-
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks of others run before or after each step. They must see the mean in ``.grad``.
-
-    Hooks of this library only look: they have the attribute `only_checks`.
-    """
-    hooks = [*hooks_before_step(optimizer), *hooks_on_all_optimizers()]
-    return has_hooks_after_step(optimizer) or not all(hasattr(hook, "only_checks") for hook in hooks)
+    """Whether hooks of others, which must see the mean in ``.grad``, run before or after each step."""
+    registries = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+        _OF_ALL["_global_optimizer_pre_hooks"],
+        _OF_ALL["_global_optimizer_post_hooks"],
+    )
+    # Hooks of this library only look: they have the attribute `only_checks`.
+    return not all(hasattr(hook, "only_checks") for hooks in registries for hook in hooks.values())
 
 
 # ---------------------------------------------------------------------------------------------- fused steps
@@ -62,13 +49,8 @@ def _is_torchs_own(step: Any) -> bool:
         if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
             return False
         if not hasattr(step, "__wrapped__"):
-            return step in _own_steps()
+            return step in _OWN_STEPS
         step = step.__wrapped__
-
-
-@functools.cache
-def _own_steps() -> set[Callable[..., Any]]:
-    return {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
 
 
 def step_fused(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

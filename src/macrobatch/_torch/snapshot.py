@@ -16,16 +16,7 @@ from macrobatch._torch.tensors import unobserved, version_of
 
 
 class HostRandom:
-    """The current state of the host's random number generators (torch, Python, numpy).
-
-    >>> before = HostRandom()
-    >>> _ = torch.rand(2)
-    >>> before.has_moved()
-    True
-    >>> before.restore()
-    >>> before.has_moved()
-    False
-    """
+    """The current state of the host's random number generators (torch, Python, numpy)."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -42,7 +33,7 @@ class HostRandom:
 
     def fingerprint(self) -> list[object]:
         """The state in a form that can be compared or hashed."""
-        return [_bytes_of(self._torch), self._python, None if self._numpy is None else _comparable(self._numpy)]
+        return [_bytes_of(self._torch), self._python, _comparable(self._numpy)]
 
     def restore(self) -> None:
         """Restore the state."""
@@ -85,35 +76,45 @@ def reseed(seed: int, gpus: Sequence[torch.device]) -> None:
             torch.cuda.manual_seed(seed)
 
 
-class Snapshot:
-    """The current state of all random number generators, and the buffers of some modules.
+class _Kept(NamedTuple):
+    """A buffer, a copy of its value, and its version counter at that time."""
 
-    >>> model = nn.BatchNorm1d(2)
-    >>> before = Snapshot([model])
-    >>> _ = model(torch.randn(4, 2))
-    >>> before.restore()
-    >>> model.num_batches_tracked
-    tensor(0)
-    """
+    buffer: Tensor | None
+    value: Tensor | None  # None for an expanded tensor, which cannot be written to
+    version: int
+
+    @staticmethod
+    def of(buffer: Tensor | None) -> _Kept:
+        is_fixed = buffer is None or 0 in buffer.stride()
+        return _Kept(buffer, None if is_fixed else buffer.clone(), _version(buffer))  # type: ignore[union-attr]
+
+    def put_back(self, buffers: dict[str, Tensor | None], name: str) -> None:
+        buffers[name] = self.buffer  # it may have been replaced by another tensor
+        if self.buffer is None or self.value is None:
+            return
+        if self.buffer.shape != self.value.shape:  # it was resized in place
+            self.buffer.resize_(self.value.shape)
+        self.buffer.copy_(self.value)
+
+
+def _version(buffer: Tensor | None) -> int:
+    return 0 if buffer is None or buffer.is_inference() else version_of(buffer)
+
+
+class Snapshot:
+    """The current state of all random number generators, and the buffers of some modules."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._random = Random(gpus_of(models))
-        modules = modules_of(models)
-        self._buffers = [
-            (module, {name: (buffer, _copied(buffer)) for name, buffer in buffers_of(module).items()})
-            for module in modules
-            if buffers_of(module)
-        ]
+        found = [(buffers, name) for buffers in map(buffers_of, modules_of(models)) for name in buffers]
+        self._buffers = [(buffers, name, _Kept.of(buffers[name])) for buffers, name in found]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything."""
         self._random.restore()
-        for module, buffers in self._buffers:
-            for name, (buffer, before) in buffers.items():
-                buffers_of(module)[name] = buffer  # it may have been replaced by another tensor
-                if buffer is not None and before is not None:
-                    _put_back(buffer, before)
+        for buffers, name, kept in self._buffers:
+            kept.put_back(buffers, name)
 
 
 class History:
@@ -121,25 +122,15 @@ class History:
 
     A buffer that has not changed between two moments is stored once. Buffers that were seen to change are added to
     `changing`. Those are copied at every moment, because the writes of a recorded forward cannot be noticed.
-
-    >>> model = nn.BatchNorm1d(2)
-    >>> history = History([model])
-    >>> first = history.note()
-    >>> before = model(torch.randn(4, 2))
-    >>> history.restore(first)
-    >>> torch.equal(before, model(torch.randn(4, 2))), model.num_batches_tracked
-    (True, tensor(1))
     """
 
-    def __init__(self, models: Sequence[nn.Module], changing: set[tuple[int, str]] | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], changing: set[tuple[int, str]]) -> None:
         self._gpus = gpus_of(models)
-        self._changing = set() if changing is None else changing
-        modules = [module for module in modules_of(models) if buffers_of(module)]
-        self._buffers = [(buffers_of(module), name) for module in modules for name in buffers_of(module)]
+        self._changing = changing
+        self._buffers = [(buffers, name) for buffers in map(buffers_of, modules_of(models)) for name in buffers]
         # The kernels of batch normalisation write to statistics without a change of their version counters.
-        self._untold = [
-            module.training and name.startswith("running_") for module in modules for name in buffers_of(module)
-        ]
+        trained = [buffers_of(module) for module in modules_of(models) if module.training]
+        changing.update((id(buffers), name) for buffers in trained for name in buffers if name.startswith("running_"))
         self._random: list[Random] = []
         self._moments: list[list[_Kept]] = []
         self._now = [_Kept.of(buffers[name]) for buffers, name in self._buffers]
@@ -164,37 +155,14 @@ class History:
         # If no random numbers were drawn between these moments, none will be drawn when they are repeated.
         self._random[moment].restore(with_host=self._random[0].host is not self._random[-1].host or is_last)
         for index, ((buffers, name), kept) in enumerate(zip(self._buffers, self._moments[moment], strict=True)):
-            if self._now[index].value is kept.value and not self._may_have_changed(index):
-                continue
-            buffers[name] = kept.buffer  # it may have been replaced by another tensor
-            if kept.buffer is not None and kept.value is not None:
-                _put_back(kept.buffer, kept.value)
-            self._now[index] = kept.as_of_now()
+            if self._now[index].value is not kept.value or self._may_have_changed(index):
+                kept.put_back(buffers, name)
+                self._now[index] = kept._replace(version=_version(kept.buffer))
 
     def _may_have_changed(self, index: int) -> bool:
-        buffers, name = self._buffers[index]
-        known = self._now[index]
-        is_untold = self._untold[index] or (id(buffers), name) in self._changing
-        return is_untold or buffers[name] is not known.buffer or _version(buffers[name]) != known.version
-
-
-class _Kept(NamedTuple):
-    """A buffer, a copy of its value, and its version counter at that time."""
-
-    buffer: Tensor | None
-    value: Tensor | None
-    version: int
-
-    @staticmethod
-    def of(buffer: Tensor | None) -> _Kept:
-        return _Kept(buffer, _copied(buffer), _version(buffer))
-
-    def as_of_now(self) -> _Kept:
-        return self._replace(version=_version(self.buffer))
-
-
-def _version(buffer: Tensor | None) -> int:
-    return 0 if buffer is None or buffer.is_inference() else version_of(buffer)
+        (buffers, name), known = self._buffers[index], self._now[index]
+        is_same = buffers[name] is known.buffer and _version(buffers[name]) == known.version
+        return not is_same or (id(buffers), name) in self._changing
 
 
 def gpus_of(models: Sequence[nn.Module]) -> list[torch.device]:
@@ -213,16 +181,5 @@ def _bytes_of(state: Tensor) -> bytes:
         return bytes(state.tolist())
 
 
-def _comparable(state: Any) -> list[object]:
-    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
-
-
-def _put_back(buffer: Tensor, value: Tensor) -> None:
-    if buffer.shape != value.shape:  # it was resized in place
-        buffer.resize_(value.shape)
-    buffer.copy_(value)
-
-
-def _copied(buffer: Tensor | None) -> Tensor | None:
-    """A copy; None for an expanded tensor, which cannot be written to."""
-    return None if buffer is None or 0 in buffer.stride() else buffer.clone()
+def _comparable(state: Any) -> list[object] | None:
+    return None if state is None else [part.tobytes() if hasattr(part, "tobytes") else part for part in state]

@@ -65,16 +65,12 @@ def number_on_host(tensor: Tensor) -> Any:
 
 
 def in_order(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, moved back to the device if it may still be on its way to the host. So nobody has to wait for it.
-
-    A tensor after ``to("cpu", non_blocking=True)`` is pinned. This must not convert the dtype: torch would convert on
-    the host first, even in one call ``to(device, dtype)``.
-    """
+    """The tensor, moved back to the device if it may still be on its way to the host. So nobody has to wait for it."""
     if type(tensor) is not Tensor or not tensor.is_cpu:
         return tensor
     with unobserved():
-        is_pinned = tensor.is_pinned()
+        is_pinned = tensor.is_pinned()  # as after ``to("cpu", non_blocking=True)``
     if not is_pinned:
         return tensor
     with torch.enable_grad():
-        return tensor.to(device, non_blocking=True)
+        return tensor.to(device, non_blocking=True)  # with a dtype, torch would convert on the host first
