@@ -104,7 +104,7 @@ class TakeStep(Closing):
             return
         if isinstance(error, NonFiniteError) and self._nonfinite != "raise":
             return
-        if self._is_fused and self.scaler is None:  # under a scaler, skipped steps are counted on the device
+        if self.scaler is None and all(map(skips_on_device, self._optimizers)):  # a scaler counts on the device
             self._taken -= 1  # the device knew, and did not take it
         raise error
 
@@ -125,7 +125,7 @@ class TakeStep(Closing):
         if window.is_empty:
             return self._result(window, None, skipped=True)
         store.gather()
-        is_fused = self._is_fused
+        is_fused = all(map(skips_on_device, self._optimizers))  # then the device can skip the step without the host
         folds = is_fused and store.groups.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window.divisor(average), window, store, flags, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
@@ -177,11 +177,6 @@ class TakeStep(Closing):
         return divisor, grad_norm, nonfinite
 
     # ------------------------------------------------------------------------------------------ steps, and who knows
-
-    @property
-    def _is_fused(self) -> bool:
-        """Whether all optimizers are fused, so that the device can skip the step without the host."""
-        return all(map(skips_on_device, self._optimizers))
 
     def _needs_host(self, verdict: Verdict, *, is_fused: bool) -> bool:
         """Whether the host must read the verdict before it continues."""
@@ -325,8 +320,12 @@ def result_of(
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
     """The learning rates of all parameter groups. Tensors are copied: schedulers change them. NaN if there is none."""
-    rates = [group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups]
-    return tuple([rate.clone() if isinstance(rate, Tensor) else rate for rate in rates])
+    rates: list[float | Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr", math.nan)
+            rates.append(rate.clone() if isinstance(rate, Tensor) else rate)
+    return tuple(rates)
 
 
 def _tensor(number: float | Tensor, device: torch.device) -> Tensor:

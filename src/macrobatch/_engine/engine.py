@@ -290,7 +290,7 @@ class Engine(Uncopied):
         self.is_closing = True
         try:
             with self.spans.of("update"):
-                flags, average = self._flags(), self.backend.average
+                flags, average = self._flags(window), self.backend.average
                 return self.closing.close(window, self.store, flags, average=average, shared=self.parameters.shared)
         finally:
             self.is_closing = False
@@ -491,9 +491,9 @@ class Engine(Uncopied):
         self.others_go_on = plan.more or bool(window.everyone["more"] > 0)
         return not self._drops_short or bool(plan.complete) or bool(window.everyone["complete"] > 0)
 
-    def _flags(self) -> Flags:
-        """The reasons against the step that checks have found."""
-        flags = self.objective.flags(self.open_window())
+    def _flags(self, window: Window) -> Flags:
+        """The reasons against the step that the objective and the checks have found."""
+        flags = self.objective.flags(window)
         for observe in self.on.flags:
             flags |= observe(self)
         if self.store.tells_by_norm and TOUCHED not in flags:  # ranks exchange it, whether they check or not
