@@ -17,7 +17,15 @@ from torch import Tensor
 
 from macrobatch._cut import padding
 from macrobatch._cut.plans import LengthPerGroup, Part, rounded_up
-from macrobatch._cut.token_groups import LeafInfo, TokenGroup, group_of_width, has_length, leaf_infos, token_groups
+from macrobatch._cut.token_groups import (
+    LeafInfo,
+    TokenGroup,
+    group_of_width,
+    has_length,
+    is_integer,
+    leaf_infos,
+    token_groups,
+)
 from macrobatch._cut.trees import (
     Leaf,
     Selection,
@@ -44,17 +52,13 @@ class Shape(NamedTuple):
 
 
 class TensorBatch:
-    """A batch of tensors with a common first dimension, nested in any way.
-
-    Lists and tuples of the same length, without tensors in them, have one entry per sample too. Everything else is
-    the same in every micro-batch.
-    """
+    """A batch of tensors with a common first dimension, nested in any way, and of lists with an entry per sample."""
 
     def __init__(self, batch: Any, containers: set[str] | None = None) -> None:
         self._batch = batch
         self.count = count_samples(batch)
         self._lists: dict[int, bool] = {}  # by id: whether a list has an entry for each sample
-        self._leaves = list(flatten(batch, (), "batch", self.count, self._lists))
+        self._leaves = list(flatten(batch, self.count, self._lists))
         self._groups: Sequence[TokenGroup] = ()
         self._lengths: list[LengthPerGroup] = []
         first, *others = [leaf for leaf in self._leaves if has_samples(leaf.value)]
@@ -107,7 +111,9 @@ class TensorBatch:
         return [leaf.value for leaf in self._leaves]
 
     def _leaf_infos(self) -> tuple[LeafInfo, ...]:
-        return leaf_infos((leaf.keys, leaf.value if has_samples(leaf.value) else None) for leaf in self._leaves)
+        return leaf_infos(
+            (keys, value.shape[1:] if has_samples(value) else (), is_integer(value)) for keys, _, value in self._leaves
+        )
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[LengthPerGroup]:
         """The length of each sample without its padding, in each group of tokens."""
@@ -132,7 +138,11 @@ class TensorBatch:
 
     def _user_lengths(self, length: Callable[[Any], Any]) -> list[int]:
         found = length(self._batch)
-        numbers = torch.as_tensor(found).reshape(-1).tolist() if _holds_numbers(found) else None
+        numbers = None
+        if hasattr(found, "dtype") or (
+            isinstance(found, Sequence) and all(isinstance(number, Integral | Tensor) for number in found)
+        ):
+            numbers = torch.as_tensor(found).reshape(-1).tolist()
         if numbers is None or len(numbers) != self.count:
             raise BatchError(
                 f"length= gets the whole batch of tensors and must return {self.count} lengths, one per sample: it "
@@ -174,7 +184,13 @@ class TensorBatch:
 
     # ------------------------------------------------------------------------------------------ few shapes
 
-    def widen(self, width: int) -> None:
+    def few_widths(self, widths: Sequence[int]) -> list[LengthPerGroup]:
+        """The widths of the groups of tokens in micro-batches that are cut to these widths, if that can be."""
+        self._widen(max(widths, default=0))
+        own = [(self._width(group), group.can_trim) for group in self._groups]
+        return [tuple(min(width, widest) if trims else widest for widest, trims in own) for width in widths]
+
+    def _widen(self, width: int) -> None:
         """Pad groups of tokens, at most to `width`, so that the longest sample gets one of a few lengths."""
         for number, group in enumerate(self._groups):
             lengths = [row[number] for row in self._lengths]
@@ -189,11 +205,6 @@ class TensorBatch:
                     keys, path, value = self._leaves[member]
                     last = value[shortest : shortest + 1, -1:].expand(self.count, more, *value.shape[2:])
                     self._leaves[member] = Leaf(keys, path, torch.cat([value, last], 1))
-
-    def widths(self, width: int) -> LengthPerGroup:
-        """The width of each group of tokens in a micro-batch that is cut to `width`."""
-        own = [(self._width(group), group.can_trim) for group in self._groups]
-        return tuple(min(width, widest) if trims else widest for widest, trims in own)
 
     def _width(self, group: TokenGroup) -> int:
         return padding.width_of(group, self._values)
@@ -238,12 +249,9 @@ class SampleList:
     def why_untrimmed(self) -> None:
         """Nothing to say: `collate` decides about padding."""
 
-    def widen(self, width: int) -> None:
-        """Do nothing: `collate` decides about padding."""
-
-    def widths(self, width: int) -> LengthPerGroup:  # noqa: ARG002
+    def few_widths(self, widths: Sequence[int]) -> list[LengthPerGroup]:
         """No widths: `collate` decides about padding."""
-        return ()
+        return [()] * len(widths)
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[LengthPerGroup]:
         """The length of each sample in each of its sequences."""
@@ -260,12 +268,6 @@ def samples_of(batch: Any, collate: Collate | None = None, containers: set[str] 
     if batch is None:
         return SampleList((), list)
     return TensorBatch(batch, containers) if collate is None else SampleList(batch, collate)
-
-
-def _holds_numbers(found: Any) -> bool:
-    if isinstance(found, Tensor) or hasattr(found, "dtype"):
-        return True
-    return isinstance(found, Sequence) and all(isinstance(n, Integral | Tensor) for n in found)
 
 
 def _checked_length(number: Any, index: int) -> int:

@@ -20,11 +20,7 @@ from macrobatch.errors import BatchError
 
 
 def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All leaves of a tree, with their paths as a user would write them.
-
-    >>> [path for path, _ in leaves({"x": [1, 2]}, "batch")]
-    ["batch['x'][0]", "batch['x'][1]"]
-    """
+    """All leaves of a tree, with their paths as a user would write them, such as batch['x'][0]."""
     branches = children(tree)
     if branches is None:
         yield path, tree
@@ -38,18 +34,22 @@ def _child_path(tree: Any, path: str, key: Any) -> str:
 
 
 class Leaf(NamedTuple):
-    """A leaf of a batch, with its keys and its path as a user would write it."""
+    """A leaf of a batch."""
 
     keys: tuple[Any, ...]
-    path: str
+    path: str  # as a user would write it
     value: Any
 
+    @property
+    def name(self) -> Any:
+        """Its last key, or None."""
+        return self.keys[-1] if self.keys else None
 
-def flatten(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict[int, bool]) -> Iterator[Leaf]:
-    """The leaves of a batch of `count` samples.
 
-    It adds the ids of lists that are leaves to `lists`, with whether they have an entry for each sample.
-    """
+def flatten(
+    tree: Any, count: int, lists: dict[int, bool], keys: tuple[Any, ...] = (), path: str = "batch"
+) -> Iterator[Leaf]:
+    """The leaves of a batch; `lists` gets the ids of lists that are leaves: whether they have an entry per sample."""
     _require_cuttable(tree, path)
     branches = children(tree)
     if isinstance(tree, list | tuple) and not has_fields(tree):
@@ -60,7 +60,7 @@ def flatten(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict
         yield Leaf(keys, path, tree)
     else:
         for key, child in branches:
-            yield from flatten(child, (*keys, key), _child_path(tree, path, key), count, lists)
+            yield from flatten(child, count, lists, (*keys, key), _child_path(tree, path, key))
 
 
 def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -> None:
@@ -116,15 +116,11 @@ def _require_cuttable(leaf: Any, path: str) -> None:
 
 
 def _has_entries(tree: Any, count: int) -> bool:
-    """Whether a list or tuple has one entry per sample, such as a text.
-
-    A list with tensors is a container. So is a list of lists that all have this length: `default_collate` turns samples
-    that are tuples of texts into a list with one tuple per field.
-    """
+    """Whether a list or tuple has one entry per sample, such as a text; one with tensors is a container."""
     if len(tree) != count or isinstance(tree, torch.Size):
         return False
     if count and all(isinstance(entry, list | tuple) and len(entry) == count for entry in tree):
-        return False
+        return False  # `default_collate` turns samples that are tuples of texts into a list with one tuple per field
     return _first_with_samples(tree) is None
 
 
@@ -141,10 +137,7 @@ def count_samples(batch: Any) -> int:
 
 def _first_with_samples(tree: Any) -> Any:
     """The first leaf with a first dimension, or None."""
-    branches = children(tree)
-    if branches is None:
-        return tree if has_samples(tree) else None
-    return next((found for _, child in branches if (found := _first_with_samples(child)) is not None), None)
+    return next((leaf for _, leaf in leaves(tree, "") if has_samples(leaf)), None)
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
