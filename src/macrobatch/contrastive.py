@@ -196,18 +196,13 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some rows and columns of the matrix of logits: ``scale * a @ b.T`` of normalised rows, one tile at a time.
-
-    The partner of row i of `a` is row ``first + i`` of `b`, if there is one. So the rows of one rank are the block
-    ``Block(a=own_rows, b=all_rows, first=start, ...)``, and negatives, which are nobody's partners, have
-    ``first=len(b)``.
-    """
+    """Some rows and columns of the matrix of logits: ``scale * a @ b.T`` of normalised rows, one tile at a time."""
 
     a: Rows
     b: Rows
     scale: Tensor  # without dimensions
     tile: int
-    first: int = 0
+    first: int = 0  # the partner of row i of `a` is row first + i of `b`, if there is one; len(b): nobody has one
 
     def tiles(self) -> Iterator[Tile]:
         for rows in _spans(len(self.a), self.tile):
@@ -289,20 +284,12 @@ def add_gradients(
     the normalised rows. The components of `sum_a` along `a`, all added up, are the gradient of `scale`.
     """
     for tile in block.tiles():
-        slopes = _slopes(tile, rows, columns)
+        directions = [(of, dim) for of, dim in ((rows, 1), (columns, 0)) if of is not None]
+        slopes = functools.reduce(Tensor.add_, [of.slopes(tile, dim) for of, dim in directions])
         if sum_a is not None:
             sum_a[tile.rows].addmm_(slopes, tile.b)
         if sum_b is not None:
             sum_b[tile.columns].addmm_(slopes.T, tile.a)
-
-
-def _slopes(tile: Tile, rows: LogSumExp | None, columns: LogSumExp | None) -> Tensor:
-    """The derivatives of the losses of both directions by the logits of a tile."""
-    if rows is None or columns is None:
-        one, dim = (rows, 1) if columns is None else (columns, 0)
-        assert one is not None
-        return one.slopes(tile, dim)
-    return rows.slopes(tile, dim=1).add_(columns.slopes(tile, dim=0))
 
 
 def _spans(length: int, largest: int) -> list[slice]:
