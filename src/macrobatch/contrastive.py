@@ -2,7 +2,7 @@
 
 The matrix of logits is cut into tiles. The forward computes one tile after the other, and keeps only what the softmax
 of each row and column needs to know (`log_sum_exps`). The backward computes each tile again, and adds its part to the
-gradients (`add_gradients`). Both functions work on any `Block` of the matrix, such as the rows of one rank.
+gradients (`add_gradients`). Both work on any `Block` of the matrix, such as the rows of one rank.
 """
 
 from __future__ import annotations

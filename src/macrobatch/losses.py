@@ -253,8 +253,7 @@ def _loss_in_chunks(
             stacklevel=3,
         )
         return None
-    device = hidden.device
-    dtype = hidden.dtype
+    device, dtype = hidden.device, hidden.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -331,10 +330,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, _ = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(seed.device.type, enabled=False):
             gradients = _ChunkedLoss._gradients(ctx, seed)
-        return *only_first(gradients, (seed, hidden, weight, bias), ONLY_FIRST), None, None, None
+        return *only_first(gradients, (seed, *ctx.saved_tensors[:3]), ONLY_FIRST), None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
@@ -345,24 +343,23 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if for_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for start in range(0, len(hidden), ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                rows, wanted = hidden[part].to(dtype), targets[part, None]
-                ignored = wanted == IGNORED
-                slope = torch.softmax(F.linear(rows, weight, bias), -1, dtype=wide)  # (rows, vocabulary)
-                slope.scatter_add_(1, wanted.masked_fill(ignored, 0), torch.full_like(wanted, -1, dtype=wide))
-                if grad_bias is not None:
-                    grad_bias += slope.t() @ (~ignored[:, 0]).to(wide)
-                slope = slope.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = (slope @ weight).masked_fill_(ignored, 0)
-                rows = rows.masked_fill(ignored, 0)
-                if grad_weight is not None and dtype == wide:
-                    grad_weight.addmm_(slope.t(), rows)
-                elif grad_weight is not None:
-                    grad_weight += slope.t() @ rows
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            rows, wanted = hidden[part].to(dtype), targets[part, None]
+            ignored = wanted == IGNORED
+            slope = torch.softmax(F.linear(rows, weight, bias), -1, dtype=wide)  # (rows, vocabulary)
+            slope.scatter_add_(1, wanted.masked_fill(ignored, 0), torch.full_like(wanted, -1, dtype=wide))
+            if grad_bias is not None:
+                grad_bias += slope.t() @ (~ignored[:, 0]).to(wide)
+            slope = slope.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = (slope @ weight).masked_fill_(ignored, 0)
+            rows = rows.masked_fill(ignored, 0)
+            if grad_weight is not None and dtype == wide:
+                grad_weight.addmm_(slope.t(), rows)
+            elif grad_weight is not None:
+                grad_weight += slope.t() @ rows
         for gradient in (grad_hidden, grad_weight, grad_bias):
             if gradient is not None:
                 gradient *= seed

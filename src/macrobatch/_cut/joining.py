@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from macrobatch._cut.token_groups import MASK, name_parts
-from macrobatch._cut.trees import Leaf, flatten, has_samples, leaves, rebuild
+from macrobatch._cut.trees import Leaf, flatten, has_samples, leaves, replace_leaves
 from macrobatch.errors import BatchError
 
 
@@ -19,20 +19,19 @@ def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | No
     `padding` has the value by the name of a field, or by the known part of it ("labels" of "chosen_labels"), and
     `unknown` is that of other fields; None: it is an error if one of them needs padding.
     """
-    lists: dict[int, bool] = {}
-    flat = [_flat(batch, lists) for batch in batches]
+    flat = [_flat(batch) for batch in batches]
     for other in flat[1:]:
         if [leaf.keys for leaf in other] != [leaf.keys for leaf in flat[0]]:
             names = [", ".join(leaf.path for leaf in one) or "nothing" for one in (flat[0], other)]
             raise BatchError(f"the batches of a window hold different things: {names[0]}, and {names[1]}.")
     at_left = _is_any_padded_at_left(flat)
-    whole = iter([_join(same, lists, padding, unknown, at_left) for same in zip(*flat, strict=True)])
-    return rebuild(batches[0], lambda _: next(whole), lists)
+    whole = [_join(same, padding, unknown, at_left) for same in zip(*flat, strict=True)]
+    return replace_leaves(batches[0], flat[0], whole)
 
 
 def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
     """Parts of a joined batch without the columns that `joined` has padded: each as wide as the batch it came from."""
-    flat = [_flat(batch, {}) for batch in batches]
+    flat = [_flat(batch) for batch in batches]
     at_left = _is_any_padded_at_left(flat)
     return [_narrowed(part, before, at_left) for part, before in zip(parts, flat, strict=True)]
 
@@ -43,10 +42,10 @@ def the_only_one(batches: Sequence[Any]) -> Any:
     return batch
 
 
-def _flat(batch: Any, lists: dict[int, bool]) -> list[Leaf]:
-    """The leaves of a batch, which may have no samples; `lists` is that of `flatten`."""
+def _flat(batch: Any) -> list[Leaf]:
+    """The leaves of a batch, which may have no samples."""
     count = next((len(leaf) for _, leaf in leaves(batch, "") if has_samples(leaf)), 0)
-    return list(flatten(batch, count, lists))
+    return list(flatten(batch, count))
 
 
 def _are_same(some: Any, other: Any) -> bool:
@@ -56,12 +55,10 @@ def _are_same(some: Any, other: Any) -> bool:
     return bool(some == other or (some != some and other != other))
 
 
-def _join(
-    same: Sequence[Leaf], lists: Mapping[int, bool], padding: Mapping[Any, int], unknown: int | None, at_left: bool
-) -> Any:
+def _join(same: Sequence[Leaf], padding: Mapping[Any, int], unknown: int | None, at_left: bool) -> Any:
     values = [leaf.value for leaf in same]
     refused = f"the batches of a window cannot be made one: {same[0].path}"
-    if all(lists.get(id(value)) for value in values):
+    if all(leaf.has_entries for leaf in same):
         return [entry for value in values for entry in value]
     if not all(isinstance(value, Tensor) for value in values):
         others = [value for value in values[1:] if has_samples(value) or not _are_same(value, values[0])]
@@ -102,10 +99,9 @@ def padded_columns(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
 
 def _narrowed(part: Any, before: Sequence[Leaf], at_left: bool) -> Any:
     """A part that is as wide as these leaves."""
-    lists: dict[int, bool] = {}
-    after = _flat(part, lists)
-    narrow = iter([_narrow(leaf.value, like.value, at_left) for leaf, like in zip(after, before, strict=True)])
-    return rebuild(part, lambda _: next(narrow), lists)
+    after = _flat(part)
+    narrow = [_narrow(leaf.value, like.value, at_left) for leaf, like in zip(after, before, strict=True)]
+    return replace_leaves(part, after, narrow)
 
 
 def _narrow(value: Any, like: Any, at_left: bool) -> Any:

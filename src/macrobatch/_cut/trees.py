@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class Leaf(NamedTuple):
     keys: tuple[Any, ...]
     path: str  # as a user would write it
     value: Any
+    has_entries: bool = False  # whether it is a list with one entry per sample
 
     @property
     def name(self) -> Any:
@@ -46,21 +47,25 @@ class Leaf(NamedTuple):
         return self.keys[-1] if self.keys else None
 
 
-def flatten(
-    tree: Any, count: int, lists: dict[int, bool], keys: tuple[Any, ...] = (), path: str = "batch"
-) -> Iterator[Leaf]:
-    """The leaves of a batch; `lists` gets the ids of lists that are leaves: whether they have an entry per sample."""
+def flatten(tree: Any, count: int, keys: tuple[Any, ...] = (), path: str = "batch") -> Iterator[Leaf]:
+    """The leaves of a batch of `count` samples. A list without tensors and containers is a leaf too."""
     _require_cuttable(tree, path)
-    branches = children(tree)
+    branches, has_entries = children(tree), False
     if isinstance(tree, list | tuple) and not has_fields(tree):
         has_entries = _has_entries(tree, count)
         if has_entries or not any(children(entry) is not None or has_samples(entry) for entry in tree):
-            lists[id(tree)] = has_entries
-    if branches is None or id(tree) in lists:
-        yield Leaf(keys, path, tree)
+            branches = None
+    if branches is None:
+        yield Leaf(keys, path, tree, has_entries)
     else:
         for key, child in branches:
-            yield from flatten(child, count, lists, (*keys, key), _child_path(tree, path, key))
+            yield from flatten(child, count, (*keys, key), _child_path(tree, path, key))
+
+
+def replace_leaves(tree: Any, leaves: Sequence[Leaf], values: Iterable[Any]) -> Any:
+    """A tree of the same types with other values for its leaves, which `flatten` has found."""
+    following = iter(values)
+    return rebuild(tree, lambda _: next(following), {id(leaf.value) for leaf in leaves})
 
 
 def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -> None:
