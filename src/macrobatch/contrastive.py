@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -322,11 +322,19 @@ class _ContrastiveLoss(torch.autograd.Function):
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
         a, b, negatives, scale, *saved = ctx.saved_tensors
         rows, columns = LogSumExp(*saved[:3]), LogSumExp(*saved[3:]) if saved[3:] else None
+        for_a, for_b, for_negatives, for_scale = ctx.needs_input_grad[:4]
         with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
             pairs, others = _blocks(a, b, negatives, scale, ctx.tile)
-            weight = seed / (len(a) if columns is None else 2 * len(a))
-            gradients = _gradients(pairs, others, rows, columns, weight, ctx.needs_input_grad)
-        return *only_first(gradients, (seed, a, b, negatives, scale), ONLY_FIRST), None, None
+            sum_a = pairs.a.empty_sums() if for_a or for_scale else None
+            sum_b = pairs.b.empty_sums() if for_b else None
+            sum_negatives = others.b.empty_sums() if for_negatives else None
+            add_gradients(pairs, rows=rows, columns=columns, sum_a=sum_a, sum_b=sum_b)
+            add_gradients(others, rows=rows, columns=None, sum_a=sum_a, sum_b=sum_negatives)
+            weight = seed / (len(a) if columns is None else 2 * len(a))  # of each cross-entropy
+            grad_scale = pairs.a.components(sum_a).sum() * weight if sum_a is not None and for_scale else None
+            sums = (pairs.a, sum_a), (pairs.b, sum_b), (others.b, sum_negatives)
+            gradients = [None if one is None else given.gradient(one, weight * scale) for given, one in sums]
+        return *only_first([*gradients, grad_scale], (seed, a, b, negatives, scale), ONLY_FIRST), None, None
 
 
 def _blocks(a: Tensor, b: Tensor, negatives: Tensor, scale: Tensor, tile: int) -> tuple[Block, Block]:
@@ -336,19 +344,3 @@ def _blocks(a: Tensor, b: Tensor, negatives: Tensor, scale: Tensor, tile: int) -
         Block(a=rows, b=columns, scale=scale, tile=tile),
         Block(a=rows, b=others, scale=scale, tile=tile, first=len(others)),
     )
-
-
-def _gradients(
-    pairs: Block, others: Block, rows: LogSumExp, columns: LogSumExp | None, weight: Tensor, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of a, b, the negatives and the scale, if needed. `weight` is that of each cross-entropy."""
-    for_a, for_b, for_negatives, for_scale = needed[:4]
-    sum_a = pairs.a.empty_sums() if for_a or for_scale else None
-    sum_b = pairs.b.empty_sums() if for_b else None
-    sum_negatives = others.b.empty_sums() if for_negatives else None
-    add_gradients(pairs, rows=rows, columns=columns, sum_a=sum_a, sum_b=sum_b)
-    add_gradients(others, rows=rows, columns=None, sum_a=sum_a, sum_b=sum_negatives)
-    grad_scale = pairs.a.components(sum_a).sum() * weight if sum_a is not None and for_scale else None
-    sums = (pairs.a, sum_a), (pairs.b, sum_b), (others.b, sum_negatives)
-    factor = weight * pairs.scale
-    return [*(None if one is None else given.gradient(one, factor) for given, one in sums), grad_scale]

@@ -18,10 +18,11 @@ from torch import Tensor
 from macrobatch._cut import padding, trees
 from macrobatch._cut.plans import LengthPerGroup, Part, rounded_up
 from macrobatch._cut.token_groups import (
+    LABELS,
+    MASK,
     LeafInfo,
     TokenGroup,
     group_of_width,
-    has_length,
     is_integer,
     leaf_infos,
     token_groups,
@@ -104,7 +105,7 @@ class TensorBatch:
         else:
             self._groups = token_groups(infos)
             columns = [padding.lengths_of(group, values) for group in self._groups]
-            if not any(map(has_length, infos)):
+            if not any(info.sizes and info.stem in (MASK, LABELS) for info in infos):
                 raise BatchError(
                     "by_tokens cannot find the lengths of the samples: the batch has neither an attention_mask nor "
                     "labels of two dimensions. Pass them: by_tokens(budget, length=lambda batch: batch[...])."

@@ -35,6 +35,11 @@ class LeafInfo(NamedTuple):
         return self.keys[-1] if self.keys else None
 
     @property
+    def stem(self) -> str | None:
+        """The known part of its name."""
+        return name_parts(self.name)[0]
+
+    @property
     def container(self) -> Keys:
         return self.keys[:-1]
 
@@ -85,7 +90,7 @@ def token_groups(leaves: tuple[LeafInfo, ...]) -> tuple[TokenGroup, ...]:
     masked = {
         index: _MaskGroup(leaf, index)
         for index, leaf in enumerate(leaves)
-        if len(leaf.sizes) == 1 and name_parts(leaf.name)[0] == MASK
+        if len(leaf.sizes) == 1 and leaf.stem == MASK
     }
     others = [index for index, leaf in enumerate(leaves) if leaf.sizes and index not in masked]
     for index in others:
@@ -216,10 +221,9 @@ def _join_plain_mask(alone: _MaskGroup, masked: dict[int, _MaskGroup]) -> None:
 
 def _groups_without_mask(leaves: tuple[LeafInfo, ...], indices: Sequence[int]) -> list[TokenGroup]:
     """The groups of tokens and labels that have no mask."""
-    stems = {index: name_parts(leaves[index].name)[0] for index in indices}
-    tokens = [index for index in indices if stems[index] in TOKENS]
+    tokens = [index for index in indices if leaves[index].stem in TOKENS]
     whole = [index for index in indices if leaves[index].is_integer and leaves[index].sizes[0] > 1]
-    labels = [index for index in whole if stems[index] == LABELS]  # the others are classes, not tokens
+    labels = [index for index in whole if leaves[index].stem == LABELS]  # the others are classes, not tokens
     found: dict[tuple[Any, ...], list[int]] = {}
     for index in (*tokens, *labels):
         leaf, (_, affix) = leaves[index], _stem_and_affix(leaves[index], leaves)
@@ -227,15 +231,10 @@ def _groups_without_mask(leaves: tuple[LeafInfo, ...], indices: Sequence[int]) -
     return [TokenGroup(tuple(some), labels=tuple(i for i in some if i in labels)) for some in found.values()]
 
 
-def has_length(leaf: LeafInfo) -> bool:
-    """Whether a tensor is a mask or labels, which show how long samples are."""
-    return bool(leaf.sizes) and name_parts(leaf.name)[0] in (MASK, LABELS)
-
-
 def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest: int) -> TokenGroup | None:
     """The group of all tensors with a column per position, for the user's lengths; None if several widths could be."""
-    wide = [index for index, leaf in enumerate(leaves) if leaf.sizes]
-    stems = {index: name_parts(leaves[index].name)[0] for index in wide}
+    stems = {index: leaf.stem for index, leaf in enumerate(leaves) if leaf.sizes}
+    wide = list(stems)
     widths = {tensors[index].shape[1] for index in wide if tensors[index].shape[1] >= longest}
     is_named = False
     for names in ((MASK,), (LABELS,), TOKENS):

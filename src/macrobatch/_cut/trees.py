@@ -69,11 +69,9 @@ def replace_leaves(tree: Any, leaves: Sequence[Leaf], values: Iterable[Any]) -> 
 
 
 def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -> None:
-    """Raise an error for a list inside a batch that may be a list of samples: `count` tensors with `count` rows each.
-
-    `containers` has the paths of lists that were longer or shorter than an earlier batch, so that they are containers.
-    Two tensors, and the tensors of a tuple, count as parts of the batch, such as a pair.
-    """
+    """Raise an error for a list in a batch that may be a list of samples: `count` tensors with `count` rows each."""
+    # `containers` has the paths of lists that were longer or shorter than an earlier batch: they are containers. Two
+    # tensors, and the tensors of a tuple, count as parts of the batch, such as a pair.
     for key, child in children(tree) or ():
         inner = _child_path(tree, path, key)
         if isinstance(child, list) and child and all(_first_with_samples(entry) is not None for entry in child):
@@ -248,15 +246,15 @@ class Selection:
 
     def __init__(self, samples: Sequence[int]) -> None:
         self._samples = samples
-        self._start, self._end = samples[0], samples[-1] + 1
-        self._is_contiguous = self._end - self._start == len(samples)
+        self._is_contiguous = samples[-1] + 1 - samples[0] == len(samples)
+        self._index = slice(samples[0], samples[-1] + 1) if self._is_contiguous else list(samples)
         self._rows: dict[torch.device, Tensor] = {}
 
     def of_tensor(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and (not self._is_contiguous or leaf.layout != torch.strided):
             return leaf.index_select(0, self._rows_on(leaf.device))
         leaf = getattr(leaf, "iloc", leaf)  # a pandas column would index by its labels
-        return leaf[self._start : self._end] if self._is_contiguous else leaf[list(self._samples)]
+        return leaf[self._index]
 
     def of_list(self, leaf: list[Any] | tuple[Any, ...]) -> Any:
         return sequence_like(leaf, [leaf[sample] for sample in self._samples])
