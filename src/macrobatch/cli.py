@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except MacrobatchError as error:
-        return _unusable(error, "--debug" in given)
+        if "--debug" in given:
+            traceback.print_exc()
+        _print_error(error)
+        return UNUSABLE
     except BrokenPipeError:
         return UNREAD
     except SystemExit:  # of whoever printed help
@@ -53,20 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        return _unusable(f"this needs {error.name}, which is not installed: {pip_install('train')}.", False)
+        _print_error(f"this needs {error.name}, which is not installed: {pip_install('train')}.")
+        return UNUSABLE
     finally:
-        _leave_ranks()
+        if _has_group():
+            sys.modules["torch.distributed"].destroy_process_group()
         if not _can_print():  # or Python would try once more when it ends, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(status: int) -> NoReturn:
-    """End the process. On a rank, end it without the interpreter's own shutdown.
-
-    With gloo, threads of a process group that DDP has used outlive `destroy_process_group()`. If such a thread releases
-    a tensor while the interpreter shuts down, the process aborts: a rank that has done all its work would seem to have
-    failed.
-    """
+    """End the process. On a rank, end it without the interpreter's own shutdown."""
+    # With gloo, threads of a process group that DDP has used outlive `destroy_process_group()`. If such a thread
+    # releases a tensor in the shutdown, the process aborts: a rank that has done its work would seem to have failed.
     if "torch.distributed" in sys.modules and "RANK" in os.environ:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -94,25 +96,10 @@ def _can_print() -> bool:
     return True
 
 
-def _leave_ranks() -> None:
-    if "torch.distributed" in sys.modules and _has_group():
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-
-
 def _has_group() -> bool:
-    """Whether this process has joined a group of ranks."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def _unusable(why: object, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    _print_error(why)
-    return UNUSABLE
+    """Whether this process has joined a group of ranks. It does not import torch, which takes seconds."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def _print_error(message: object) -> None:
@@ -251,16 +238,10 @@ def _short_messages() -> Iterator[None]:
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: _print_error(message) if _is_first() else None
             yield
     finally:
         logger.removeHandler(handler)
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning without the line of source code that gave it."""
-    if _is_first():
-        _print_error(message)
 
 
 def _is_first() -> bool:

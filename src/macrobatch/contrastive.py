@@ -2,14 +2,14 @@
 
 The matrix of logits is cut into tiles. The forward computes one tile after the other, and keeps only what the softmax
 of each row and column needs to know (`log_sum_exps`). The backward computes each tile again, and adds its part to the
-gradients (`add_gradients`). Both functions work on any `Block` of the matrix, such as the rows of one rank.
+gradients (`add_gradients`). Both work on any `Block` of the matrix, such as the rows of one rank.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -196,18 +196,13 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some rows and columns of the matrix of logits: ``scale * a @ b.T`` of normalised rows, one tile at a time.
-
-    The partner of row i of `a` is row ``first + i`` of `b`, if there is one. So the rows of one rank are the block
-    ``Block(a=own_rows, b=all_rows, first=start, ...)``, and negatives, which are nobody's partners, have
-    ``first=len(b)``.
-    """
+    """Some rows and columns of the matrix of logits: ``scale * a @ b.T`` of normalised rows, one tile at a time."""
 
     a: Rows
     b: Rows
     scale: Tensor  # without dimensions
     tile: int
-    first: int = 0
+    first: int = 0  # the partner of row i of `a` is row first + i of `b`, if there is one; len(b): nobody has one
 
     def tiles(self) -> Iterator[Tile]:
         for rows in _spans(len(self.a), self.tile):
@@ -289,20 +284,12 @@ def add_gradients(
     the normalised rows. The components of `sum_a` along `a`, all added up, are the gradient of `scale`.
     """
     for tile in block.tiles():
-        slopes = _slopes(tile, rows, columns)
+        directions = [(of, dim) for of, dim in ((rows, 1), (columns, 0)) if of is not None]
+        slopes = functools.reduce(Tensor.add_, [of.slopes(tile, dim) for of, dim in directions])
         if sum_a is not None:
             sum_a[tile.rows].addmm_(slopes, tile.b)
         if sum_b is not None:
             sum_b[tile.columns].addmm_(slopes.T, tile.a)
-
-
-def _slopes(tile: Tile, rows: LogSumExp | None, columns: LogSumExp | None) -> Tensor:
-    """The derivatives of the losses of both directions by the logits of a tile."""
-    if rows is None or columns is None:
-        one, dim = (rows, 1) if columns is None else (columns, 0)
-        assert one is not None
-        return one.slopes(tile, dim)
-    return rows.slopes(tile, dim=1).add_(columns.slopes(tile, dim=0))
 
 
 def _spans(length: int, largest: int) -> list[slice]:
@@ -335,11 +322,19 @@ class _ContrastiveLoss(torch.autograd.Function):
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
         a, b, negatives, scale, *saved = ctx.saved_tensors
         rows, columns = LogSumExp(*saved[:3]), LogSumExp(*saved[3:]) if saved[3:] else None
+        for_a, for_b, for_negatives, for_scale = ctx.needs_input_grad[:4]
         with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
             pairs, others = _blocks(a, b, negatives, scale, ctx.tile)
-            weight = seed / (len(a) if columns is None else 2 * len(a))
-            gradients = _gradients(pairs, others, rows, columns, weight, ctx.needs_input_grad)
-        return *only_first(gradients, (seed, a, b, negatives, scale), ONLY_FIRST), None, None
+            sum_a = pairs.a.empty_sums() if for_a or for_scale else None
+            sum_b = pairs.b.empty_sums() if for_b else None
+            sum_negatives = others.b.empty_sums() if for_negatives else None
+            add_gradients(pairs, rows=rows, columns=columns, sum_a=sum_a, sum_b=sum_b)
+            add_gradients(others, rows=rows, columns=None, sum_a=sum_a, sum_b=sum_negatives)
+            weight = seed / (len(a) if columns is None else 2 * len(a))  # of each cross-entropy
+            grad_scale = pairs.a.components(sum_a).sum() * weight if sum_a is not None and for_scale else None
+            sums = (pairs.a, sum_a), (pairs.b, sum_b), (others.b, sum_negatives)
+            gradients = [None if one is None else given.gradient(one, weight * scale) for given, one in sums]
+        return *only_first([*gradients, grad_scale], (seed, a, b, negatives, scale), ONLY_FIRST), None, None
 
 
 def _blocks(a: Tensor, b: Tensor, negatives: Tensor, scale: Tensor, tile: int) -> tuple[Block, Block]:
@@ -349,19 +344,3 @@ def _blocks(a: Tensor, b: Tensor, negatives: Tensor, scale: Tensor, tile: int) -
         Block(a=rows, b=columns, scale=scale, tile=tile),
         Block(a=rows, b=others, scale=scale, tile=tile, first=len(others)),
     )
-
-
-def _gradients(
-    pairs: Block, others: Block, rows: LogSumExp, columns: LogSumExp | None, weight: Tensor, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of a, b, the negatives and the scale, if needed. `weight` is that of each cross-entropy."""
-    for_a, for_b, for_negatives, for_scale = needed[:4]
-    sum_a = pairs.a.empty_sums() if for_a or for_scale else None
-    sum_b = pairs.b.empty_sums() if for_b else None
-    sum_negatives = others.b.empty_sums() if for_negatives else None
-    add_gradients(pairs, rows=rows, columns=columns, sum_a=sum_a, sum_b=sum_b)
-    add_gradients(others, rows=rows, columns=None, sum_a=sum_a, sum_b=sum_negatives)
-    grad_scale = pairs.a.components(sum_a).sum() * weight if sum_a is not None and for_scale else None
-    sums = (pairs.a, sum_a), (pairs.b, sum_b), (others.b, sum_negatives)
-    factor = weight * pairs.scale
-    return [*(None if one is None else given.gradient(one, factor) for given, one in sums), grad_scale]

@@ -53,11 +53,7 @@ class CheckpointError(MacrobatchError):
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in words.
-
-    >>> counted(1, "sample"), counted(2_000, "sample")
-    ('1 sample', '2,000 samples')
-    """
+    """A number of things, in words: "1 sample", "2,000 samples"."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
@@ -71,11 +67,7 @@ def printable(text: str) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs one of the package's extras.
-
-    >>> pip_install("train")
-    "pip install 'macrobatch[train]' (in a checkout '.[train]')"
-    """
+    """The command that installs one of the package's extras."""
     return f"pip install 'macrobatch[{extra}]' (in a checkout '.[{extra}]')"
 
 
@@ -83,11 +75,8 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def warn(message: str) -> None:
-    """Give a warning that points to the line of the user's program that called the library.
-
-    Installed packages between the two, such as a progress bar around `batches`, are skipped. If all callers are
-    installed packages, the warning points to the line that called the library.
-    """
+    """Give a warning that points to the line of the user's program that called the library."""
+    # Installed packages between the two, such as a progress bar around `batches`, are skipped if there is a program.
     level, frame, calls_library = 0, inspect.currentframe(), 0
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != __package__:

@@ -1,8 +1,8 @@
 """`causal_lm_loss`: the loss of a causal language model, and the number of tokens that it predicts.
 
 Logits (tokens x vocabulary), several times and in float32, take most of the memory of such a loss. If a model returns
-the plain output of its head, `_HeadWatch` lets the head compute one position only, and `_ChunkedLoss` computes the rest
-a few tokens at a time, in the forward and again in the backward. For other models the loss uses the returned logits.
+the plain output of its head, `_loss_in_chunks` lets the head compute one position only, and `_ChunkedLoss` computes the
+rest a few tokens at a time, in the forward and again in the backward. Other models' own logits are used.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch._torch.autograd import only_first
@@ -146,7 +145,7 @@ def _model_inputs(inner: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any
     if inspect.ismethod(inner.forward) and "forward" not in vars(inner):
         accepted, kinds = _accepted_arguments(type(inner).forward)
     else:  # a forward of the instance, which may hold references: not cached
-        accepted, kinds = _names_and_kinds(inspect.signature(inner.forward).parameters.values())
+        accepted, kinds = _names_and_kinds(inner.forward)
     kwargs = {key: value for key, value in batch.items() if key not in ("labels", "input_ids")}
     if "attention_mask" not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
         kwargs.pop("attention_mask", None)
@@ -162,12 +161,11 @@ Accepted = tuple[frozenset[str], frozenset[Any]]  # the names and kinds of a for
 
 @functools.lru_cache(maxsize=16)  # the inspection takes longer than everything else here
 def _accepted_arguments(forward: Callable[..., Any]) -> Accepted:
-    own, *others = inspect.signature(forward).parameters.values()
-    return _names_and_kinds([own, *others] if own.kind is inspect.Parameter.VAR_POSITIONAL else others)
+    return _names_and_kinds(functools.partial(forward, None))  # without self
 
 
-def _names_and_kinds(parameters: Iterable[inspect.Parameter]) -> Accepted:
-    parameters = list(parameters)
+def _names_and_kinds(forward: Callable[..., Any]) -> Accepted:
+    parameters = inspect.signature(forward).parameters.values()
     return frozenset(one.name for one in parameters), frozenset(one.kind for one in parameters)
 
 
@@ -176,8 +174,7 @@ def _names_and_kinds(parameters: Iterable[inspect.Parameter]) -> Accepted:
 
 def _loss_of_output(output: Any, targets: Tensor) -> Tensor:
     """The summed loss of the logits that a model returned."""
-    logits = _logits_in(output)
-    if logits is None:
+    if (logits := _logits_in(output)) is None:
         raise BackendError(
             "causal_lm_loss found no logits in the output of the model. It must be a tensor, a tuple that begins with "
             f"one, or have a field 'logits': got {type(output).__name__}."
@@ -240,62 +237,14 @@ def _runs_other_code(module: nn.Module) -> bool:
     return "forward" in vars(module) or has_compiled_call(module) or has_backward_hooks(module)
 
 
-class _HeadWatch:
-    """Hooks for one forward, in which the head computes one position only.
-
-    Afterwards `hidden` is the input of the head, and `is_faithful` says whether the model called the head once and
-    returned its output unchanged. If not, only the model itself can compute its logits.
-    """
-
-    def __init__(self, inner: nn.Module, head: nn.Linear) -> None:
-        self.hidden: Tensor | None = None
-        self.is_faithful = False
-        self._inner, self._head = inner, head
-        self._calls = 0
-        self._projected: Tensor | None = None
-        self._version = 0
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> _HeadWatch:
-        self._handles.append(self._head.register_forward_pre_hook(self._narrow))
-        self._handles.append(self._head.register_forward_hook(self._note))
-        self._handles.append(self._inner.register_forward_hook(self._compare))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _narrow(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-        self._calls += 1
-        if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() != 3:
-            return None
-        self.hidden = args[0]
-        return (args[0][:, -1:],)  # as in generation, which every model supports
-
-    def _note(self, _head: nn.Module, _args: object, projected: Tensor) -> None:
-        self._projected, self._version = projected, version_of(projected)
-
-    def _compare(self, _inner: nn.Module, _args: object, output: object) -> None:
-        returned = _logits_in(output)
-        self.is_faithful = (
-            self._calls == 1
-            and returned is not None
-            and returned is self._projected
-            and version_of(returned) == self._version  # not capped in place
-        )
-
-
 def _loss_in_chunks(
     model: nn.Module, head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Tensor, chunk: int
 ) -> Tensor | None:
     """The summed loss without the whole logits; None if the model turns out to need them."""
-    with _HeadWatch(unwrapped(model), head) as watch:
-        output = model(*args, **kwargs)  # through the wrappers: DDP prepares its reducer there
-    hidden = watch.hidden
+    output, hidden, is_faithful = _output_and_hidden(model, head, args, kwargs)
     if hidden is None:
         return _loss_of_output(output, targets)  # the model did not call the head: the output has the logits
-    if not watch.is_faithful or hidden.shape[:2] != targets.shape:
+    if not is_faithful or hidden.shape[:2] != targets.shape:
         name = type(unwrapped(model)).__name__
         warnings.warn(
             f"causal_lm_loss ran the forward of {name} twice, because the model changes the output of its head, so "
@@ -304,14 +253,56 @@ def _loss_in_chunks(
             stacklevel=3,
         )
         return None
-    device = hidden.device
-    dtype = hidden.dtype
+    device, dtype = hidden.device, hidden.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, 1), head.weight, head.bias, targets.to(device).flatten(), chunk, dtype
     )
     return loss
+
+
+def _output_and_hidden(
+    model: nn.Module, head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Tensor | None, bool]:
+    """Run a forward in which the head computes one position only: the output, and the input of the head.
+
+    The last value says whether the model called the head once and returned its output unchanged. If not, only the
+    model itself can compute its logits.
+    """
+    hidden: Tensor | None = None
+    projected: list[tuple[Tensor, int]] = []  # what the head returned, with its version
+    is_faithful = False
+
+    def narrow(_head: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor] | None:
+        nonlocal hidden
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() != 3:
+            return None
+        hidden = given[0]
+        return (hidden[:, -1:],)  # as in generation, which every model supports
+
+    def note(_head: nn.Module, _given: object, output: Tensor) -> None:
+        projected.append((output, version_of(output)))
+
+    def compare(_inner: nn.Module, _given: object, output: object) -> None:
+        nonlocal is_faithful
+        returned = _logits_in(output)
+        is_faithful = (
+            len(projected) == 1
+            and returned is projected[0][0]
+            and version_of(projected[0][0]) == projected[0][1]  # not capped in place
+        )
+
+    handles = [
+        head.register_forward_pre_hook(narrow),
+        head.register_forward_hook(note),
+        unwrapped(model).register_forward_hook(compare),
+    ]
+    try:
+        return model(*args, **kwargs), hidden, is_faithful  # through the wrappers: DDP prepares its reducer there
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -339,10 +330,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, _ = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(seed.device.type, enabled=False):
             gradients = _ChunkedLoss._gradients(ctx, seed)
-        return *only_first(gradients, (seed, hidden, weight, bias), ONLY_FIRST), None, None, None
+        return *only_first(gradients, (seed, *ctx.saved_tensors[:3]), ONLY_FIRST), None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
@@ -353,24 +343,23 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if for_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for start in range(0, len(hidden), ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                rows, wanted = hidden[part].to(dtype), targets[part, None]
-                ignored = wanted == IGNORED
-                slope = torch.softmax(F.linear(rows, weight, bias), -1, dtype=wide)  # (rows, vocabulary)
-                slope.scatter_add_(1, wanted.masked_fill(ignored, 0), torch.full_like(wanted, -1, dtype=wide))
-                if grad_bias is not None:
-                    grad_bias += slope.t() @ (~ignored[:, 0]).to(wide)
-                slope = slope.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = (slope @ weight).masked_fill_(ignored, 0)
-                rows = rows.masked_fill(ignored, 0)
-                if grad_weight is not None and dtype == wide:
-                    grad_weight.addmm_(slope.t(), rows)
-                elif grad_weight is not None:
-                    grad_weight += slope.t() @ rows
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            rows, wanted = hidden[part].to(dtype), targets[part, None]
+            ignored = wanted == IGNORED
+            slope = torch.softmax(F.linear(rows, weight, bias), -1, dtype=wide)  # (rows, vocabulary)
+            slope.scatter_add_(1, wanted.masked_fill(ignored, 0), torch.full_like(wanted, -1, dtype=wide))
+            if grad_bias is not None:
+                grad_bias += slope.t() @ (~ignored[:, 0]).to(wide)
+            slope = slope.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = (slope @ weight).masked_fill_(ignored, 0)
+            rows = rows.masked_fill(ignored, 0)
+            if grad_weight is not None and dtype == wide:
+                grad_weight.addmm_(slope.t(), rows)
+            elif grad_weight is not None:
+                grad_weight += slope.t() @ rows
         for gradient in (grad_hidden, grad_weight, grad_bias):
             if gradient is not None:
                 gradient *= seed

@@ -35,10 +35,7 @@ class FittingCount:
 
 
 class FittingTokens:
-    """``by_tokens("auto")``: the largest number of tokens, padding included.
-
-    A sample that is longer than the number of tokens that fits is still run, as a micro-batch of its own.
-    """
+    """``by_tokens("auto")``: the largest number of tokens, padding included. A longer sample runs alone."""
 
     unit = "tokens"
 

@@ -9,47 +9,29 @@ import torch
 from torch import Tensor
 
 from macrobatch._cut.token_groups import MASK, name_parts
-from macrobatch._cut.trees import Leaf, flatten, has_samples, leaves, rebuild
+from macrobatch._cut.trees import Leaf, flatten, has_samples, leaves, replace_leaves
 from macrobatch.errors import BatchError
 
 
 def joined(batches: Sequence[Any], padding: Mapping[Any, int], unknown: int | None = 0) -> Any:
     """Join several batches into one, padded to the widest of them, on the side on which they are padded.
 
-    >>> batches = [{"input_ids": torch.ones(1, 2)}, {"input_ids": torch.ones(2, 3)}]
-    >>> joined(batches, {"input_ids": 7})["input_ids"]
-    tensor([[1., 1., 7.],
-            [1., 1., 1.],
-            [1., 1., 1.]])
-
-    Args:
-        batches: batches that are nested in the same way, with the same names.
-        padding: the padding value by name of the field, or by the known part of it ("labels" of "chosen_labels").
-        unknown: the padding value of all other fields; None to raise an error if one needs padding.
-
-    Raises:
-        BatchError: they are of different kinds, or there is no padding for a field.
+    `padding` has the value by the name of a field, or by the known part of it ("labels" of "chosen_labels"), and
+    `unknown` is that of other fields; None: it is an error if one of them needs padding.
     """
-    lists: dict[int, bool] = {}
-    flat = [list(flatten(batch, (), "batch", _count(batch), lists)) for batch in batches]
+    flat = [_flat(batch) for batch in batches]
     for other in flat[1:]:
         if [leaf.keys for leaf in other] != [leaf.keys for leaf in flat[0]]:
             names = [", ".join(leaf.path for leaf in one) or "nothing" for one in (flat[0], other)]
             raise BatchError(f"the batches of a window hold different things: {names[0]}, and {names[1]}.")
     at_left = _is_any_padded_at_left(flat)
-    whole = iter([_join(same, lists, padding, unknown, at_left) for same in zip(*flat, strict=True)])
-    return rebuild(batches[0], lambda _: next(whole), lists)
+    whole = [_join(same, padding, unknown, at_left) for same in zip(*flat, strict=True)]
+    return replace_leaves(batches[0], flat[0], whole)
 
 
 def narrowed(parts: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
-    """Parts of a joined batch without the columns that `joined` has padded: each as wide as the batch it came from.
-
-    >>> batches = [{"input_ids": torch.ones(1, 2)}, {"input_ids": torch.ones(2, 3)}]
-    >>> whole = joined(batches, {"input_ids": 7})["input_ids"]
-    >>> [part["input_ids"].shape[1] for part in narrowed([{"input_ids": whole[:1]}, {"input_ids": whole[1:]}], batches)]
-    [2, 3]
-    """
-    flat = [list(flatten(batch, (), "batch", _count(batch), {})) for batch in batches]
+    """Parts of a joined batch without the columns that `joined` has padded: each as wide as the batch it came from."""
+    flat = [_flat(batch) for batch in batches]
     at_left = _is_any_padded_at_left(flat)
     return [_narrowed(part, before, at_left) for part, before in zip(parts, flat, strict=True)]
 
@@ -60,8 +42,10 @@ def the_only_one(batches: Sequence[Any]) -> Any:
     return batch
 
 
-def _count(batch: Any) -> int:
-    return next((len(leaf) for _, leaf in leaves(batch, "") if has_samples(leaf)), 0)
+def _flat(batch: Any) -> list[Leaf]:
+    """The leaves of a batch, which may have no samples."""
+    count = next((len(leaf) for _, leaf in leaves(batch, "") if has_samples(leaf)), 0)
+    return list(flatten(batch, count))
 
 
 def _are_same(some: Any, other: Any) -> bool:
@@ -71,12 +55,10 @@ def _are_same(some: Any, other: Any) -> bool:
     return bool(some == other or (some != some and other != other))
 
 
-def _join(
-    same: Sequence[Leaf], lists: Mapping[int, bool], padding: Mapping[Any, int], unknown: int | None, at_left: bool
-) -> Any:
+def _join(same: Sequence[Leaf], padding: Mapping[Any, int], unknown: int | None, at_left: bool) -> Any:
     values = [leaf.value for leaf in same]
     refused = f"the batches of a window cannot be made one: {same[0].path}"
-    if all(lists.get(id(value)) for value in values):
+    if all(leaf.has_entries for leaf in same):
         return [entry for value in values for entry in value]
     if not all(isinstance(value, Tensor) for value in values):
         others = [value for value in values[1:] if has_samples(value) or not _are_same(value, values[0])]
@@ -96,7 +78,7 @@ def _join(
         )
     if len({shape[1:2] for shape in shapes}) == 1:
         return torch.cat(values)
-    name = same[0].keys[-1] if same[0].keys else None
+    name = same[0].name
     pad = padding.get(name, padding.get(name_parts(name)[0], unknown))
     if pad is None:
         raise BatchError(
@@ -117,10 +99,9 @@ def padded_columns(value: Tensor, more: int, pad: int, at_left: bool) -> Tensor:
 
 def _narrowed(part: Any, before: Sequence[Leaf], at_left: bool) -> Any:
     """A part that is as wide as these leaves."""
-    lists: dict[int, bool] = {}
-    after = flatten(part, (), "batch", _count(part), lists)
-    narrow = iter([_narrow(leaf.value, like.value, at_left) for leaf, like in zip(after, before, strict=True)])
-    return rebuild(part, lambda _: next(narrow), lists)
+    after = _flat(part)
+    narrow = [_narrow(leaf.value, like.value, at_left) for leaf, like in zip(after, before, strict=True)]
+    return replace_leaves(part, after, narrow)
 
 
 def _narrow(value: Any, like: Any, at_left: bool) -> Any:
@@ -131,6 +112,6 @@ def _narrow(value: Any, like: Any, at_left: bool) -> Any:
 
 def _is_any_padded_at_left(flat: Sequence[Sequence[Leaf]]) -> bool:
     """Whether any batch has a mask in which the tokens of some row begin after the first column."""
-    named = [(name_parts(leaf.keys[-1] if leaf.keys else None)[0], leaf.value) for leaves in flat for leaf in leaves]
-    masks = [value for name, value in named if name == MASK and isinstance(value, Tensor) and value.dim() == 2]
+    masks = [leaf.value for leaves in flat for leaf in leaves if name_parts(leaf.name)[0] == MASK]
+    masks = [mask for mask in masks if isinstance(mask, Tensor) and mask.dim() == 2]
     return any(mask.shape[1] > 0 and bool((mask[:, 0] == 0).any()) for mask in masks)

@@ -1,7 +1,4 @@
-"""Recognises and explains a lack of memory, and remembers which micro-batch sizes fit.
-
-`FittingSizes` holds what is known so far for each shape of a sample. `_step.attempts` decides when to retry a window.
-"""
+"""Recognises and explains a lack of memory, and remembers which micro-batch sizes fit."""
 
 from __future__ import annotations
 
@@ -30,13 +27,7 @@ UNLIMITED = 2**62
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, is a lack of memory.
-
-    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    True
-    >>> is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
-    False
-    """
+    """Whether an error, or one of its causes, is a lack of memory."""
     return any(
         isinstance(one, torch.OutOfMemoryError | MemoryError)
         or (isinstance(one, RuntimeError) and MESSAGES.search(str(one)) is not None)
@@ -51,11 +42,7 @@ def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def requested_memory(error: BaseException) -> str:
-    """The requested amount of memory, in the words of the allocator.
-
-    >>> requested_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
-    '2.00 GiB'
-    """
+    """The requested amount of memory, in the words of the allocator."""
     for one in _error_chain(error):
         if found := REQUEST.search(str(one)):
             return found[1]
@@ -123,25 +110,14 @@ class SizeRecord:
 
 
 class FittingSizes:
-    """Remembers which sizes of micro-batches fit, for each shape of a sample.
-
-    >>> sizes, shape = FittingSizes(), Shape("x", (512,))
-    >>> sizes.note_failure(shape, 16)
-    >>> sizes.proposal(shape), sizes.proposal(Shape("x", (1024,)))    # the next try; a longer one fits no better
-    (8, 8)
-
-    Args:
-        file: keeps the sizes that did not fit for the next run. It is read at once, if it exists.
-    """
+    """Remembers which sizes of micro-batches fit, for each shape of a sample; a file keeps them for the next run."""
 
     def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
-        self._known: dict[Shape, SizeRecord] = {}
         self._noted: set[Shape] = set()  # shapes that this run has seen, not only the file
         if file is not None and not isinstance(file, str | os.PathLike):
             raise UsageError(f"fit_file must be the path of a file: got {file!r}.")
         self.file = None if file is None else Path(file)
-        if self.file is not None:
-            self._known.update(_read_file(self.file))
+        self._known = {} if self.file is None else _read_file(self.file)
 
     def proposal(self, shape: Shape) -> int:
         """The number of samples of that shape to put into a micro-batch."""
@@ -234,9 +210,8 @@ class Pressure:
         self._before = self._retries()
 
     def _retries(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+        statistics = torch.cuda.memory_stats(self._device) if self._device.type == "cuda" else {}
+        return int(statistics.get("num_alloc_retries", 0))
 
     def has_risen(self) -> bool:
         """Whether the allocator has retried since."""

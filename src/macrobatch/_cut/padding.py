@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from macrobatch._cut.token_groups import Keys, TokenGroup, is_integer, numbered_infos, token_groups
+from macrobatch._cut.token_groups import Keys, TokenGroup, is_integer, leaf_infos, token_groups
 from macrobatch.errors import BatchError
 
 IGNORED = -100  # the label that torch's losses skip
@@ -137,7 +137,7 @@ def sequence_lengths(sample: Sequence[tuple[Keys, Any]]) -> tuple[PlaceLengths, 
     sizes = [_sizes(value) for value in values]
     whole = [is_integer(value) or _starts_with_int(value) for value in values]
     lengths, label_lengths = PlaceLengths(), PlaceLengths()
-    for group in token_groups(numbered_infos(zip([keys for keys, _ in sample], sizes, whole, strict=True))):
+    for group in token_groups(leaf_infos(zip([keys for keys, _ in sample], sizes, whole, strict=True))):
         first = group.first
         full = max(math.prod(sizes[i]) if whole[i] and not group.is_masked else sizes[i][0] for i in group.members)
         lengths[sample[first][0]] = _sample_length(group, values, full) if group.can_trim else full

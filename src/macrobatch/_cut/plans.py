@@ -9,60 +9,60 @@ from typing import NamedTuple
 Plan = Sequence[Sequence[int]]  # the samples of each micro-batch
 LengthPerGroup = tuple[int, ...]  # the length of a sample in each group of tokens
 
+FEWEST = 1 << 40  # the cost of a micro-batch for a plan with the fewest: no padding can cost as much
+COST_OF_SEVERAL = 10  # of a search step with several sequences, relative to one with a single sequence
+MAX_SEARCH_STEPS = 500_000  # of the search for the least padding: about 50 ms
+
+
+class Part(NamedTuple):
+    """A planned micro-batch."""
+
+    samples: Sequence[int]
+    widths: LengthPerGroup = ()  # to which the groups of tokens are trimmed; empty: nothing is trimmed
+    rows: int | None = None  # the number of rows that samples share; None: each has its own
+
+    @property
+    def key(self) -> tuple[int, LengthPerGroup]:
+        """The part of its shape that is known before it is taken."""
+        return len(self.samples) if self.rows is None else self.rows, self.widths
+
 
 def plan_by_count(samples: int, size: int) -> Plan:
-    """Micro-batches of `size` samples, in their order; the last may have fewer.
-
-    >>> plan_by_count(5, 2)
-    [range(0, 2), range(2, 4), range(4, 5)]
-    """
+    """Micro-batches of `size` samples, in their order; the last may have fewer."""
     return [range(start, min(start + size, samples)) for start in range(0, samples, size)]
 
 
-FEWEST = 1 << 40  # the cost of a micro-batch for a plan with the fewest: no padding can cost as much
-
-
 def plan_by_tokens(lengths: Sequence[int], budget: int, cost: int = FEWEST) -> Plan:
-    """The plan with the fewest micro-batches that the budget allows, and among these with the least padding.
+    """The cheapest plan in which no micro-batch has more than `budget` tokens: number of samples x longest.
 
-    No micro-batch has more than `budget` tokens, padding included: number of samples x longest. A sample above the
-    budget is alone. The longest samples come first, so that a lack of memory shows at once.
-
-    `cost` is the cost of a micro-batch besides its tokens, in tokens. With it, the plan is the cheapest one: then short
-    samples are not padded to the width of the longest just because the budget is large.
-
-    >>> plan_by_tokens([3, 9, 4, 2, 8], budget=18)
-    [[1, 4], [0, 2, 3]]
-    >>> plan_by_tokens([3, 9, 4, 2, 8], budget=1000), plan_by_tokens([3, 9, 4, 2, 8], budget=1000, cost=5)
-    ([[0, 1, 2, 3, 4]], [[1, 4], [0, 2, 3]])
+    `cost` is that of a micro-batch besides its tokens, in tokens; by default a plan has the fewest micro-batches, and
+    among these the least padding. A sample above the budget is alone. The longest samples come first, so that a lack
+    of memory shows at once.
     """
-    order = sorted(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     widths = [max(lengths[sample], 1) for sample in order]  # ascending; an empty sample takes a row too
-    cuts = itertools.pairwise([0, *_ends(widths, budget, cost)])
-    return [sorted(order[start:end]) for start, end in cuts][::-1]
+    return _cut_at(order, _ends(widths, budget, cost))
 
 
 def plan_sequences(rows: Sequence[tuple[int, ...]], budget: int, cost: int = FEWEST) -> Plan:
-    """The same as `plan_by_tokens` for samples with several sequences, such as a question and its answer.
+    """The same for samples with several sequences, such as a question and its answer: their tokens are added up.
 
-    A micro-batch has number of samples x longest tokens in each sequence, and at most `budget` in all sequences
-    together. Samples are sorted by their total number of tokens, and then cut as in `plan_by_tokens`.
-
-    >>> plan_sequences([(3, 9), (8, 2), (4, 9)], budget=26)
-    [[0, 2], [1]]
+    Only cuts of the samples in the order of their total number of tokens are considered.
     """
     if all(len(row) == 1 for row in rows):
         return plan_by_tokens([length for (length,) in rows], budget, cost)
-    order = sorted(range(len(rows)), key=lambda sample: (sum(rows[sample]), rows[sample], sample))
+    order = sorted(range(len(rows)), key=lambda sample: (sum(rows[sample]), rows[sample]))
     sequences = [tuple(max(length, 1) for length in rows[sample]) for sample in order]
-    totals = [sum(row) for row in sequences]
-    is_long = COST_OF_SEVERAL * _search_steps(totals, budget) > MAX_SEARCH_STEPS
-    ends = _greedy_ends_of_several(sequences, budget) if is_long else _tight_ends_of_several(sequences, budget, cost)
+    if COST_OF_SEVERAL * _search_steps([sum(row) for row in sequences], budget) > MAX_SEARCH_STEPS:
+        ends = _ends_from(len(sequences), lambda end: list(_starts(sequences, end, budget))[-1][0])
+    else:
+        ends = _tight_ends_of_several(sequences, budget, cost)
+    return _cut_at(order, ends)
+
+
+def _cut_at(order: list[int], ends: list[int]) -> Plan:
+    """The plan for samples in ascending order that are cut at these ends; the longest come first."""
     return [sorted(order[start:end]) for start, end in itertools.pairwise([0, *ends])][::-1]
-
-
-COST_OF_SEVERAL = 10  # of a search step with several sequences, relative to one with a single sequence
-MAX_SEARCH_STEPS = 500_000  # of the search for the least padding: about 50 ms
 
 
 def _max_samples(width: int, budget: int) -> int:
@@ -83,16 +83,12 @@ def _ends(widths: list[int], budget: int, cost: int) -> list[int]:
         while steps > MAX_SEARCH_STEPS * stride**2:
             stride *= 2
     if steps > MAX_SEARCH_STEPS * stride**2 or stride > _max_samples(widths[-1], budget):
-        return _greedy_ends(widths, budget)
+        # Filled from the longest sample down: no plan has fewer micro-batches.
+        return _ends_from(len(widths), lambda end: end - _max_samples(widths[end - 1], budget))
     return _tight_ends(widths, budget, cost, stride)
 
 
-def _greedy_ends(widths: list[int], budget: int) -> list[int]:
-    """The ends of micro-batches that are filled from the longest sample down: no plan has fewer."""
-    return _ends_from(len(widths), lambda end: end - _max_samples(widths[end - 1], budget))
-
-
-def _tight_ends(widths: list[int], budget: int, cost: int, stride: int = 1) -> list[int]:
+def _tight_ends(widths: list[int], budget: int, cost: int, stride: int) -> list[int]:
     """The ends of the micro-batches with the smallest sum of padded sizes and costs, at multiples of `stride`."""
     best: dict[int, tuple[int, int]] = {0: (0, 0)}  # for the first n samples: the sum, and where the last part starts
     for end in itertools.chain(range(stride, len(widths), stride), [len(widths)]):
@@ -101,6 +97,14 @@ def _tight_ends(widths: list[int], budget: int, cost: int, stride: int = 1) -> l
         starts = range(-(-first // stride) * stride, end, stride)
         best[end] = min((best[s][0] + cost + (end - s) * width, s) for s in starts)
     return _ends_from(len(widths), lambda end: best[end][1])
+
+
+def _tight_ends_of_several(sequences: list[tuple[int, ...]], budget: int, cost: int) -> list[int]:
+    """The same for samples with several sequences."""
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}
+    for end in range(1, len(sequences) + 1):
+        best[end] = min((best[start][0] + cost + size, start) for start, size in _starts(sequences, end, budget))
+    return _ends_from(len(sequences), lambda end: best[end][1])
 
 
 def _starts(sequences: list[tuple[int, ...]], end: int, budget: int) -> Iterator[tuple[int, int]]:
@@ -114,19 +118,6 @@ def _starts(sequences: list[tuple[int, ...]], end: int, budget: int) -> Iterator
         yield start, size
 
 
-def _greedy_ends_of_several(sequences: list[tuple[int, ...]], budget: int) -> list[int]:
-    """The ends of micro-batches that are filled from the longest sample down."""
-    return _ends_from(len(sequences), lambda end: list(_starts(sequences, end, budget))[-1][0])
-
-
-def _tight_ends_of_several(sequences: list[tuple[int, ...]], budget: int, cost: int) -> list[int]:
-    """The ends of the micro-batches in this order whose padded sizes and costs have the smallest sum."""
-    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # as in `_tight_ends`
-    for end in range(1, len(sequences) + 1):
-        best[end] = min((best[start][0] + cost + size, start) for start, size in _starts(sequences, end, budget))
-    return _ends_from(len(sequences), lambda end: best[end][1])
-
-
 def _ends_from(end: int, start_of: Callable[[int], int]) -> list[int]:
     """The ends of all micro-batches, from the end of the last one and a function from an end to its start."""
     ends = []
@@ -136,16 +127,12 @@ def _ends_from(end: int, start_of: Callable[[int], int]) -> list[int]:
     return ends[::-1]
 
 
+# ---------------------------------------------------------------------------------------------- few shapes
+
+
 def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int]]:
-    """Micro-batches of few different shapes within the budget, and their widths, if each shape costs extra work.
-
-    Widths are rounded up (`rounded_up`), each micro-batch has as many samples as fit, and the samples that are left
-    at the end are cut into powers of two.
-
-    >>> plan_few_shapes([30, 9, 4, 2, 17, 8, 3], budget=64)
-    ([[0, 4], [1, 2, 5, 6], [3]], [32, 16, 16])
-    """
-    order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    """Micro-batches of few different shapes within the budget, and their widths, if each shape costs extra work."""
+    order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
     plan, widths, start = [], [], 0
     while start < len(order):
         longest = lengths[order[start]]
@@ -157,19 +144,24 @@ def plan_few_shapes(lengths: Sequence[int], budget: int) -> tuple[Plan, list[int
     return plan, widths
 
 
+def rounded_up(length: int) -> int:
+    """The next of these lengths: 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., four for each doubling."""
+    if length <= 16:
+        return 16
+    step = 1 << (length - 1).bit_length() - 3
+    return -(-length // step) * step
+
+
 def _power_of_two_at_the_end(room: int, left: int) -> int:
     """As many as there is room for. If fewer are left, a power of two, so that there are few different numbers."""
     return room if room <= left else 1 << (left.bit_length() - 1)
 
 
+# ---------------------------------------------------------------------------------------------- rows that samples share
+
+
 def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool) -> list[Plan]:
-    """Micro-batches of at most `most` rows, which samples share: for each row, its samples.
-
-    With `few_shapes`, the number of rows of the last micro-batches is a power of two.
-
-    >>> plan_packed([3, 9, 4, 2, 8], width=10, most=2, few_shapes=False)
-    [[[1], [4, 3]], [[2, 0]]]
-    """
+    """Micro-batches of at most `most` rows, which samples share: for each row, its samples."""
     rows, plan, start = plan_rows(lengths, width), list[Plan](), 0
     while start < len(rows):
         left = len(rows) - start
@@ -180,17 +172,14 @@ def plan_packed(lengths: Sequence[int], width: int, most: int, few_shapes: bool)
 
 
 def plan_rows(lengths: Sequence[int], width: int) -> Plan:
-    """Put samples into few rows of `width` tokens: each goes into the first row with enough room.
+    """Put samples into few rows of `width` tokens: the longest first, each into the first row with enough room.
 
-    The longest come first. No sample that begins a row would have fitted into the row before it. So code that fills
-    rows with samples in this order gets the same rows.
-
-    >>> plan_rows([3, 9, 4, 2, 8], width=10)
-    [[1], [4, 3], [2, 0]]
+    No sample that begins a row would have fitted into the row before it. So code that fills rows with samples in this
+    order gets the same rows.
     """
     rows: list[list[int]] = []
     rooms = FirstRoom(len(lengths), width)
-    for sample in sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample)):
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
         row = rooms.place(max(lengths[sample], 1))
         if row == len(rows):
             rows.append([])
@@ -199,12 +188,7 @@ def plan_rows(lengths: Sequence[int], width: int) -> Plan:
 
 
 class FirstRoom:
-    """Finds the first of many rows with enough room, by a tree over the rows. Each node has the most room below it.
-
-    >>> rooms = FirstRoom(3, width=10)
-    >>> [rooms.place(size) for size in (9, 8, 2, 1, 12)]
-    [0, 1, 1, 0, 2]
-    """
+    """Finds the first of many rows with enough room, by a tree over the rows. Each node has the most room below it."""
 
     def __init__(self, count: int, width: int) -> None:
         self._first_leaf = 1 << max(count - 1, 0).bit_length()
@@ -222,28 +206,3 @@ class FirstRoom:
             node //= 2
             self._rooms[node] = max(self._rooms[2 * node], self._rooms[2 * node + 1])
         return place
-
-
-def rounded_up(length: int) -> int:
-    """The next of these lengths: 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., four for each doubling.
-
-    >>> [rounded_up(length) for length in (3, 16, 17, 63, 65, 1000)]
-    [16, 16, 20, 64, 80, 1024]
-    """
-    if length <= 16:
-        return 16
-    step = 1 << (length - 1).bit_length() - 3
-    return -(-length // step) * step
-
-
-class Part(NamedTuple):
-    """A planned micro-batch."""
-
-    samples: Sequence[int]
-    widths: LengthPerGroup = ()  # to which the groups of tokens are trimmed; empty: nothing is trimmed
-    rows: int | None = None  # the number of rows that samples share; None: each has its own
-
-    @property
-    def key(self) -> tuple[int, LengthPerGroup]:
-        """The part of its shape that is known before it is taken."""
-        return len(self.samples) if self.rows is None else self.rows, self.widths

@@ -34,10 +34,7 @@ class Policy(Protocol):
     """A way to cut a batch into micro-batches."""
 
     def parts(self, samples: Samples, few_shapes: bool = False) -> list[Part]:
-        """The micro-batches of these samples, each sample in exactly one of them.
-
-        With `few_shapes`, the micro-batches should have few different shapes, because each shape is recorded once.
-        """
+        """The micro-batches of these samples, each sample in one of them; `few_shapes` if shapes are recorded."""
 
 
 def require_each_once(parts: Sequence[Part], count: int) -> None:
@@ -102,8 +99,10 @@ class ByTokens:
         if "untrimmed" not in self._warnings_given and (why := samples.why_untrimmed()) is not None:
             self._warnings_given["untrimmed"] = 1
             logger.warning("by_tokens: %s", why)
-        if few_shapes:
-            return _parts_of_few_shapes(samples, rows, budget)
+        if few_shapes:  # all groups of tokens have the width of the longest
+            groups = max(map(len, rows), default=1)
+            plan, widths = plan_few_shapes([max(row) for row in rows], max(budget // groups, 1))
+            return list(map(Part, plan, samples.few_widths(widths)))
         plan = plan_sequences(rows, budget, cost)
         # The user's lengths of listed samples need not be those of the collated tensors: nothing is trimmed.
         if isinstance(samples, SampleList) and self.length is not None:
@@ -150,14 +149,6 @@ class PackedRows(ByTokens):
 
 def _widths_of(rows: Sequence[LengthPerGroup], indices: Sequence[int]) -> LengthPerGroup:
     return tuple(map(max, zip(*[rows[sample] for sample in indices], strict=True)))
-
-
-def _parts_of_few_shapes(samples: Samples, rows: Sequence[LengthPerGroup], budget: int) -> list[Part]:
-    """Parts in which every group of tokens has the width of the longest, so that there are few shapes."""
-    groups = max(map(len, rows), default=1)
-    plan, widths = plan_few_shapes([max(row) for row in rows], max(budget // groups, 1))
-    samples.widen(max(widths, default=0))
-    return [Part(indices, samples.widths(width)) for indices, width in zip(plan, widths, strict=True)]
 
 
 def by_count(n: int) -> ByCount:

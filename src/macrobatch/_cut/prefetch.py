@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,19 +25,20 @@ class Prefetcher:
             for take in takes:
                 yield take()
             return
-        ahead: list[Transfer[T]] = []
+        ahead: list[Callable[[], tuple[Any, T]]] = []
         for take in takes:
             ahead.append(self._send(*take(), device))
             if len(ahead) == 2:
-                yield ahead.pop(0).wait(device)
-        for transfer in ahead:
-            yield transfer.wait(device)
+                yield ahead.pop(0)()
+        for receive in ahead:
+            yield receive()
 
     def one(self, take: Callable[[], tuple[Any, T]], device: torch.device) -> tuple[Any, T]:
         """The result of one function with its tensors on the device."""
         return next(self.each([take], device))
 
-    def _send(self, micro_batch: Any, about: T, device: torch.device) -> Transfer[T]:
+    def _send(self, micro_batch: Any, about: T, device: torch.device) -> Callable[[], tuple[Any, T]]:
+        """Begin to copy. The returned function makes the current stream wait for the copies, and returns them."""
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         copies: list[Tensor] = []
@@ -55,22 +55,14 @@ class Prefetcher:
             return copies[-1]
 
         with torch.cuda.stream(self._stream):
-            return Transfer(map_tensors(micro_batch, send_leaf), about, copies, self._stream.record_event())
+            sent = map_tensors(micro_batch, send_leaf)
+            event = self._stream.record_event()
 
+        def receive() -> tuple[Any, T]:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(event)
+            for copy in copies:
+                copy.record_stream(stream)  # the other stream owns its memory and must not reuse it yet
+            return sent, about
 
-@dataclass(frozen=True)
-class Transfer(Generic[T]):
-    """A micro-batch that is being copied."""
-
-    micro_batch: Any
-    about: T
-    copies: list[Tensor]
-    event: torch.cuda.Event
-
-    def wait(self, device: torch.device) -> tuple[Any, T]:
-        """Return the micro-batch, and make the current stream wait for the copies."""
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(self.event)
-        for copy in self.copies:
-            copy.record_stream(stream)  # the other stream owns its memory and must not reuse it yet
-        return self.micro_batch, self.about
+        return receive

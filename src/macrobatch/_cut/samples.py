@@ -15,21 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch._cut import padding
+from macrobatch._cut import padding, trees
 from macrobatch._cut.plans import LengthPerGroup, Part, rounded_up
-from macrobatch._cut.token_groups import LeafInfo, TokenGroup, group_of_width, has_length, leaf_infos, token_groups
-from macrobatch._cut.trees import (
-    Leaf,
-    Selection,
-    address,
-    children,
-    count_samples,
-    flatten,
-    has_fields,
-    has_samples,
-    rebuild,
-    require_no_list_of_samples,
-    require_told_apart,
+from macrobatch._cut.token_groups import (
+    LABELS,
+    MASK,
+    LeafInfo,
+    TokenGroup,
+    group_of_width,
+    is_integer,
+    leaf_infos,
+    token_groups,
 )
 from macrobatch.errors import BatchError
 
@@ -44,20 +40,15 @@ class Shape(NamedTuple):
 
 
 class TensorBatch:
-    """A batch of tensors with a common first dimension, nested in any way.
-
-    Lists and tuples of the same length, without tensors in them, have one entry per sample too. Everything else is
-    the same in every micro-batch.
-    """
+    """A batch of tensors with a common first dimension, nested in any way, and of lists with an entry per sample."""
 
     def __init__(self, batch: Any, containers: set[str] | None = None) -> None:
         self._batch = batch
-        self.count = count_samples(batch)
-        self._lists: dict[int, bool] = {}  # by id: whether a list has an entry for each sample
-        self._leaves = list(flatten(batch, (), "batch", self.count, self._lists))
+        self.count = trees.count_samples(batch)
+        self._leaves = list(trees.flatten(batch, self.count))
         self._groups: Sequence[TokenGroup] = ()
         self._lengths: list[LengthPerGroup] = []
-        first, *others = [leaf for leaf in self._leaves if has_samples(leaf.value)]
+        first, *others = [leaf for leaf in self._leaves if trees.has_samples(leaf.value)]
         for leaf in others:
             if leaf.value.shape[0] != self.count:
                 raise BatchError(
@@ -66,39 +57,30 @@ class TensorBatch:
                     "collate=. If a tensor belongs to no sample, pass it to loss_fn in another way, e.g. with "
                     "functools.partial."
                 )
-        require_no_list_of_samples(batch)
-        require_told_apart(batch, "batch", self.count, set() if containers is None else containers)
+        trees.require_no_list_of_samples(batch)
+        trees.require_told_apart(batch, "batch", self.count, set() if containers is None else containers)
 
     @functools.cached_property
     def shape(self) -> Shape:
-        tensors = [leaf for leaf in self._leaves if has_samples(leaf.value)]
-        kind = " ".join(f"{path}:{value.dtype}:{len(value.shape)}" for _, path, value in tensors)
-        return Shape(kind, tuple(int(size) for _, _, value in tensors for size in value.shape[1:]))
+        tensors = [leaf for leaf in self._leaves if trees.has_samples(leaf.value)]
+        kind = " ".join(f"{leaf.path}:{leaf.value.dtype}:{len(leaf.value.shape)}" for leaf in tensors)
+        return Shape(kind, tuple(int(size) for leaf in tensors for size in leaf.value.shape[1:]))
 
     def take(self, part: Part) -> Any:
         """The micro-batch of a part: views if its samples are adjacent, otherwise copies."""
         groups = zip(self._groups, part.widths, strict=True) if part.widths else ()
         widths = {member: max(width, 1) for group, width in groups if group.can_trim for member in group.members}
-        selection = Selection(part.samples)
-        cut = iter([self._select(value, selection, widths.get(i)) for i, (_, _, value) in enumerate(self._leaves)])
-        return rebuild(self._batch, lambda _: next(cut), self._lists)
-
-    def _select(self, value: Any, selection: Selection, width: int | None) -> Any:
-        if has_samples(value):
-            if width is None:
-                return selection.of_tensor(value)
-            trimmed = selection.of_tensor(value[:, :width])
-            is_whole = isinstance(value, Tensor) and value.layout == torch.strided and value.is_contiguous()
-            return trimmed.contiguous() if is_whole else trimmed  # losses call view()
-        return selection.of_list(value) if self._lists.get(id(value)) else value
+        selection = trees.Selection(part.samples)
+        cut = [_selected(leaf, selection, widths.get(index)) for index, leaf in enumerate(self._leaves)]
+        return trees.replace_leaves(self._batch, self._leaves, cut)
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor of a micro-batch is a view of the batch."""
-        return address(tensor) in self._addresses
+        return trees.address(tensor) in self._addresses
 
     @functools.cached_property
     def _addresses(self) -> set[int | None]:
-        return {address(leaf.value) for leaf in self._leaves if isinstance(leaf.value, Tensor)}
+        return {trees.address(leaf.value) for leaf in self._leaves if isinstance(leaf.value, Tensor)}
 
     # ------------------------------------------------------------------------------------------ lengths
 
@@ -107,7 +89,8 @@ class TensorBatch:
         return [leaf.value for leaf in self._leaves]
 
     def _leaf_infos(self) -> tuple[LeafInfo, ...]:
-        return leaf_infos((leaf.keys, leaf.value if has_samples(leaf.value) else None) for leaf in self._leaves)
+        sizes = [value.shape[1:] if trees.has_samples(value) else () for value in self._values]
+        return leaf_infos(zip([leaf.keys for leaf in self._leaves], sizes, map(is_integer, self._values), strict=True))
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[LengthPerGroup]:
         """The length of each sample without its padding, in each group of tokens."""
@@ -122,7 +105,7 @@ class TensorBatch:
         else:
             self._groups = token_groups(infos)
             columns = [padding.lengths_of(group, values) for group in self._groups]
-            if not any(map(has_length, infos)):
+            if not any(info.sizes and info.stem in (MASK, LABELS) for info in infos):
                 raise BatchError(
                     "by_tokens cannot find the lengths of the samples: the batch has neither an attention_mask nor "
                     "labels of two dimensions. Pass them: by_tokens(budget, length=lambda batch: batch[...])."
@@ -132,7 +115,11 @@ class TensorBatch:
 
     def _user_lengths(self, length: Callable[[Any], Any]) -> list[int]:
         found = length(self._batch)
-        numbers = torch.as_tensor(found).reshape(-1).tolist() if _holds_numbers(found) else None
+        numbers = None
+        if hasattr(found, "dtype") or (
+            isinstance(found, Sequence) and all(isinstance(number, Integral | Tensor) for number in found)
+        ):
+            numbers = torch.as_tensor(found).reshape(-1).tolist()
         if numbers is None or len(numbers) != self.count:
             raise BatchError(
                 f"length= gets the whole batch of tensors and must return {self.count} lengths, one per sample: it "
@@ -142,7 +129,7 @@ class TensorBatch:
 
     def _no_positions(self, lengths: Sequence[int]) -> str:
         """Why no tensor has the positions that the user's lengths count."""
-        shapes = {leaf.path: tuple(leaf.value.shape) for leaf in self._leaves if has_samples(leaf.value)}
+        shapes = {leaf.path: tuple(leaf.value.shape) for leaf in self._leaves if trees.has_samples(leaf.value)}
         longest, widths = max(lengths, default=0), [shape[1] for shape in shapes.values() if len(shape) > 1]
         if widths and longest > max(widths):
             return (
@@ -174,7 +161,13 @@ class TensorBatch:
 
     # ------------------------------------------------------------------------------------------ few shapes
 
-    def widen(self, width: int) -> None:
+    def few_widths(self, widths: Sequence[int]) -> list[LengthPerGroup]:
+        """The widths of the groups of tokens in micro-batches that are cut to these widths, if that can be."""
+        self._widen(max(widths, default=0))
+        own = [(self._width(group), group.can_trim) for group in self._groups]
+        return [tuple(min(width, widest) if trims else widest for widest, trims in own) for width in widths]
+
+    def _widen(self, width: int) -> None:
         """Pad groups of tokens, at most to `width`, so that the longest sample gets one of a few lengths."""
         for number, group in enumerate(self._groups):
             lengths = [row[number] for row in self._lengths]
@@ -186,14 +179,9 @@ class TensorBatch:
             is_even = all(isinstance(v, Tensor) and v.shape[1] == members[0].shape[1] for v in members)
             if more > 0 and is_even:
                 for member in group.members:  # the last column of the shortest sample is padding: it is repeated
-                    keys, path, value = self._leaves[member]
+                    value = self._leaves[member].value
                     last = value[shortest : shortest + 1, -1:].expand(self.count, more, *value.shape[2:])
-                    self._leaves[member] = Leaf(keys, path, torch.cat([value, last], 1))
-
-    def widths(self, width: int) -> LengthPerGroup:
-        """The width of each group of tokens in a micro-batch that is cut to `width`."""
-        own = [(self._width(group), group.can_trim) for group in self._groups]
-        return tuple(min(width, widest) if trims else widest for widest, trims in own)
+                    self._leaves[member] = self._leaves[member]._replace(value=torch.cat([value, last], 1))
 
     def _width(self, group: TokenGroup) -> int:
         return padding.width_of(group, self._values)
@@ -238,12 +226,9 @@ class SampleList:
     def why_untrimmed(self) -> None:
         """Nothing to say: `collate` decides about padding."""
 
-    def widen(self, width: int) -> None:
-        """Do nothing: `collate` decides about padding."""
-
-    def widths(self, width: int) -> LengthPerGroup:  # noqa: ARG002
+    def few_widths(self, widths: Sequence[int]) -> list[LengthPerGroup]:
         """No widths: `collate` decides about padding."""
-        return ()
+        return [()] * len(widths)
 
     def lengths(self, length: Callable[[Any], Any] | None) -> list[LengthPerGroup]:
         """The length of each sample in each of its sequences."""
@@ -262,10 +247,16 @@ def samples_of(batch: Any, collate: Collate | None = None, containers: set[str] 
     return TensorBatch(batch, containers) if collate is None else SampleList(batch, collate)
 
 
-def _holds_numbers(found: Any) -> bool:
-    if isinstance(found, Tensor) or hasattr(found, "dtype"):
-        return True
-    return isinstance(found, Sequence) and all(isinstance(n, Integral | Tensor) for n in found)
+def _selected(leaf: trees.Leaf, selection: trees.Selection, width: int | None) -> Any:
+    """The entries of a leaf for some samples, trimmed to a width if there is one."""
+    value = leaf.value
+    if not trees.has_samples(value):
+        return selection.of_list(value) if leaf.has_entries else value
+    if width is None:
+        return selection.of_tensor(value)
+    trimmed = selection.of_tensor(value[:, :width])
+    is_whole = isinstance(value, Tensor) and value.layout == torch.strided and value.is_contiguous()
+    return trimmed.contiguous() if is_whole else trimmed  # losses call view()
 
 
 def _checked_length(number: Any, index: int) -> int:
@@ -280,11 +271,11 @@ def _checked_length(number: Any, index: int) -> int:
 
 def _sequence_lengths(sample: Any) -> tuple[dict[Any, int], dict[Any, int]]:
     """The lengths of a sample of a list in its sequences; see `padding.sequence_lengths`."""
-    if isinstance(sample, Mapping | UserDict) or has_fields(sample):
+    if isinstance(sample, Mapping | UserDict) or trees.has_fields(sample):
         row = padding.sequence_lengths(list(_fields_of_sample(sample, ())))
         if row[0]:
             return row
-    elif has_samples(sample) or (isinstance(sample, list) and all(isinstance(token, int) for token in sample)):
+    elif trees.has_samples(sample) or (isinstance(sample, list) and all(isinstance(token, int) for token in sample)):
         return {(): len(sample)}, {}
     raise BatchError(
         f"by_tokens cannot find the length of a sample of type {type(sample).__name__}: it has neither an "
@@ -294,10 +285,10 @@ def _sequence_lengths(sample: Any) -> tuple[dict[Any, int], dict[Any, int]]:
 
 def _fields_of_sample(sample: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The fields of a sample that have a length; a list is a field, not a container."""
-    if isinstance(sample, Mapping | UserDict) or has_fields(sample):
-        for key, child in children(sample) or ():
+    if isinstance(sample, Mapping | UserDict) or trees.has_fields(sample):
+        for key, child in trees.children(sample) or ():
             yield from _fields_of_sample(child, (*keys, key))
-    elif has_samples(sample) or isinstance(sample, list | tuple):
+    elif trees.has_samples(sample) or isinstance(sample, list | tuple):
         yield keys, sample
 
 
@@ -305,7 +296,7 @@ def _sample_shape(sample: Any) -> Shape:
     """The kinds of a sample's tensors, and the sizes of all their dimensions; a list of numbers has one dimension."""
     if isinstance(sample, list) and sample and isinstance(sample[0], int | float):
         return Shape("numbers", (len(sample),))
-    branches = children(sample)
+    branches = trees.children(sample)
     if branches is None:
         sizes = tuple(int(size) for size in getattr(sample, "shape", ()))
         return Shape(f"{getattr(sample, 'dtype', type(sample).__name__)}:{len(sizes)}", sizes)

@@ -35,6 +35,11 @@ class LeafInfo(NamedTuple):
         return self.keys[-1] if self.keys else None
 
     @property
+    def stem(self) -> str | None:
+        """The known part of its name."""
+        return name_parts(self.name)[0]
+
+    @property
     def container(self) -> Keys:
         return self.keys[:-1]
 
@@ -61,12 +66,7 @@ class TokenGroup:
         return self.masks[0] if self.masks else self.members[0]
 
 
-def leaf_infos(leaves: Iterable[tuple[Keys, Any]]) -> tuple[LeafInfo, ...]:
-    """The input of `token_groups`, from tensors and arrays, or None for other leaves."""
-    return numbered_infos((keys, () if leaf is None else leaf.shape[1:], is_integer(leaf)) for keys, leaf in leaves)
-
-
-def numbered_infos(leaves: Iterable[tuple[Keys, Sequence[int], bool]]) -> tuple[LeafInfo, ...]:
+def leaf_infos(leaves: Iterable[tuple[Keys, Sequence[int], bool]]) -> tuple[LeafInfo, ...]:
     """Infos with numbers in place of sizes, so that batches that differ only in length look the same; 0 and 1 stay."""
     numbers = {0: 0, 1: 1}
     return tuple(
@@ -86,16 +86,12 @@ def is_integer(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def token_groups(leaves: tuple[LeafInfo, ...]) -> tuple[TokenGroup, ...]:
-    """Group the tensors of a batch that share their positions, and decide which groups can be trimmed.
-
-    >>> ids, mask, image = [LeafInfo((name,), sizes, True) for name, sizes in
-    ...                     (("input_ids", (9,)), ("attention_mask", (9,)), ("image", (3, 8, 8)))]
-    >>> (group,) = token_groups((ids, mask, image))
-    >>> group.members, group.can_trim
-    ((0, 1), True)
-    """
-    masks = [i for i, leaf in enumerate(leaves) if len(leaf.sizes) == 1 and name_parts(leaf.name)[0] == MASK]
-    masked = {index: _MaskGroup(leaves[index], index) for index in masks}
+    """Group the tensors of a batch that share their positions, and decide which groups can be trimmed."""
+    masked = {
+        index: _MaskGroup(leaf, index)
+        for index, leaf in enumerate(leaves)
+        if len(leaf.sizes) == 1 and leaf.stem == MASK
+    }
     others = [index for index, leaf in enumerate(leaves) if leaf.sizes and index not in masked]
     for index in others:
         _assign(index, leaves, list(masked.values()))
@@ -112,16 +108,10 @@ def token_groups(leaves: tuple[LeafInfo, ...]) -> tuple[TokenGroup, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def name_parts(name: Any) -> tuple[str | None, str]:
-    """The known part of a tensor's name, and its prefix or suffix.
-
-    >>> [name_parts(name) for name in ("chosen_input_ids", "attention_mask_rejected", "labels", "pixel_values")]
-    [('input_ids', 'chosen'), ('attention_mask', 'rejected'), ('labels', ''), (None, '')]
-    """
-    if not isinstance(name, str):
-        return None, ""
+    """The known part of a tensor's name, and its prefix or suffix: ("input_ids", "chosen") of chosen_input_ids."""
     if name in STEMS:
         return name, ""
-    for stem in STEMS:
+    for stem in STEMS if isinstance(name, str) else ():
         if name.endswith(f"_{stem}"):
             return stem, name[: -len(stem) - 1]
         if name.startswith(f"{stem}_"):
@@ -169,10 +159,8 @@ class _MaskGroup:
 def _assign(index: int, leaves: tuple[LeafInfo, ...], masked: list[_MaskGroup]) -> None:
     """Add a tensor to the group that it belongs to, or make it an obstacle of the groups that it may belong to."""
     leaf = leaves[index]
-    stem, affix = name_parts(leaf.name)
+    stem, affix = _stem_and_affix(leaf, leaves)
     near, is_inside = _nearest_groups(leaf, masked)
-    if stem == LABELS and not affix and _belongs_to_decoder(leaf, leaves):
-        affix = DECODER
     own = [group for group in near if group.affix == affix] if stem else []
     if named_after := [group for group in near if group.affix and group.affix == leaf.name]:
         own = named_after  # labels_attention_mask belongs to labels
@@ -198,14 +186,15 @@ def _nearest_groups(leaf: LeafInfo, masked: list[_MaskGroup]) -> tuple[list[_Mas
     return masked, False
 
 
-def _belongs_to_decoder(labels: LeafInfo, leaves: tuple[LeafInfo, ...]) -> bool:
-    """Whether labels have the positions of the decoder's inputs, not of the encoder's tokens."""
-    return any(
-        leaf.container == labels.container
-        and name_parts(leaf.name)[1] == DECODER
-        and leaf.sizes[:1] == labels.sizes[:1]
-        for leaf in leaves
-    )
+def _stem_and_affix(leaf: LeafInfo, leaves: tuple[LeafInfo, ...]) -> tuple[str | None, str]:
+    """The parts of a tensor's name. Labels with the positions of the decoder's inputs belong to the decoder."""
+    stem, affix = name_parts(leaf.name)
+    place = leaf.container, DECODER, leaf.sizes[:1]
+    if (stem, affix) == (LABELS, "") and any(
+        (other.container, name_parts(other.name)[1], other.sizes[:1]) == place for other in leaves
+    ):
+        affix = DECODER
+    return stem, affix
 
 
 def _block(index: int, leaf: LeafInfo, stem: str | None, near: list[_MaskGroup]) -> None:
@@ -232,28 +221,20 @@ def _join_plain_mask(alone: _MaskGroup, masked: dict[int, _MaskGroup]) -> None:
 
 def _groups_without_mask(leaves: tuple[LeafInfo, ...], indices: Sequence[int]) -> list[TokenGroup]:
     """The groups of tokens and labels that have no mask."""
-    stems = {index: name_parts(leaves[index].name)[0] for index in indices}
-    tokens = [index for index in indices if stems[index] in TOKENS]
+    tokens = [index for index in indices if leaves[index].stem in TOKENS]
     whole = [index for index in indices if leaves[index].is_integer and leaves[index].sizes[0] > 1]
-    labels = [index for index in whole if stems[index] == LABELS]  # the others are classes, not tokens
+    labels = [index for index in whole if leaves[index].stem == LABELS]  # the others are classes, not tokens
     found: dict[tuple[Any, ...], list[int]] = {}
     for index in (*tokens, *labels):
-        leaf, affix = leaves[index], name_parts(leaves[index].name)[1]
-        if index in labels and not affix and _belongs_to_decoder(leaf, leaves):
-            affix = DECODER
+        leaf, (_, affix) = leaves[index], _stem_and_affix(leaves[index], leaves)
         found.setdefault((leaf.container, affix, leaf.sizes[0]), []).append(index)
     return [TokenGroup(tuple(some), labels=tuple(i for i in some if i in labels)) for some in found.values()]
 
 
-def has_length(leaf: LeafInfo) -> bool:
-    """Whether a tensor is a mask or labels, which show how long samples are."""
-    return bool(leaf.sizes) and name_parts(leaf.name)[0] in (MASK, LABELS)
-
-
 def group_of_width(leaves: tuple[LeafInfo, ...], tensors: Sequence[Any], longest: int) -> TokenGroup | None:
     """The group of all tensors with a column per position, for the user's lengths; None if several widths could be."""
-    wide = [index for index, leaf in enumerate(leaves) if leaf.sizes]
-    stems = {index: name_parts(leaves[index].name)[0] for index in wide}
+    stems = {index: leaf.stem for index, leaf in enumerate(leaves) if leaf.sizes}
+    wide = list(stems)
     widths = {tensors[index].shape[1] for index in wide if tensors[index].shape[1] >= longest}
     is_named = False
     for names in ((MASK,), (LABELS,), TOKENS):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,7 @@ from macrobatch.errors import BatchError
 
 
 def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All leaves of a tree, with their paths as a user would write them.
-
-    >>> [path for path, _ in leaves({"x": [1, 2]}, "batch")]
-    ["batch['x'][0]", "batch['x'][1]"]
-    """
+    """All leaves of a tree, with their paths as a user would write them, such as batch['x'][0]."""
     branches = children(tree)
     if branches is None:
         yield path, tree
@@ -38,37 +34,44 @@ def _child_path(tree: Any, path: str, key: Any) -> str:
 
 
 class Leaf(NamedTuple):
-    """A leaf of a batch, with its keys and its path as a user would write it."""
+    """A leaf of a batch."""
 
     keys: tuple[Any, ...]
-    path: str
+    path: str  # as a user would write it
     value: Any
+    has_entries: bool = False  # whether it is a list with one entry per sample
+
+    @property
+    def name(self) -> Any:
+        """Its last key, or None."""
+        return self.keys[-1] if self.keys else None
 
 
-def flatten(tree: Any, keys: tuple[Any, ...], path: str, count: int, lists: dict[int, bool]) -> Iterator[Leaf]:
-    """The leaves of a batch of `count` samples.
-
-    It adds the ids of lists that are leaves to `lists`, with whether they have an entry for each sample.
-    """
+def flatten(tree: Any, count: int, keys: tuple[Any, ...] = (), path: str = "batch") -> Iterator[Leaf]:
+    """The leaves of a batch of `count` samples. A list without tensors and containers is a leaf too."""
     _require_cuttable(tree, path)
-    branches = children(tree)
+    branches, has_entries = children(tree), False
     if isinstance(tree, list | tuple) and not has_fields(tree):
         has_entries = _has_entries(tree, count)
         if has_entries or not any(children(entry) is not None or has_samples(entry) for entry in tree):
-            lists[id(tree)] = has_entries
-    if branches is None or id(tree) in lists:
-        yield Leaf(keys, path, tree)
+            branches = None
+    if branches is None:
+        yield Leaf(keys, path, tree, has_entries)
     else:
         for key, child in branches:
-            yield from flatten(child, (*keys, key), _child_path(tree, path, key), count, lists)
+            yield from flatten(child, count, (*keys, key), _child_path(tree, path, key))
+
+
+def replace_leaves(tree: Any, leaves: Sequence[Leaf], values: Iterable[Any]) -> Any:
+    """A tree of the same types with other values for its leaves, which `flatten` has found."""
+    following = iter(values)
+    return rebuild(tree, lambda _: next(following), {id(leaf.value) for leaf in leaves})
 
 
 def require_told_apart(tree: Any, path: str, count: int, containers: set[str]) -> None:
-    """Raise an error for a list inside a batch that may be a list of samples: `count` tensors with `count` rows each.
-
-    `containers` has the paths of lists that were longer or shorter than an earlier batch, so that they are containers.
-    Two tensors, and the tensors of a tuple, count as parts of the batch, such as a pair.
-    """
+    """Raise an error for a list in a batch that may be a list of samples: `count` tensors with `count` rows each."""
+    # `containers` has the paths of lists that were longer or shorter than an earlier batch: they are containers. Two
+    # tensors, and the tensors of a tuple, count as parts of the batch, such as a pair.
     for key, child in children(tree) or ():
         inner = _child_path(tree, path, key)
         if isinstance(child, list) and child and all(_first_with_samples(entry) is not None for entry in child):
@@ -116,15 +119,11 @@ def _require_cuttable(leaf: Any, path: str) -> None:
 
 
 def _has_entries(tree: Any, count: int) -> bool:
-    """Whether a list or tuple has one entry per sample, such as a text.
-
-    A list with tensors is a container. So is a list of lists that all have this length: `default_collate` turns samples
-    that are tuples of texts into a list with one tuple per field.
-    """
+    """Whether a list or tuple has one entry per sample, such as a text; one with tensors is a container."""
     if len(tree) != count or isinstance(tree, torch.Size):
         return False
     if count and all(isinstance(entry, list | tuple) and len(entry) == count for entry in tree):
-        return False
+        return False  # `default_collate` turns samples that are tuples of texts into a list with one tuple per field
     return _first_with_samples(tree) is None
 
 
@@ -141,10 +140,7 @@ def count_samples(batch: Any) -> int:
 
 def _first_with_samples(tree: Any) -> Any:
     """The first leaf with a first dimension, or None."""
-    branches = children(tree)
-    if branches is None:
-        return tree if has_samples(tree) else None
-    return next((found for _, child in branches if (found := _first_with_samples(child)) is not None), None)
+    return next((leaf for _, leaf in leaves(tree, "") if has_samples(leaf)), None)
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
@@ -250,15 +246,15 @@ class Selection:
 
     def __init__(self, samples: Sequence[int]) -> None:
         self._samples = samples
-        self._start, self._end = samples[0], samples[-1] + 1
-        self._is_contiguous = self._end - self._start == len(samples)
+        self._is_contiguous = samples[-1] + 1 - samples[0] == len(samples)
+        self._index = slice(samples[0], samples[-1] + 1) if self._is_contiguous else list(samples)
         self._rows: dict[torch.device, Tensor] = {}
 
     def of_tensor(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and (not self._is_contiguous or leaf.layout != torch.strided):
             return leaf.index_select(0, self._rows_on(leaf.device))
         leaf = getattr(leaf, "iloc", leaf)  # a pandas column would index by its labels
-        return leaf[self._start : self._end] if self._is_contiguous else leaf[list(self._samples)]
+        return leaf[self._index]
 
     def of_list(self, leaf: list[Any] | tuple[Any, ...]) -> Any:
         return sequence_like(leaf, [leaf[sample] for sample in self._samples])

@@ -14,18 +14,8 @@ from typing import IO, Any
 def replacing(path: str | os.PathLike[str], mode: str = "w", *, shared: bool = True) -> Iterator[IO[Any]]:
     """A context with a file to write to. It replaces `path` when the block ends without an error.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with replacing(Path(folder, "a.txt")) as file:
-    ...         _ = file.write("whole")
-    ...     Path(folder, "a.txt").read_text(), os.listdir(folder)
-    ('whole', ['a.txt'])
-
-    Args:
-        path: the path of the file.
-        mode: "w" for text in UTF-8, "wb" for bytes.
-        shared: whether several processes may write the file at the same time. If not, the temporary file has a fixed
-            name, so that the next write replaces what a killed process has left.
+    `shared` says whether several processes may write the file at the same time. If not, the temporary file has a fixed
+    name, so that the next write replaces what a killed process has left.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

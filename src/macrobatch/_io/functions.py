@@ -12,11 +12,7 @@ from macrobatch.errors import UsageError
 
 
 def function_named(target: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION names, from the current folder or an installed module.
-
-    >>> function_named("math:sqrt")(4)
-    2.0
-    """
+    """The function that MODULE:FUNCTION names, from the current folder or an installed module."""
     module_name, separator, name = target.partition(":")
     if not separator or not module_name or not name:
         raise UsageError(f"{target!r} is not MODULE:FUNCTION. For check() in training.py, say training:check.")
@@ -40,10 +36,9 @@ def function_named(target: str) -> Callable[..., Any]:
             f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}. What of it is not to run "
             'on import belongs under if __name__ == "__main__".'
         ) from error
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         raise UsageError(f"module {module_name!r} has no function {name!r}.")
     if not callable(function):
         raise UsageError(f"{target} is not a function: got {type(function).__name__}.")
-    called: Callable[..., Any] = function
-    return called
+    return function
