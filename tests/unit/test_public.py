@@ -24,7 +24,7 @@ ROOMS = {
     "_engine": {"errors", "types", "_torch", "_ranks", "_border"},
     "_checks": {"errors", "types", "_torch", "_cut", "_ranks", "_engine"},
     "_joint": {"errors", "types", "_torch", "_cut", "_ranks", "_border", "_engine", "_checks"},
-    "_batch": {"errors", "types", "_torch", "_cut", "_ranks", "_border", "_engine", "_joint"},
+    "_batch": {"errors", "types", "_torch", "_cut", "_ranks", "_border", "_engine", "_checks", "_joint", "_cudagraph"},
     "_loop": {"errors", "types", "_torch", "_cut", "_ranks", "_engine", "_checks", "_batch"},
     "_assembly": {"errors", "types", "_torch", "_ranks", "_border", "_engine", "_checks"},
     "_cudagraph": {"errors", "types", "_torch", "_cut", "_border", "_engine", "_checks", "_joint"},

@@ -57,19 +57,12 @@ class AbandonedError(Exception):
 
 
 class Attempts:
-    """Runs windows, and reports whether they fitted into memory.
+    """Runs windows, and reports whether they fitted into memory."""
 
-    Args:
-        engine: the engine that runs the windows.
-        agreement: the exchange of small numbers between ranks.
-        fitting: how to cut a batch if the size of micro-batches is found by trying; otherwise None.
-        sizes: the sizes that are known to fit.
-    """
-
-    def __init__(self, engine: Engine, agreement: Agreement, fitting: Fitting | None, sizes: FittingSizes) -> None:
+    def __init__(self, engine: Engine, fitting: Fitting | None, sizes: FittingSizes) -> None:
         self._engine = engine
-        self._agreement = agreement
-        self._fitting = fitting
+        self._agreement = Agreement(engine.backend)
+        self._fitting = fitting  # None if the size of micro-batches is given
         self._sizes = sizes
         self._pressure: Pressure | None = None
 

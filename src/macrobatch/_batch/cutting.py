@@ -21,16 +21,7 @@ from macrobatch.errors import BatchError
 
 
 class Cutter:
-    """Cuts batches into micro-batches.
-
-    Args:
-        engine: the engine that runs them.
-        micro: how to cut.
-        collate: makes a micro-batch from a list of samples; None if batches consist of tensors.
-        sizes: the sizes that are known to fit.
-        records: whether micro-batches are recorded, so that few shapes help.
-        has_passes: whether each window has two passes.
-    """
+    """Cuts batches into micro-batches."""
 
     def __init__(
         self,
@@ -39,8 +30,8 @@ class Cutter:
         collate: Collate | None,
         sizes: FittingSizes,
         *,
-        records: bool,
-        has_passes: bool,
+        records: bool,  # whether micro-batches are recorded, so that few shapes help
+        has_passes: bool,  # whether each window has two passes
     ) -> None:
         self._engine = engine
         self._micro = micro

@@ -24,19 +24,12 @@ from macrobatch.types import Encoded, Items, Sum, fields_of
 
 
 class Field(NamedTuple):
-    """One tensor of the encodings.
+    """One tensor of the encodings."""
 
-    Attributes:
-        path: its name in error messages, as a user would write it.
-        is_sum: whether it is a statistic of the micro-batch (`Sum`), without rows.
-        shape: the shape of one row; the whole shape of a statistic.
-        dtype: the dtype of the rows; the dtype of the total of a statistic.
-    """
-
-    path: str
-    is_sum: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    path: str  # its name in error messages, as a user would write it
+    is_sum: bool  # whether it is a statistic of the micro-batch (`Sum`), without rows
+    shape: tuple[int, ...]  # of one row, or of a whole statistic
+    dtype: torch.dtype  # of the rows, or of the total of a statistic
 
     @property
     def has_gradient(self) -> bool:
@@ -44,17 +37,11 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The structure of encodings, without their values and their number of samples.
+    """The structure of encodings, without their values and their number of samples."""
 
-    Attributes:
-        tree: the fields by name, with a number in place of each tensor.
-        fields: the description of each of those tensors.
-        has_loss: whether there is also an ordinary loss.
-    """
-
-    tree: dict[str, Any]
-    fields: tuple[Field, ...]
-    has_loss: bool
+    tree: dict[str, Any]  # the fields by name, with a number in place of each tensor
+    fields: tuple[Field, ...]  # the description of each of those tensors
+    has_loss: bool  # whether there is also an ordinary loss
 
     def encoded(self, tensors: Sequence[Tensor | Sum]) -> Encoded:
         """An `Encoded` of this layout, with these tensors."""
@@ -167,22 +154,13 @@ def _words(field: Field) -> str:
 
 @dataclass
 class OwnEncodings:
-    """The encodings of one rank.
+    """The encodings of one rank."""
 
-    Attributes:
-        layout: the names, shapes and dtypes of the fields; None before the first micro-batch.
-        fields: for each field, the tensors of all micro-batches. `join` replaces those with rows by one tensor, in the
-            order of the batch.
-        losses: the ordinary losses, if there are any.
-        items: the numbers of items of those losses.
-        numbers: losses and items on the device, shape (micro-batches, 2), after `ordinary`.
-    """
-
-    layout: Layout | None = None
-    fields: list[Any] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    items: list[int | float | Tensor] = field(default_factory=list)
-    numbers: Tensor | None = None
+    layout: Layout | None = None  # None before the first micro-batch
+    fields: list[Any] = field(default_factory=list)  # each: a tensor per micro-batch; after `join`, all rows in one
+    losses: list[Tensor] = field(default_factory=list)  # the ordinary losses, if there are any
+    items: list[int | float | Tensor] = field(default_factory=list)  # of those losses
+    numbers: Tensor | None = None  # losses and items on the device, shape (micro-batches, 2), after `ordinary`
     _are_samples: bool | None = None  # whether no items were passed, so that samples are counted
 
     def add(self, encoded: object, samples: int) -> None:
@@ -193,9 +171,8 @@ class OwnEncodings:
             self.layout, self.fields = layout, [[] for _ in tensors]
         count = len(self.fields[0])
         require_same_layout(self.layout, layout, "in the first", f"in micro-batch {count + 1}")
-        for parts, tensor in zip(
-            self.fields, tensors, strict=True
-        ):  # copies: a row would keep the whole tensor that it is a view of
+        for parts, tensor in zip(self.fields, tensors, strict=True):
+            # A copy: a row would keep the whole tensor that it is a view of.
             parts.append(tensor.detach().clone(memory_format=torch.contiguous_format))
         if encoded.loss is not None:
             self._add_loss(encoded.loss, encoded.items, samples)
@@ -313,14 +290,7 @@ def _wide_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class Exchange:
-    """Exchanges the tensors of all ranks at once. It concatenates rows and adds up totals, in the order of the ranks.
-
-    Args:
-        layout: the layout of the encodings, the same on all ranks.
-        samples: the number of samples of each rank.
-        device: the device of the tensors.
-        group: the ranks.
-    """
+    """Exchanges the tensors of all ranks at once: concatenates rows and adds up totals, in the order of the ranks."""
 
     def __init__(self, layout: Layout, samples: Sequence[int], device: torch.device, group: Group) -> None:
         self._fields = [*layout.fields, *(Field("", True, (3,), wide(device)),) * layout.has_loss]

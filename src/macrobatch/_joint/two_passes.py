@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from macrobatch._border.arguments import checked_joint_loss
-from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, RanksDiffer
-from macrobatch._checks.pass_difference import is_all_double
+from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
@@ -39,7 +38,7 @@ from macrobatch._joint.encodings import (
     take_apart,
 )
 from macrobatch._joint.kept_graphs import KeptGraphs
-from macrobatch._joint.objective import Encodings, FirstPass, Joint, Pull
+from macrobatch._joint.objective import Encodings, FirstPass, Joint, Pull, is_zero
 from macrobatch._joint.whole_batch import WholeBatch, gather
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._ranks.select import require_own_statistics
@@ -52,72 +51,68 @@ from macrobatch.types import Encoded, Items
 NO_GRAPH, IN_PLACE = "does not require grad", "leaf Variable that requires grad"
 CHANGED = "joint changes {} in place: the second pass would not find it again. Make a copy first, with clone()."
 
+# For each micro-batch, its key and a function that returns it before its turn.
 Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
 # Yields the micro-batch of each part, with its number of samples. For None it yields one that counts for nothing.
 MicroBatches = Callable[[Sequence[Part | None]], Iterable[tuple[Any, int]]]
 
 
+class PassRecordings(Protocol):
+    """The recordings of one of the passes (`RecordingCache`)."""
+
+    def open(self, engine: Engine, upcoming: Coming, *, few_shapes: bool) -> None: ...
+
+    def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any: ...
+
+    def close(self, engine: Engine) -> None: ...
+
+
 class Recordings(Protocol):
-    """The recordings of one of the passes. Those of second passes have micro-batches of type `Pull`."""
-
-    def open(self, engine: Engine, upcoming: Coming, *, few_shapes: bool, layout: Layout | None = None) -> None:
-        """Record the shapes of the window that begins, and attach the gradient buffers of second passes."""
-
-    def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any:
-        """The recording for a micro-batch; None if it must run eagerly."""
-
-    def close(self, engine: Engine) -> None:
-        """Add what the recordings counted to the window."""
-
-
-class BothRecordings(Protocol):
-    """The recordings of both passes."""
+    """The recordings of both passes (`JointRecordings`)."""
 
     @property
-    def first(self) -> Recordings:
-        """The recordings of first passes, which have ``encode(micro_batch)``: encodings, valid until the next call."""
+    def first(self) -> PassRecordings:
+        """Of first passes. After ``run(micro_batch)``, ``output()`` returns encodings, valid until the next run."""
 
     @property
-    def second(self) -> Recordings:
-        """The recordings of second passes."""
+    def second(self) -> PassRecordings:
+        """Of second passes, whose micro-batches are of type `Pull`."""
+
+    def expect(self, layout: Layout) -> None:
+        """Set what the encodings of the next window look like."""
 
 
 class JointChecks(NamedTuple):
-    """The checks that look at more than the events of the engine."""
+    """The checks of losses of the whole batch, which look at more than the events of the engine."""
 
+    passes: PassesDiffer
     frozen: FrozenChanged
     ranks: RanksDiffer
     batch_norm: BatchNormStatistics
+
+    @classmethod
+    def new(cls) -> JointChecks:
+        return cls(PassesDiffer(), FrozenChanged(), RanksDiffer(), BatchNormStatistics())
 
 
 class TwoPasses:
     """Runs windows whose loss is one of the whole batch.
 
-    Args:
-        engine: the engine that accumulates the windows.
-        objective: the objective of that engine.
-        encode: ``encode(micro_batch)`` returns an `Encoded`.
-        joint: ``joint(encoded)`` returns the loss of the whole batch.
-        agree: a function that all ranks of a held window call before they exchange anything. It raises if one failed.
-        recordings: the recordings of both passes, if these can be recorded. Recording begins with the second window,
-            because the first one shows what encodings look like, and which of them have gradients.
-        few_shapes: whether batches are cut into few different shapes.
-        kept: graphs of first passes that are kept for the second pass, if memory allows.
-        checks: what to notice besides; None if checks are off.
+    Recording begins with the second window, because the first one shows what encodings look like, and which of them
+    have gradients.
     """
 
     def __init__(
         self,
         engine: Engine,
-        objective: Joint,
-        encode: Callable[[Any], object],
-        joint: Callable[[Encoded], object],
-        agree: Callable[[], None],
+        encode: Callable[[Any], object],  # returns an `Encoded`
+        joint: Callable[[Encoded], object],  # returns the loss of the whole batch
+        agree: Callable[[], None],  # ranks of a held window call it before they exchange anything. Raises if one failed
         *,
-        recordings: BothRecordings | None = None,
-        few_shapes: bool = False,
-        kept: KeptGraphs | None = None,
-        checks: JointChecks | None = None,
+        recordings: Recordings | None,
+        few_shapes: bool,  # whether batches are cut into few different shapes
+        kept: KeptGraphs | None,  # graphs of first passes that are kept for the second pass, if memory allows
+        checks: JointChecks | None,
     ) -> None:
         if isinstance(engine.backend, FSDP1):
             raise BackendError(
@@ -134,8 +129,9 @@ class TwoPasses:
                 "joint=: ranks may have different numbers of micro-batches, and none communicates. Use BatchNorm, "
                 "whose statistics are the micro-batch's, or better LayerNorm or GroupNorm.",
             )
+        assert isinstance(engine.objective, Joint)
         self._engine = engine
-        self._objective = objective
+        self._objective = engine.objective
         self._encode_one = encode
         self._joint = joint
         self._agree = agree
@@ -148,13 +144,7 @@ class TwoPasses:
         self._used: list[bool] = []  # whether each field got a gradient in the last window
 
     def run(self, cut: Cut, micro_batches: MicroBatches, coming: Coming) -> None:
-        """Run both passes over a batch, up to the last backward.
-
-        Args:
-            cut: how the batch is cut.
-            micro_batches: yields the micro-batches of given parts.
-            coming: for each micro-batch, its key and a function that returns it before its turn.
-        """
+        """Run both passes over a batch, up to the last backward."""
         turns = cut.part_per_turn()
         history, checks = History(self._engine.models, self._changing), self._checks
         if checks is not None:
@@ -186,9 +176,11 @@ class TwoPasses:
         """The encodings of this rank's micro-batches."""
         torch.clear_autocast_cache()  # it may hold casts of the weights before the last step
         engine, own = self._engine, OwnEncodings()
-        recordings = None if self._recordings is None or self._layout is None else self._recordings.first
-        if recordings is not None:
-            recordings.open(engine, coming, few_shapes=self._few_shapes, layout=self._layout)
+        recordings = None
+        if self._recordings is not None and self._layout is not None:
+            recordings = self._recordings.first
+            self._recordings.expect(self._layout)
+            recordings.open(engine, coming, few_shapes=self._few_shapes)
         if self._kept is not None:
             self._kept.begin_window(cut)
         for index, (micro_batch, samples) in enumerate(micro_batches):
@@ -203,7 +195,8 @@ class TwoPasses:
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
                 if recording is not None and kept is None:
                     with engine.spans.of("replay"):
-                        encoded = recording.encode(micro_batch)
+                        recording.run(micro_batch)
+                    encoded = recording.output()
                 else:
                     # What the model keeps from its first call of a window, such as a cache of parametrisations,
                     # needs a graph in the second pass.
@@ -241,7 +234,6 @@ class TwoPasses:
     def _differentiate(self, whole: WholeBatch) -> list[Tensor | None]:
         """The gradients of this rank's rows and of totals. Those of parameters are added to the window's."""
         engine = self._engine
-        self._objective.set_precision(is_double=is_all_double(engine.models))
         engine.expect(whole.counted.denominators(engine.device))
         leaves = [
             tensor.detach().requires_grad_(one.has_gradient)
@@ -367,7 +359,7 @@ class TwoPasses:
                     own_gradients = _of_part(gradients, layout, places)
                     items, recording = own.items_of(index), None
                     pull = Pull(micro_batch, first, own_gradients, own.ordinary_of(index))
-                    if recordings is not None and not _is_zero(items):
+                    if recordings is not None and not is_zero(items):
                         recording = recordings.find(pull, samples, cut.parts[index].key)
                     if recording is not None:
                         engine.replay(recording, pull)
@@ -394,10 +386,6 @@ class TwoPasses:
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
         return Encodings.of(pull, tensors, encoded, items, samples)
-
-
-def _is_zero(items: Items) -> bool:
-    return items is not None and not isinstance(items, Tensor) and items == 0
 
 
 def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:

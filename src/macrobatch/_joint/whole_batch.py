@@ -21,20 +21,12 @@ from macrobatch.errors import BatchError
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """The encodings of all ranks.
-
-    Attributes:
-        layout: the names, shapes and dtypes of the fields.
-        tensors: the rows of the whole batch, and totals.
-        own: the rows of this rank; None for all.
-        seed: the seed of the random numbers for the loss, if all ranks must draw the same.
-        counted: the other counts of the first pass.
-    """
+    """The encodings of all ranks."""
 
     layout: Layout
-    tensors: list[Tensor]
-    own: slice | None
-    seed: int | None
+    tensors: list[Tensor]  # the rows of the whole batch, and totals
+    own: slice | None  # the rows of this rank; None for all
+    seed: int | None  # of the random numbers for the loss, if all ranks must draw the same
     counted: FirstPass
 
 

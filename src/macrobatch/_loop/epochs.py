@@ -20,26 +20,17 @@ Batch = TypeVar("Batch")
 
 
 class Epochs:
-    """Drives an engine through loaders, one pass at a time.
-
-    Args:
-        engine: the engine that accumulates the gradients.
-        remainder: what to do with a short last window.
-        counter: counts the items of terms. With it, windows are read ahead, because their denominators come first.
-        weights: compares the sizes of micro-batches without items; None if checks are off.
-    """
+    """Drives an engine through loaders, one pass at a time."""
 
     def __init__(
-        self,
-        engine: Engine,
-        remainder: Remainder,
-        counter: TermCounter | None = None,
-        weights: EqualWeights | None = None,
+        self, engine: Engine, remainder: Remainder, counter: TermCounter | None, weights: EqualWeights | None
     ) -> None:
         self._engine = engine
         self._remainder = remainder
-        self._counter = counter
-        self._weights = weights
+        self._counter = (
+            counter  # of the items of terms: with it windows are read ahead, as their denominators come first
+        )
+        self._weights = weights  # compares the sizes of micro-batches without items; None if checks are off
         self._told_of_nothing = False
         self._reader: ReadAhead[Any] | None = None  # of the current pass, where windows are read ahead
         self._current: object = None  # which pass is the current one
@@ -102,9 +93,8 @@ class Epochs:
         """Read the batches of the window that begins with the current one, and tell the engine its denominators."""
         assert self._counter is not None
         assert self._reader is not None
-        counted = (
-            [] if is_repeat else [self._reader.note, *self._reader.notes(self._engine.open_window().num_planned - 1)]
-        )
+        more = self._engine.open_window().num_planned - 1
+        counted = [] if is_repeat else [self._reader.note, *self._reader.notes(more)]
         self._counter.agree_on_names()
         self._engine.expect(self._counter.total(counted))
 
@@ -123,13 +113,13 @@ class Epochs:
         """A loader that is read ahead. If it continues an earlier pass, the batch read ahead then comes first."""
         note = None if self._counter is None else self._counter.count
         length = length_of(loader)
-        if length is not None:
+        if length is None and self._stream is not None and self._stream.reads(loader):
+            self._reader = self._stream
+        else:
             self._reader = ReadAhead(loader, length, note)
-            return self._reader
-        if self._stream is None or not self._stream.reads(loader):
-            self._stream = ReadAhead(loader, note=note)
-        self._reader = self._stream
-        return self._stream
+        if length is None:
+            self._stream = self._reader
+        return self._reader
 
     def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, MicroPlan]]:
         engine, longest = self._engine, None

@@ -32,9 +32,8 @@ class Epoch(Iterator[Batch]):
         self._length = length
 
     def __iter__(self) -> Iterator[Batch]:
-        if (
-            inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED
-        ):  # a loop over it would end at once, as if the epoch had no batches
+        # A loop over a closed one would end at once, as if the epoch had no batches.
+        if inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED:
             raise UsageError("this batches() is over: call acc.batches(loader) again for each epoch.")
         return self._batches
 
@@ -74,23 +73,15 @@ class ReadAhead(Iterator[Batch]):
     >>> batches = ReadAhead(iter("abc"), note=str.upper)
     >>> next(batches), batches.note, batches.notes(5), batches.has_more(), list(batches)
     ('a', 'A', ['B', 'C'], True, ['b', 'c'])
-
-    Args:
-        loader: the loader to read.
-        length: the number of batches according to the loader; None if it does not know.
-        note: a function. Its result is remembered for each batch that is read.
-
-    Attributes:
-        note: the result of `note` for the batch returned last.
     """
 
     def __init__(
         self, loader: Iterable[Batch], length: int | None = None, note: Callable[[Batch], Any] | None = None
     ) -> None:
-        self.length = length
-        self.note: Any = None
+        self.length = length  # the number of batches according to the loader; None if it does not know
+        self.note: Any = None  # of the batch returned last
         self._iterator = iter(loader)
-        self._take_note = note
+        self._take_note = note  # its result is remembered for each batch that is read
         self._ahead: deque[tuple[Batch, Any]] = deque()
         self._current: Batch | None = None  # the batch in use, while later ones are read
         self._is_first = True

@@ -17,8 +17,6 @@ from macrobatch.errors import BatchError
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
-
-
 PLAIN = MicroPlan()
 
 
@@ -40,12 +38,7 @@ def plan_turns(
 ) -> Iterator[tuple[Batch, MicroPlan]]:
     """The turns of a rank that knows how long the longest loader of all ranks is.
 
-    Args:
-        loader: the loader of this rank.
-        longest: that length; None in one process, whose loader may have no length.
-        window: returns the open window, or a new one.
-        remainder: what to do with a short last window.
-        lockstep: whether all ranks must take the same number of turns.
+    `longest` is None in one process, whose loader may have no length. With `lockstep`, all ranks take equally many.
     """
     own = length_of(loader)
     source = with_remaining(loader)
@@ -88,11 +81,7 @@ def negotiate_turns(
 ) -> Iterator[tuple[Batch, MicroPlan]]:
     """The turns of one of several ranks that do not know the number of batches. Flags tell the other ranks.
 
-    Args:
-        loader: the loader of this rank.
-        window: returns the open window, or a new one.
-        others_go_on: whether another rank had batches left when the last window closed.
-        lockstep: whether all ranks must take the same number of turns.
+    `others_go_on` says whether another rank had batches left when the last window closed.
     """
     source = with_remaining(loader if isinstance(loader, ReadAhead) else iter(loader))
     (batch, left), has_batch = next(source), True
