@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from macrobatch._border.arguments import checked_items, checked_ordinary
+from macrobatch._cut.policies import Cut
 from macrobatch._cut.trees import leaves, rebuild
+from macrobatch._joint.objective import Pull
 from macrobatch._ranks.collectives import Group, all_gather_bytes, full_tensor
 from macrobatch._torch.tensors import wide
 from macrobatch.errors import BatchError
@@ -156,7 +158,9 @@ def _words(field: Field) -> str:
 class OwnEncodings:
     """The encodings of one rank."""
 
-    layout: Layout | None = None  # None before the first micro-batch
+    cut: Cut
+    device: torch.device
+    layout: Layout | None = None  # None before the first micro-batch; after `join`, that of all ranks
     fields: list[Any] = field(default_factory=list)  # each: a tensor per micro-batch; after `join`, all rows in one
     losses: list[Tensor] = field(default_factory=list)  # the ordinary losses, if there are any
     items: list[int | float | Tensor] = field(default_factory=list)  # of those losses
@@ -186,42 +190,50 @@ class OwnEncodings:
         self.losses.append(checked_ordinary(loss, needs_graph=False).detach().reshape(()).clone())
         self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
 
-    def items_of(self, index: int) -> Items:
-        """The items of the ordinary loss of a micro-batch; None if there is no such loss."""
-        return self.items[index] if self.items else None
-
-    def ordinary_of(self, index: int) -> Tensor | None:
-        """The ordinary loss of a micro-batch and its items, on the device."""
-        return None if self.numbers is None else self.numbers[index]
-
     @property
     def has_whole_items(self) -> bool:
         """Whether all counts of items are whole numbers by their type."""
         return all(isinstance(n, int) or (isinstance(n, Tensor) and not n.is_floating_point()) for n in self.items)
 
-    def join(self, layout: Layout, order: Sequence[int], device: torch.device) -> list[Tensor]:
-        """The rows in the order of the batch, and the totals of statistics. `order`: the sample of each row so far."""
+    def join(self, layout: Layout) -> list[Tensor]:
+        """The rows in the order of the batch, and the totals of statistics."""
+        self.layout = layout
         self.fields = self.fields or [[] for _ in layout.fields]
+        order = [sample for part in self.cut.parts for sample in part.samples]
         joined = []
         for index, one in enumerate(layout.fields):
             parts = self.fields[index]
             if one.is_sum:
-                joined.append(total_of(parts, one, device))
+                joined.append(total_of(parts, one, self.device))
                 continue
-            rows = in_batch_order(parts, order) if parts else torch.empty(0, *one.shape, dtype=one.dtype, device=device)
-            self.fields[index] = rows  # frees the parts
-            joined.append(rows)
+            nothing = torch.empty(0, *one.shape, dtype=one.dtype, device=self.device)
+            self.fields[index] = _in_batch_order(parts, order) if parts else nothing  # frees the parts
+            joined.append(self.fields[index])
         return joined
 
-    def of_part(self, layout: Layout, places: Places, index: int, device: torch.device) -> list[Tensor]:
-        """After `join`: the rows at `places`, and the statistics of micro-batch `index`. Scalars move to the device."""
-        pairs = zip(self.fields, layout.fields, strict=True)
-        parts = [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
-        return [part.to(device, non_blocking=True) if not part.dim() else part for part in parts]
+    def pull(self, index: int, micro_batch: Any, gradients: Sequence[Tensor | None]) -> Pull:
+        """After `join`: the input of a micro-batch in the second pass, from the gradients of all rows and totals."""
+        assert self.layout is not None
+        places, first, own = _places_of(self.cut.parts[index].samples, self.device), [], []
+        for one, values, gradient in zip(self.layout.fields, self.fields, gradients, strict=True):
+            value = values[index] if one.is_sum else _rows_at(values, places)
+            first.append(value if value.dim() else value.to(self.device, non_blocking=True))
+            # The gradient of a total is the same for the statistic of every micro-batch.
+            own.append(gradient if gradient is None or one.is_sum else _rows_at(gradient, places))
+        return Pull(micro_batch, first, own, None if self.numbers is None else self.numbers[index])
 
-    def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
+    def zeros(self, used: Sequence[bool]) -> list[Tensor | None]:
+        """After `join`: gradients of 0, for the fields that have one."""
+        assert self.layout is not None
+        zeros: list[Tensor | None] = []
+        for one, is_used in zip(self.layout.fields, used, strict=True):
+            shape = one.shape if one.is_sum else (self.cut.samples.count, *one.shape)
+            zeros.append(torch.zeros(shape, dtype=one.dtype, device=self.device) if is_used else None)
+        return zeros
+
+    def ordinary(self, *, is_mean: bool) -> Tensor:
         """The sum of the ordinary losses, the sum of their items, and the number of invalid counts."""
-        dtype = wide(device)
+        device, dtype = self.device, wide(self.device)
         if not self.losses:
             return torch.zeros(3, device=device, dtype=dtype)
         losses = torch.stack([loss.to(device, dtype, non_blocking=True) for loss in self.losses])
@@ -245,7 +257,7 @@ def _number(count: float | Tensor, device: torch.device, dtype: torch.dtype) -> 
 # ---------------------------------------------------------------------------------------------- the whole batch
 
 
-def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+def _in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     """The rows of a rank in the order of the batch. Row i of all `parts` together belongs to sample ``order[i]``."""
     rows = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(order))):
@@ -253,14 +265,11 @@ def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     places = [0] * len(order)
     for row, sample in enumerate(order):
         places[sample] = row
-    return rows_at(rows, places_of(places, rows.device))
+    return _rows_at(rows, _places_of(places, rows.device))
 
 
-Places = slice | Tensor
-
-
-def places_of(samples: Sequence[int], device: torch.device) -> Places:
-    """The positions of the rows of these samples, for `rows_at`."""
+def _places_of(samples: Sequence[int], device: torch.device) -> slice | Tensor:
+    """The positions of the rows of these samples, for `_rows_at`."""
     if isinstance(samples, range) and samples.step == 1:
         return slice(samples.start, samples.stop)
     index = torch.tensor(list(samples), device="cpu")
@@ -269,7 +278,7 @@ def places_of(samples: Sequence[int], device: torch.device) -> Places:
     return index.to(device, non_blocking=True)
 
 
-def rows_at(rows: Tensor, places: Places) -> Tensor:
+def _rows_at(rows: Tensor, places: slice | Tensor) -> Tensor:
     """The rows at these positions; a view if the positions are a slice."""
     return rows[places] if isinstance(places, slice) else rows.index_select(0, places)
 

@@ -28,15 +28,7 @@ from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
-from macrobatch._joint.encodings import (
-    Layout,
-    OwnEncodings,
-    Places,
-    places_of,
-    require_same_layout,
-    rows_at,
-    take_apart,
-)
+from macrobatch._joint.encodings import Layout, OwnEncodings, require_same_layout, take_apart
 from macrobatch._joint.kept_graphs import KeptGraphs
 from macrobatch._joint.objective import Encodings, FirstPass, Joint, Pull, is_zero
 from macrobatch._joint.whole_batch import WholeBatch, gather
@@ -155,8 +147,8 @@ class TwoPasses:
             checks.batch_norm.end()
         if cut.is_held:
             self._agree()
-        whole = gather(self._engine, cut, own, is_mean=self._objective.is_mean)
-        self._open_second(cut, coming, own, whole.layout)
+        whole = gather(self._engine, own, is_mean=self._objective.is_mean)
+        self._open_second(own, coming)
         gradients = self._differentiate(whole)
         if checks is not None:
             self._note(checks.frozen.compare(self._engine.device))
@@ -164,7 +156,7 @@ class TwoPasses:
         history.note()  # what the loss changed in buffers stays, and in one process also the random numbers it drew
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
-            self._pull(cut, micro_batches(turns), history, own, whole.layout, gradients)
+            self._pull(own, micro_batches(turns), history, gradients)
         finally:
             history.restore(len(cut.parts))
 
@@ -175,7 +167,7 @@ class TwoPasses:
     ) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
         torch.clear_autocast_cache()  # it may hold casts of the weights before the last step
-        engine, own = self._engine, OwnEncodings()
+        engine, own = self._engine, OwnEncodings(cut, self._engine.device)
         recordings = None
         if self._recordings is not None and self._layout is not None:
             recordings = self._recordings.first
@@ -193,7 +185,7 @@ class TwoPasses:
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
-                if recording is not None and kept is None:
+                if recording is not None:  # then no graph is kept
                     with engine.spans.of("replay"):
                         recording.run(micro_batch)
                     encoded = recording.output()
@@ -277,14 +269,11 @@ class TwoPasses:
                 f"the gradient of joint reaches no encoding, of {names}: nothing would be learnt from them. Compute "
                 "its loss from the fields of the Encoded that it gets, without detach()."
             )
-        return [
-            None
-            if leaf.grad is None
-            else leaf.grad
-            if one.is_sum or whole.own is None
-            else leaf.grad[whole.own].clone()
-            for leaf, one in zip(leaves, whole.layout.fields, strict=True)
-        ]
+        gradients = [leaf.grad for leaf in leaves]
+        if whole.own is None:
+            return gradients
+        pairs = zip(gradients, whole.layout.fields, strict=True)
+        return [g if g is None or one.is_sum else g[whole.own].clone() for g, one in pairs]
 
     def _note_loss(self, loss: Tensor, counted: FirstPass) -> None:
         """Note the loss of the whole batch, which is the same on every rank; and for a check, that of each."""
@@ -317,32 +306,29 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the second pass
 
-    def _open_second(self, cut: Cut, coming: Coming, own: OwnEncodings, layout: Layout) -> None:
+    def _open_second(self, own: OwnEncodings, coming: Coming) -> None:
         """Record second passes, before any gradient exists."""
-        if self._recordings is None or self._layout != layout:
+        if self._recordings is None or self._layout != own.layout:
             return
-        device = self._engine.device
 
         def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
             micro_batch, samples = take()
-            first = own.of_part(layout, places_of(cut.parts[index].samples, device), index, device)
-            gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
-            return Pull(micro_batch, first, gradients, own.ordinary_of(index)), samples
+            return own.pull(index, micro_batch, own.zeros(self._used)), samples
 
         upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(coming)]
         self._recordings.second.open(self._engine, upcoming, few_shapes=self._few_shapes)
 
     def _pull(
         self,
-        cut: Cut,
+        own: OwnEncodings,
         micro_batches: Iterable[tuple[Any, int]],
         history: History,
-        own: OwnEncodings,
-        layout: Layout,
         gradients: list[Tensor | None],
     ) -> None:
         """Run the forward and backward of every micro-batch, from the gradients of its encodings."""
-        engine, recordings = self._engine, None if self._recordings is None else self._recordings.second
+        engine, cut, layout = self._engine, own.cut, own.layout
+        assert layout is not None
+        recordings = None if self._recordings is None else self._recordings.second
         if not cut.turns:
             engine.join_empty()
         for turn, (micro_batch, samples) in enumerate(micro_batches):
@@ -354,11 +340,8 @@ class TwoPasses:
                     graph = None if self._kept is None else self._kept.take(index)
                     if graph is None:
                         history.restore(index)
-                    places = places_of(cut.parts[index].samples, engine.device)
-                    first = own.of_part(layout, places, index, engine.device)
-                    own_gradients = _of_part(gradients, layout, places)
-                    items, recording = own.items_of(index), None
-                    pull = Pull(micro_batch, first, own_gradients, own.ordinary_of(index))
+                    items, recording = own.items[index] if own.items else None, None
+                    pull = own.pull(index, micro_batch, gradients)
                     if recordings is not None and not is_zero(items):
                         recording = recordings.find(pull, samples, cut.parts[index].key)
                     if recording is not None:
@@ -386,9 +369,3 @@ class TwoPasses:
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
         return Encodings.of(pull, tensors, encoded, items, samples)
-
-
-def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:
-    """The gradients of a micro-batch's rows. The gradient of a total is the same for every micro-batch's statistic."""
-    pairs = zip(gradients, layout.fields, strict=True)
-    return [g if g is None or f.is_sum else rows_at(g, places) for g, f in pairs]
