@@ -21,6 +21,7 @@ from macrobatch._batch.cutting import Cutter
 from macrobatch._batch.denominators import BatchTerms
 from macrobatch._batch.feed import Feed
 from macrobatch._batch.one_pass import OnePass
+from macrobatch._batch.two_passes import JointChecks, TwoPasses
 from macrobatch._border import arguments
 from macrobatch._checks import catalogue
 from macrobatch._checks.weights import UnevenLabels
@@ -37,7 +38,6 @@ from macrobatch._engine.events import Observer
 from macrobatch._engine.objectives import Terms as SeveralTerms
 from macrobatch._joint.kept_graphs import kept_graphs_for
 from macrobatch._joint.objective import Joint as WholeBatchLoss
-from macrobatch._joint.two_passes import JointChecks, TwoPasses
 from macrobatch._ranks.placements import sharing_ranks
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.types import Counts, Encoded, Items, Joint, Options, StepResult, Terms
@@ -286,7 +286,7 @@ class MacroStep(Uncopied):
     def _take_turns(self, cut: Cut) -> None:
         """Run the forward and backward of every micro-batch."""
         if self._two_passes is not None:
-            self._two_passes.run(cut, self._feed.two_passes(cut), self._feed.coming(cut))
+            self._two_passes.run(cut, self._feed)
             return
         assert not isinstance(self._graphs, JointRecordings), "those are of two passes"
         copies = self._attempts.may_repeat(cut, self._graphs) or cut.turns > len(cut.parts)

@@ -10,10 +10,10 @@ from macrobatch._checks.weights import EqualWeights
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.lookahead import Epoch, ReadAhead, length_of, require_iterable
-from macrobatch._loop.turns import exchange_lengths, negotiate_turns, plan_alone, plan_turns
+from macrobatch._loop.turns import negotiate_turns, plan_alone, plan_turns
 from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._ranks.select import require_own_statistics
-from macrobatch.errors import BackendError, UsageError, warn
+from macrobatch.errors import BackendError, BatchError, UsageError, warn
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
@@ -138,8 +138,16 @@ class Epochs:
         return plan_turns(loader, longest, engine.open_window, remainder=self._remainder, lockstep=lockstep)
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:
-        group, device = self._engine.backend.group, self._engine.device
-        lengths = exchange_lengths(loader, lambda own: [n for (n,) in all_gather_numbers([own], group, device)])
+        """The lengths of the loaders of all ranks; None for those that do not know."""
+        own = length_of(loader)
+        if own is None:  # the other ranks must still know whether there is a first batch
+            assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
+            own = -1 if loader.has_more() else 0
+        everyone = [n for (n,) in all_gather_numbers([own], self._engine.backend.group, self._engine.device)]
+        if 0 in everyone:
+            empty = [rank for rank, length in enumerate(everyone) if length == 0]
+            raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
+        lengths = [None if length == -1 else length for length in everyone]
         if None in lengths and self._remainder == "carry":
             raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
         if lengths.count(lengths[0]) < len(lengths) or None in lengths:

@@ -20,12 +20,7 @@ Batch = TypeVar("Batch")
 
 
 class Epoch(Iterator[Batch]):
-    """The batches of one pass over a loader. It has a length if the loader does, for progress bars.
-
-    >>> epoch = Epoch((letter for letter in "abc"), 3)
-    >>> len(epoch), next(epoch), list(epoch)
-    (3, 'a', ['b', 'c'])
-    """
+    """The batches of one pass over a loader. It has a length if the loader does, for progress bars."""
 
     def __init__(self, batches: Generator[Batch, None, None], length: int | None) -> None:
         self._batches = batches
@@ -68,12 +63,7 @@ def length_of(loader: Iterable[Batch]) -> int | None:
 
 
 class ReadAhead(Iterator[Batch]):
-    """An iterator that can read batches ahead, and keeps them until they are used.
-
-    >>> batches = ReadAhead(iter("abc"), note=str.upper)
-    >>> next(batches), batches.note, batches.notes(5), batches.has_more(), list(batches)
-    ('a', 'A', ['B', 'C'], True, ['b', 'c'])
-    """
+    """An iterator that can read batches ahead, and keeps them until they are used."""
 
     def __init__(
         self, loader: Iterable[Batch], length: int | None = None, note: Callable[[Batch], Any] | None = None
@@ -122,13 +112,7 @@ class ReadAhead(Iterator[Batch]):
 
 
 def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
-    """Each batch with the number of batches after it. None means an unknown number, but not 0.
-
-    >>> list(with_remaining("abc"))
-    [('a', 2), ('b', 1), ('c', 0)]
-    >>> list(with_remaining(iter("abc")))
-    [('a', None), ('b', None), ('c', 0)]
-    """
+    """Each batch with the number of batches after it. None means an unknown number, but not 0."""
     length = length_of(loader)
     if length is None:
         yield from _with_lookahead(loader)

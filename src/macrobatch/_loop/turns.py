@@ -13,24 +13,10 @@ from typing import TypeVar
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL, MicroPlan
 from macrobatch._engine.window import Window
 from macrobatch._loop.lookahead import ReadAhead, length_of, with_remaining
-from macrobatch.errors import BatchError
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
 PLAIN = MicroPlan()
-
-
-def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
-    """The lengths of the loaders of all ranks; None for those that do not know."""
-    length = length_of(loader)
-    if length is None:  # the other ranks must still know whether there is a first batch
-        assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
-        length = -1 if loader.has_more() else 0
-    lengths = gather(length)
-    if 0 in lengths:
-        empty = [rank for rank, length in enumerate(lengths) if length == 0]
-        raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
-    return [None if length == -1 else length for length in lengths]
 
 
 def plan_turns(

@@ -12,19 +12,20 @@ same order, so the gradients add up to the same bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from macrobatch._batch.feed import Feed, MicroBatch
 from macrobatch._border.arguments import checked_joint_loss
 from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
+from macrobatch._cudagraph.two_passes import JointRecordings
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
-from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
@@ -42,36 +43,6 @@ from macrobatch.types import Encoded, Items
 # Parts of torch's error messages about gradients under no_grad, and about changes in place to leaves with gradients.
 NO_GRAPH, IN_PLACE = "does not require grad", "leaf Variable that requires grad"
 CHANGED = "joint changes {} in place: the second pass would not find it again. Make a copy first, with clone()."
-
-# For each micro-batch, its key and a function that returns it before its turn.
-Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
-# Yields the micro-batch of each part, with its number of samples. For None it yields one that counts for nothing.
-MicroBatches = Callable[[Sequence[Part | None]], Iterable[tuple[Any, int]]]
-
-
-class PassRecordings(Protocol):
-    """The recordings of one of the passes (`RecordingCache`)."""
-
-    def open(self, engine: Engine, upcoming: Coming, *, few_shapes: bool) -> None: ...
-
-    def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any: ...
-
-    def close(self, engine: Engine) -> None: ...
-
-
-class Recordings(Protocol):
-    """The recordings of both passes (`JointRecordings`)."""
-
-    @property
-    def first(self) -> PassRecordings:
-        """Of first passes. After ``run(micro_batch)``, ``output()`` returns encodings, valid until the next run."""
-
-    @property
-    def second(self) -> PassRecordings:
-        """Of second passes, whose micro-batches are of type `Pull`."""
-
-    def expect(self, layout: Layout) -> None:
-        """Set what the encodings of the next window look like."""
 
 
 class JointChecks(NamedTuple):
@@ -101,7 +72,7 @@ class TwoPasses:
         joint: Callable[[Encoded], object],  # returns the loss of the whole batch
         agree: Callable[[], None],  # ranks of a held window call it before they exchange anything. Raises if one failed
         *,
-        recordings: Recordings | None,
+        recordings: JointRecordings | None,
         few_shapes: bool,  # whether batches are cut into few different shapes
         kept: KeptGraphs | None,  # graphs of first passes that are kept for the second pass, if memory allows
         checks: JointChecks | None,
@@ -135,20 +106,20 @@ class TwoPasses:
         self._layout: Layout | None = None  # the layout of the last window's encodings
         self._used: list[bool] = []  # whether each field got a gradient in the last window
 
-    def run(self, cut: Cut, micro_batches: MicroBatches, coming: Coming) -> None:
+    def run(self, cut: Cut, feed: Feed) -> None:
         """Run both passes over a batch, up to the last backward."""
-        turns = cut.part_per_turn()
+        turns, micro_batches = cut.part_per_turn(), feed.two_passes(cut)
         history, checks = History(self._engine.models, self._changing), self._checks
         if checks is not None:
             checks.frozen.begin(self._engine.models)
             checks.batch_norm.begin()
-        own = self._encode(cut, micro_batches(turns), coming, history)
+        own = self._encode(cut, feed, micro_batches(turns), history)
         if checks is not None:
             checks.batch_norm.end()
         if cut.is_held:
             self._agree()
         whole = gather(self._engine, own, is_mean=self._objective.is_mean)
-        self._open_second(own, coming)
+        self._open_second(own, feed)
         gradients = self._differentiate(whole)
         if checks is not None:
             self._note(checks.frozen.compare(self._engine.device))
@@ -162,9 +133,7 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the first pass
 
-    def _encode(
-        self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming, history: History
-    ) -> OwnEncodings:
+    def _encode(self, cut: Cut, feed: Feed, micro_batches: Iterable[MicroBatch], history: History) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
         torch.clear_autocast_cache()  # it may hold casts of the weights before the last step
         engine, own = self._engine, OwnEncodings(cut, self._engine.device)
@@ -172,7 +141,7 @@ class TwoPasses:
         if self._recordings is not None and self._layout is not None:
             recordings = self._recordings.first
             self._recordings.expect(self._layout)
-            recordings.open(engine, coming, few_shapes=self._few_shapes)
+            recordings.open(engine, feed.coming(cut), few_shapes=self._few_shapes)
         if self._kept is not None:
             self._kept.begin_window(cut)
         for index, (micro_batch, samples) in enumerate(micro_batches):
@@ -180,15 +149,14 @@ class TwoPasses:
             with engine.forward_only(restores=repeats):
                 if not repeats:
                     history.note()
-                recording: Any = None
-                encoded: object
+                recording, encoded = None, None
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
                 if recording is not None:  # then no graph is kept
                     with engine.spans.of("replay"):
                         recording.run(micro_batch)
-                    encoded = recording.output()
+                    encoded = recording.output and recording.output()
                 else:
                     # What the model keeps from its first call of a window, such as a cache of parametrisations,
                     # needs a graph in the second pass.
@@ -306,24 +274,20 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the second pass
 
-    def _open_second(self, own: OwnEncodings, coming: Coming) -> None:
+    def _open_second(self, own: OwnEncodings, feed: Feed) -> None:
         """Record second passes, before any gradient exists."""
         if self._recordings is None or self._layout != own.layout:
             return
 
-        def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
+        def bundled(take: Callable[[], MicroBatch], index: int) -> MicroBatch:
             micro_batch, samples = take()
             return own.pull(index, micro_batch, own.zeros(self._used)), samples
 
-        upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(coming)]
+        upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(feed.coming(own.cut))]
         self._recordings.second.open(self._engine, upcoming, few_shapes=self._few_shapes)
 
     def _pull(
-        self,
-        own: OwnEncodings,
-        micro_batches: Iterable[tuple[Any, int]],
-        history: History,
-        gradients: list[Tensor | None],
+        self, own: OwnEncodings, micro_batches: Iterable[MicroBatch], history: History, gradients: list[Tensor | None]
     ) -> None:
         """Run the forward and backward of every micro-batch, from the gradients of its encodings."""
         engine, cut, layout = self._engine, own.cut, own.layout
