@@ -205,7 +205,7 @@ class MacroStep(Uncopied):
         if self._terms is not None:
             self._terms.begin_window()
         while True:
-            cut = self._cutter.cut(batch, self._count_terms)
+            cut = self._cutter.cut(batch, self._terms)
             if self._terms is not None:
                 self._terms.expect(cut)
             if cut.is_empty:
@@ -278,10 +278,6 @@ class MacroStep(Uncopied):
         spans.subscribe(observer)
 
     # ------------------------------------------------------------------------------------------ the window
-
-    def _count_terms(self, batch: Any) -> None:
-        if self._terms is not None:
-            self._terms.count(batch)
 
     def _take_turns(self, cut: Cut) -> None:
         """Run the forward and backward of every micro-batch."""

@@ -328,7 +328,7 @@ def out_of_memory(wrap: Any, in_pass: int, **options: Any) -> Outcome:
 
     def loss_fn(model: Any, micro: Any) -> Encoded:
         sizes.append(len(micro["x"]))
-        is_second = step._engine.is_open and not step._engine.window.is_empty
+        is_second = step._engine.window is not None and not step._engine.window.is_empty
         if dist.get_rank() == 1 and sizes[-1] > 2 and is_second == (in_pass == 2):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return CONTRAST.loss_fn(model, micro)
