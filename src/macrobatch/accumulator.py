@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._assembly import engine_for, mean_of
-from macrobatch._batch.denominators import TermCounter
-from macrobatch._batch.terms import Terms as SeveralTerms
 from macrobatch._border.arguments import checked_choice, checked_counts, checked_switch
 from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
 from macrobatch._checks.weights import EqualWeights
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.epochs import Epochs
+from macrobatch._terms.denominators import TermCounter
+from macrobatch._terms.objective import Terms as SeveralTerms
 from macrobatch.errors import UsageError
 from macrobatch.types import Counts, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
 

@@ -7,7 +7,7 @@ close the window. If memory runs out, repeat the window with smaller micro-batch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -18,33 +18,28 @@ from torch.optim import Optimizer
 from macrobatch._assembly import MakeObjective, engine_for, mean_of
 from macrobatch._batch.attempts import Attempts
 from macrobatch._batch.cutting import Cutter
-from macrobatch._batch.denominators import BatchTerms, with_items
-from macrobatch._batch.terms import Terms as SeveralTerms
+from macrobatch._batch.feed import Feed
+from macrobatch._batch.one_pass import OnePass
+from macrobatch._batch.two_passes import JointChecks, TwoPasses
 from macrobatch._border import arguments
 from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
-from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
 from macrobatch._checks.weights import UnevenLabels
-from macrobatch._cudagraph.cache import RecordingCache, eager_message
-from macrobatch._cudagraph.capture import capturer_for
-from macrobatch._cudagraph.eligibility import is_compiled_around_ddp, without_ddp
-from macrobatch._cudagraph.two_passes import FirstPassCache, JointRecordings, SecondPassCache
+from macrobatch._cudagraph.cache import RecordingCache, capturer_or_warning
+from macrobatch._cudagraph.eligibility import without_ddp
+from macrobatch._cudagraph.two_passes import JointRecordings, joint_recordings
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.memory import FittingSizes
-from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut, Policy
-from macrobatch._cut.prefetch import Prefetcher
 from macrobatch._cut.samples import Collate
-from macrobatch._cut.trees import copy_shared
 from macrobatch._engine.closing import LeaveMean
 from macrobatch._engine.events import Observer
-from macrobatch._engine.totals import MicroPlan
 from macrobatch._joint.kept_graphs import kept_graphs_for
 from macrobatch._joint.objective import Joint as WholeBatchLoss
-from macrobatch._joint.two_passes import JointChecks, TwoPasses
-from macrobatch._ranks.agreement import Agreement
 from macrobatch._ranks.placements import sharing_ranks
-from macrobatch.errors import BackendError, BatchError, UsageError, warn
+from macrobatch._terms.denominators import BatchTerms
+from macrobatch._terms.objective import Terms as SeveralTerms
+from macrobatch.errors import BackendError, UsageError
 from macrobatch.types import Counts, Encoded, Items, Joint, Options, StepResult, Terms
 
 Model = nn.Module | Sequence[nn.Module]
@@ -131,58 +126,60 @@ class MacroStep(Uncopied):
         fit_file: str | os.PathLike[str] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        for name in ("steps", "remainder"):
-            if name in options:
-                raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
-        own = ("micro", "collate", "counts", "joint", "cuda_graph", "fit_file")
-        arguments.require_options(options, [*own, *Options.__annotations__])
-        if not callable(loss_fn):
-            raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")
-        if collate is not None and not callable(collate):
-            raise UsageError(
-                f"collate must be a function that makes a micro-batch of a list of samples: got {collate!r}."
-            )
-        self._model = model
-        self._loss_fn = loss_fn
-        self._collate = collate
+        _require_arguments(loss_fn, collate, options)
         has_terms = arguments.checked_counts(counts) is not None
         has_joint = arguments.checked_joint(joint, counts) is not None
         records = arguments.checked_switch("cuda_graph", cuda_graph)
-        is_checked = catalogue.are_on()
-        passes = PassesDiffer() if is_checked else None
-        checks = JointChecks(FrozenChanged(), RanksDiffer(), BatchNormStatistics()) if is_checked else None
+        has_scaler = options.get("scaler") is not None
+        checks = JointChecks.new() if has_joint and catalogue.are_on() else None
         objective: MakeObjective = SeveralTerms if has_terms else mean_of
         if has_joint:
-            objective = partial(WholeBatchLoss, passes=passes)
-        more = (checks.frozen, passes, checks.ranks, checks.batch_norm) if has_joint and checks and passes else ()
-        engine = self._engine = engine_for(model, optimizer, objective=objective, checks=more, **options)
+            objective = partial(WholeBatchLoss, passes=None if checks is None else checks.passes)
+        engine = self._engine = engine_for(model, optimizer, objective=objective, checks=checks or (), **options)
+        sharing = sharing_ranks((p for one in engine.models for p in one.parameters()), engine.backend.group)
         self._terms = None if counts is None else BatchTerms(counts, engine)
-        parameters = (p for model in engine.models for p in model.parameters())
-        self._sharing = sharing_ranks(parameters, engine.backend.group)
-        self._feed = Prefetcher()
-        self._has_scaler = options.get("scaler") is not None
-        self._graphs = self._make_graphs(has_joint=has_joint) if records else None
-        self._sizes = FittingSizes(fit_file)
+        watches = catalogue.are_on() and options.get("reduction", "mean") == "mean" and not (has_terms or has_joint)
+        labels = UnevenLabels() if watches else None
+        self._one_pass = OnePass(engine, model, loss_fn, self._terms, labels, has_scaler=has_scaler)
+        self._graphs: RecordingCache | JointRecordings | None = None
+        bare = without_ddp(model)
+        if records and (capturer := capturer_or_warning(engine, shares_model=bool(sharing))) is not None:
+            if has_joint:
+                self._graphs = joint_recordings(engine, partial(loss_fn, bare), capturer, has_scaler=has_scaler)
+            else:
+                self._graphs = self._one_pass.recordings(capturer)
         recorded = self._graphs is not None
-        policy = checked_micro(micro)
-        self._cutter = Cutter(engine, policy, collate, self._sizes, records=recorded, has_passes=has_joint)
+        self._sizes = FittingSizes(fit_file)
+        self._cutter = Cutter(
+            engine, checked_micro(micro), collate, self._sizes, records=recorded, has_passes=has_joint
+        )
+        self._feed = Feed(engine, self._cutter.placeholder, collates=collate is not None)
         fitting = self._cutter.fitting
         if fit_file is not None and fitting is None:
             raise UsageError(
                 'fit_file keeps the sizes that micro="auto" or by_tokens("auto") has found: leave it out otherwise.'
             )
-        if fitting is not None and self._sharing:
+        if fitting is not None and sharing:
             raise BackendError(
                 '"auto" cuts by the memory of one rank, but '
-                f"rank {dist.get_rank()} shares a model with the ranks {self._sharing}, which must cut alike. Say how: "
+                f"rank {dist.get_rank()} shares a model with the ranks {sharing}, which must cut alike. Say how: "
                 "micro= a number, by_count or by_tokens with a budget."
             )
-        self._attempts = Attempts(engine, Agreement(engine.backend), fitting, self._sizes)
-        watches = is_checked and options.get("reduction", "mean") == "mean" and not (has_terms or has_joint)
-        self._labels = UnevenLabels() if watches else None
+        self._attempts = Attempts(engine, fitting, self._sizes)
         keeps = has_joint and fitting is not None and not recorded and engine.backend.abilities.leaves_are_parameters
         self._kept = kept_graphs_for(engine.device) if keeps else None
-        self._passes = None if joint is None else self._make_passes(joint, checks)
+        self._two_passes = None
+        if joint is not None:
+            self._two_passes = TwoPasses(
+                engine,
+                partial(loss_fn, model),
+                partial(joint, bare),
+                self._attempts.agree,
+                recordings=self._graphs if isinstance(self._graphs, JointRecordings) else None,
+                few_shapes=self._cutter.has_few_shapes,
+                kept=self._kept,
+                checks=checks,
+            )
 
     def __call__(self, batch: Any) -> StepResult:
         """Take the optimizer step of a batch: forward, backward, clipping, step, and clearing of the gradients.
@@ -208,13 +205,12 @@ class MacroStep(Uncopied):
         if self._terms is not None:
             self._terms.begin_window()
         while True:
-            cut = self._cutter.cut(batch, self._count_terms)
+            cut = self._cutter.cut(batch, self._terms)
             if self._terms is not None:
                 self._terms.expect(cut)
             if cut.is_empty:
                 return self._engine.close_empty()
-            take_turns = self._take_turns if self._passes is None else self._take_turns_twice
-            if self._attempts.run(cut, partial(take_turns, cut), self._graphs, self._kept):
+            if self._attempts.run(cut, partial(self._take_turns, cut), self._graphs, self._kept):
                 return self._close(cut)
 
     # ------------------------------------------------------------------------------------------ what one can ask
@@ -284,165 +280,31 @@ class MacroStep(Uncopied):
     # ------------------------------------------------------------------------------------------ the window
 
     def _take_turns(self, cut: Cut) -> None:
-        """Run the forward and backward of every micro-batch.
-
-        If the window may be retried, or its last micro-batch repeated, `loss_fn` gets copies of the tensors that share
-        memory with the batch. So `loss_fn` can change them in place without changing the batch.
-        """
-        engine, graphs = self._engine, self._graphs
-        assert not isinstance(graphs, JointRecordings), "those are of two passes"
-        copies = self._attempts.may_repeat(cut, graphs) or cut.turns > len(cut.parts)
-        if not cut.turns:
-            engine.join_empty()
-        if graphs is not None:
-            graphs.open(engine, self._coming(cut), few_shapes=self._cutter.has_few_shapes)
-        if self._labels is not None:
-            self._labels.begin()
-        takes, counted = [partial(self._take, cut, part) for part in cut.part_per_turn()], set[bool]()
-        for index, (micro_batch, samples) in enumerate(self._feed.each(takes, engine.device)):
-            is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
-            if self._labels is not None and not is_repeat:
-                self._labels.note(micro_batch, samples)
-            with engine.micro_batch(MicroPlan(last=is_final and not cut.is_held, repeat=is_repeat)):
-                recording = None
-                if graphs is not None and not is_repeat and self._knows_scale():
-                    recording = graphs.find(micro_batch, samples, cut.parts[index].key)
-                if recording is not None:
-                    engine.replay(recording, micro_batch)
-                else:
-                    own = copy_shared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
-                    self._run(own, samples, counted)
-            if not is_final:
-                engine.close()
-        if graphs is not None:
-            graphs.close(engine)
-
-    def _knows_scale(self) -> bool:
-        """Whether the factor of all losses of the window does not depend on the next micro-batch."""
-        return not self._has_scaler or self._engine.open_window().multiplier is not None
-
-    def _take_turns_twice(self, cut: Cut) -> None:
-        """Run the two passes of a loss of the whole batch. `collate` is called once for each micro-batch."""
-        assert self._passes is not None
-        taken: dict[int, tuple[Any, int]] = {}
-
-        def take(part: Part | None) -> tuple[Any, int]:
-            if self._collate is None or part is None:
-                return self._take(cut, part)
-            if id(part) not in taken:
-                taken[id(part)] = self._take(cut, part)
-            return taken[id(part)]
-
-        def shares_memory(tensor: Tensor) -> bool:  # with the batch, or with the other pass
-            return self._collate is not None or cut.samples.shares_memory(tensor)
-
-        def micro_batches(parts: Sequence[Part | None]) -> Iterator[tuple[Any, int]]:
-            for micro_batch, samples in self._feed.each([partial(take, part) for part in parts], self._engine.device):
-                yield copy_shared(micro_batch, shares_memory), samples
-
-        self._passes.run(cut, micro_batches, self._coming(cut))
-
-    def _make_passes(self, joint: Joint, checks: JointChecks | None) -> TwoPasses:
-        bare, objective = without_ddp(self._model), self._engine.objective
-        assert isinstance(objective, WholeBatchLoss)
-        return TwoPasses(
-            self._engine,
-            objective,
-            partial(self._loss_fn, self._model),
-            partial(joint, bare),
-            self._attempts.agree,
-            recordings=self._graphs if isinstance(self._graphs, JointRecordings) else None,
-            few_shapes=self._cutter.has_few_shapes,
-            kept=self._kept,
-            checks=checks,
-        )
-
-    def _run(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
-        """Run a micro-batch without a CUDA graph. `counted` collects whether `loss_fn` returned items."""
-        with self._engine.spans.of("forward"):
-            loss, items = self._loss(self._model, micro_batch)
-        if self._terms is not None:
-            self._engine.backward(with_items(loss, lambda: samples))
+        """Run the forward and backward of every micro-batch."""
+        if self._two_passes is not None:
+            self._two_passes.run(cut, self._feed)
             return
-        counted.add(items is not None)
-        if len(counted) > 1:
-            raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
-        self._engine.backward(loss, samples if items is None else items, are_samples=items is None)
-
-    def _count_terms(self, batch: Any) -> None:
-        if self._terms is not None:
-            self._terms.count(batch)
-
-    def _coming(self, cut: Cut) -> list[tuple[Hashable, Callable[[], tuple[Any, int]]]]:
-        """For each micro-batch: the key that identifies its shape, and a function that returns it before its turn."""
-        device = self._engine.device
-        return [(part.key, partial(self._feed.one, partial(self._take, cut, part), device)) for part in cut.parts]
-
-    def _take(self, cut: Cut, part: Part | None) -> tuple[Any, int]:
-        """A micro-batch and its number of samples. If `part` is None, it is a copy of the placeholder."""
-        with self._engine.spans.of("data"):
-            if part is None:
-                return self._cutter.placeholder.copy(), 1
-            return cut.samples.take(part), len(part.samples)
-
-    def _loss(self, model: Any, micro_batch: Any) -> tuple[Any, Items]:
-        loss, items = self._loss_fn(model, micro_batch), None
-        if self._terms is not None:
-            return loss, None
-        if isinstance(loss, tuple | list):
-            if len(loss) != 2:
-                raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
-            loss, items = loss
-        if items is not None:
-            self._labels = None  # nothing is weighed by samples
-        return loss, items
+        assert not isinstance(self._graphs, JointRecordings), "those are of two passes"
+        copies = self._attempts.may_repeat(cut, self._graphs) or cut.turns > len(cut.parts)
+        few_shapes = self._cutter.has_few_shapes
+        self._one_pass.run(cut, self._feed, self._graphs, few_shapes=few_shapes, copies=copies)
 
     def _close(self, cut: Cut) -> StepResult:
         """Take the optimizer step, and remember the size that fitted into memory."""
         result = self._engine.close(now=cut.is_held)
         assert result is not None, "the window is complete"
         self._attempts.note_success(cut, self._kept)
-        if self._labels is not None and (why := self._labels.uneven()) is not None:
-            self._labels = None
-            warn(why)
+        self._one_pass.warn_of_uneven_labels()
         return result
 
-    # ------------------------------------------------------------------------------------------ recordings
 
-    def _make_graphs(self, *, has_joint: bool) -> RecordingCache | JointRecordings | None:
-        """The cache of CUDA graphs. If micro-batches cannot be recorded: None, and a warning that says why."""
-        engine, bare = self._engine, without_ddp(self._model)
-
-        def loss_of(micro_batch: Any, samples: Callable[[], int]) -> tuple[Any, Items, bool]:
-            loss, items = self._loss(bare, micro_batch)
-            if has_joint:
-                return loss, None, False
-            if self._terms is not None:
-                return with_items(loss, samples), None, False
-            return loss, samples() if items is None else items, items is None
-
-        capturer = capturer_for(engine.device)
-        why = f"the model is on {engine.device}" if capturer is None else self._why_eager()
-        if capturer is None or why is not None:
-            warn(eager_message(str(why)))
-            return None
-        parts: Any = (engine.models, loss_of, engine.objective)
-        options: Any = {"has_scaler": self._has_scaler, "capturer": capturer}
-        if has_joint:
-            return JointRecordings(FirstPassCache(*parts, **options), SecondPassCache(*parts, **options))
-        denominators = None if self._terms is None else self._terms.denominators
-        return RecordingCache(*parts, denominators=denominators, **options)
-
-    def _why_eager(self) -> str | None:
-        """The reason why micro-batches cannot be recorded as CUDA graphs; None if they can."""
-        engine = self._engine
-        if self._sharing:
-            return "ranks that share a model communicate inside micro-steps"
-        if not engine.backend.abilities.can_record:
-            return "ranks communicate inside micro-steps. DistributedDataParallel with sync='window' does not"
-        if any(map(is_compiled_around_ddp, engine.models)):
-            return (
-                "the model is compiled around DistributedDataParallel, which cannot be left out then. "
-                "DistributedDataParallel(torch.compile(model)) can be recorded"
-            )
-        return None
+def _require_arguments(loss_fn: object, collate: object, options: Options) -> None:
+    for name in ("steps", "remainder"):
+        if name in options:
+            raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
+    own = ("micro", "collate", "counts", "joint", "cuda_graph", "fit_file")
+    arguments.require_options(options, [*own, *Options.__annotations__])
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")
+    if collate is not None and not callable(collate):
+        raise UsageError(f"collate must be a function that makes a micro-batch of a list of samples: got {collate!r}.")

@@ -147,7 +147,7 @@ def test_a_parameter_that_nobody_used_keeps_no_gradient():
     _, train = trained(model, cuda_graph=True)
     assert recordings(train)
     assert torch.equal(model.unused.weight, unused)
-    assert id(model.unused.weight) not in train._graphs._buffers  # nor memory for one
+    assert id(model.unused.weight) not in train._graphs._recorder._buffers  # nor memory for one
 
 
 def test_a_parameter_that_some_shapes_use():

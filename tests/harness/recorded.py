@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ class PretendedCapturer(Capturer):
 
     @contextlib.contextmanager
     def claim(self, pool: object) -> Iterator[Any]:
-        with self._going_on("recording"):
+        with self._going_on("recording"), numbers_on_device():
             yield PretendedClaim()
 
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
@@ -175,8 +176,13 @@ class PretendedGraph:
 
     def replay(self) -> None:
         """As a real one does: torch does not notice what it writes to."""
-        with _unsafe_preserve_version_counter(self._writes.lasting()):
+        with numbers_on_device(), _unsafe_preserve_version_counter(self._writes.lasting()):
             self._run()
+
+
+def numbers_on_device() -> contextlib.AbstractContextManager[object]:
+    """Read no tensor on the host, as if it were on a GPU: a capture would freeze its value."""
+    return mock.patch("macrobatch._border.arguments.number_on_host", return_value=None)
 
 
 def is_capturing() -> bool:

@@ -96,6 +96,7 @@ def train(
     model = wrap(made(Tower))
     step = MacroStep(model, optimizer_for(model), loss_fn, micro=micro, max_norm=10.0, **options)
     step._graphs = hoard
+    step._cutter._holds = step._cutter._holds or hoard is not None
     weights, results = [full_weights(model)], []
     for window, samples in enumerate(filled):
         results.append(step(own_batch(window, samples[dist.get_rank()], dist.get_rank())))
@@ -505,7 +506,7 @@ def in_company(**options: Any) -> Outcome:
         sizes.append([])
         own = own_batch(window, samples[dist.get_rank()], dist.get_rank())
         step({"x": torch.full_like(own.x, VOCABULARY - 2), "y": own.y})
-    kept = [tensor.untyped_storage().nbytes() for tensor in step._spare._micro_batch.values()]
+    kept = [tensor.untyped_storage().nbytes() for tensor in step._cutter.placeholder._micro_batch.values()]
     return {"sizes": sizes, "kept": kept, "steps": step.optimizer_step}
 
 

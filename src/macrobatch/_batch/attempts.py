@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch.distributed as dist
 
+from macrobatch._cudagraph.cache import RecordingCache
+from macrobatch._cudagraph.two_passes import JointRecordings
 from macrobatch._cut.fitting import Fitting
 from macrobatch._cut.memory import (
     FittingSizes,
@@ -29,23 +31,10 @@ from macrobatch._ranks.agreement import Agreement, Status
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import BackendError, FitError
 
+Recordings = RecordingCache | JointRecordings
 NO_ROOM = "memory ran out beside what had been recorded"
 
 logger = logging.getLogger("macrobatch")
-
-
-class Recordings(Protocol):
-    """CUDA graphs of recorded micro-batches, which hold memory."""
-
-    @property
-    def has_recordings(self) -> bool:
-        """Whether any graph is recorded."""
-
-    def forget(self) -> None:
-        """Delete all recorded graphs."""
-
-    def refuse(self, why: str) -> None:
-        """Record no more graphs, for this reason."""
 
 
 class AbandonedError(Exception):
@@ -57,19 +46,12 @@ class AbandonedError(Exception):
 
 
 class Attempts:
-    """Runs windows, and reports whether they fitted into memory.
+    """Runs windows, and reports whether they fitted into memory."""
 
-    Args:
-        engine: the engine that runs the windows.
-        agreement: the exchange of small numbers between ranks.
-        fitting: how to cut a batch if the size of micro-batches is found by trying; otherwise None.
-        sizes: the sizes that are known to fit.
-    """
-
-    def __init__(self, engine: Engine, agreement: Agreement, fitting: Fitting | None, sizes: FittingSizes) -> None:
+    def __init__(self, engine: Engine, fitting: Fitting | None, sizes: FittingSizes) -> None:
         self._engine = engine
-        self._agreement = agreement
-        self._fitting = fitting
+        self._agreement = Agreement(engine.backend)
+        self._fitting = fitting  # None if the size of micro-batches is given
         self._sizes = sizes
         self._pressure: Pressure | None = None
 
@@ -79,11 +61,7 @@ class Attempts:
         return can_fail and (cut.is_held or self._agreement.is_alone)
 
     def run(
-        self,
-        cut: Cut,
-        take_turns: Callable[[], None],
-        recordings: Recordings | None,
-        kept: KeptGraphs | None = None,
+        self, cut: Cut, take_turns: Callable[[], None], recordings: Recordings | None, kept: KeptGraphs | None
     ) -> bool:
         """Run all micro-batches of a window. Returns False if memory ran out; the state before the window is restored.
 
@@ -146,7 +124,7 @@ class Attempts:
         if any(statuses):
             raise AbandonedError(statuses)
 
-    def note_success(self, cut: Cut, kept: KeptGraphs | None = None) -> None:
+    def note_success(self, cut: Cut, kept: KeptGraphs | None) -> None:
         """Remember that this size fits, or that it barely does."""
         if self._fitting is None or self._pressure is None or not cut.parts:
             return
@@ -185,15 +163,11 @@ class Attempts:
         self._learn(cut, asked)
         remembers = self._fitting is not None and self._sizes.file is not None
         unit = "samples" if self._fitting is None else self._fitting.unit
+        how = ', with a smaller micro=, or with fit_file="...", which remembers sizes that did not fit.'
         why = (
             f"rank {dist.get_rank()} ran out of memory: {asked} more was asked for in a micro-batch of {cut.size} "
             f"{unit}. Other ranks were waiting for it in a collective, so this window cannot be done again. Start the "
-            "job again (torchrun --max-restarts does)"
-            + (
-                ": it will begin with smaller ones."
-                if remembers
-                else ', with a smaller micro=, or with fit_file="...", which remembers sizes that did not fit.'
-            )
+            f"job again (torchrun --max-restarts does){': it will begin with smaller ones.' if remembers else how}"
         )
         collectives.abort_job(why)
         raise FitError(why)

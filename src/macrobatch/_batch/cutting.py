@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,21 +15,13 @@ from macrobatch._cut.trees import copy_shared, map_tensors
 from macrobatch._engine.engine import Engine
 from macrobatch._ranks.agreement import Agreement, Row
 from macrobatch._ranks.select import require_own_statistics
+from macrobatch._terms.denominators import BatchTerms
 from macrobatch._torch.modules import BatchNorm
 from macrobatch.errors import BatchError
 
 
 class Cutter:
-    """Cuts batches into micro-batches.
-
-    Args:
-        engine: the engine that runs them.
-        micro: how to cut.
-        collate: makes a micro-batch from a list of samples; None if batches consist of tensors.
-        sizes: the sizes that are known to fit.
-        records: whether micro-batches are recorded, so that few shapes help.
-        has_passes: whether each window has two passes.
-    """
+    """Cuts batches into micro-batches."""
 
     def __init__(
         self,
@@ -39,8 +30,8 @@ class Cutter:
         collate: Collate | None,
         sizes: FittingSizes,
         *,
-        records: bool,
-        has_passes: bool,
+        records: bool,  # whether micro-batches are recorded, so that few shapes help
+        has_passes: bool,  # whether each window has two passes
     ) -> None:
         self._engine = engine
         self._micro = micro
@@ -62,13 +53,13 @@ class Cutter:
         """Whether recorded micro-batches are cut so that there are few different shapes."""
         return isinstance(self._micro, ByTokens | FittingTokens)
 
-    def cut(self, batch: Any, count_terms: Callable[[Any], None]) -> Cut:
-        """Cut a batch, as agreed with the other ranks. `count_terms` is called if this rank has samples."""
+    def cut(self, batch: Any, terms: BatchTerms | None) -> Cut:
+        """Cut a batch, as agreed with the other ranks, and count its terms."""
         try:
             samples = samples_of(batch, self._collate, self._containers)
             (parts, size), row = self._plan(samples)
-            if samples.count:
-                count_terms(batch)
+            if samples.count and terms is not None:
+                terms.count(batch)
         except Exception:
             self._exchange(Row(failed=1))
             raise
@@ -81,10 +72,9 @@ class Cutter:
             (parts, size), row = self._plan(samples, least)
             rows = self._exchange(row)
         counts = [row.parts for row in rows]
-        held = self.fitting is not None and any(row.size > row.proven for row in rows)
         abilities = self._engine.backend.abilities
-        held = held or self._holds
-        held = held or (0 in counts and not abilities.needs_every_rank)
+        is_new_size = self.fitting is not None and any(row.size > row.proven for row in rows)
+        held = self._holds or is_new_size or (0 in counts and not abilities.needs_every_rank)
         held = held and not self._agreement.is_alone and abilities.can_hold
         if held or counts.count(counts[0]) < len(counts):
             require_own_statistics(

@@ -80,10 +80,7 @@ class Graph(Protocol):
 
 
 class Capturer:
-    """All operations of CUDA that recordings need. `CAPTURERS` has one class per type of device that can capture.
-
-    Tests without a GPU add a class for CPUs.
-    """
+    """All operations of CUDA that recordings need. Tests without a GPU replace it by one for CPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -111,10 +108,9 @@ class Capturer:
         """Capture `run()` as a graph; return the graph and the result."""
         graph = torch.cuda.CUDAGraph()
         try:
+            current = torch.cuda.current_stream(self.device)
             with (
-                torch.cuda.stream(
-                    torch.cuda.current_stream(self.device)
-                ),  # restores the stream if the next line fails to
+                torch.cuda.stream(current),  # restores the stream if the next line fails to
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 returned = run()
@@ -135,7 +131,7 @@ class Capturer:
             return float(begin.elapsed_time(end))
 
 
-CAPTURERS: dict[str, type[Capturer]] = {"cuda": Capturer}
+CAPTURERS: dict[str, type[Capturer]] = {"cuda": Capturer}  # by type of device that can capture
 
 
 def capturer_for(device: torch.device) -> Capturer | None:

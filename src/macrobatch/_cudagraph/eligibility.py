@@ -37,18 +37,14 @@ def signature(micro_batch: Any, device_type: str = "cuda") -> Hashable:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 raise NotRecordableError(f"{path} requires a gradient of its own")
-            _require_plain(path, leaf, device_type)
+            if leaf.device.type != device_type or leaf.layout != torch.strided:
+                raise NotRecordableError(f"{path} is a {leaf.layout} tensor on {leaf.device}")
             parts.append((path, leaf.shape, leaf.dtype))
         elif isinstance(leaf, bool | int | float | str | bytes | None):
             parts.append((path, type(leaf), leaf))
         else:
             raise NotRecordableError(f"{path} is of type {type(leaf).__name__}, whose value a recording would freeze")
     return tuple(parts)
-
-
-def _require_plain(path: str, tensor: Tensor, device_type: str) -> None:
-    if tensor.device.type != device_type or tensor.layout != torch.strided:
-        raise NotRecordableError(f"{path} is a {tensor.layout} tensor on {tensor.device}")
 
 
 def copy_tensors(micro_batch: Any) -> Any:

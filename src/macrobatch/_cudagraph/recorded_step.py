@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,38 +16,26 @@ from macrobatch._torch.tensors import copy_all, wide, zero_all
 
 
 class StaticWindow:
-    """The sums of a window, its multiplier and its early denominators, at fixed addresses.
-
-    Args:
-        device: the device of the models.
-        denominators: the early denominators of one window; None if they are late. `begin` copies those of later ones.
-        weighs: whether losses are means over their items, with late denominators.
-        has_scaler: whether a scaler multiplies the losses.
-        notes: the names of the numbers for checks that micro-batches note.
-
-    Attributes:
-        used: the recordings that the current window has replayed.
-    """
+    """The sums of a window, its multiplier and its early denominators, at fixed addresses."""
 
     def __init__(
         self,
         device: torch.device,
-        denominators: Denominators | None,
+        denominators: Denominators | None,  # of any window; None if they are late. `begin` copies those of later ones
         *,
-        weighs: bool,
+        weighs: bool,  # whether losses are means over their items, with late denominators
         has_scaler: bool,
-        notes: Sequence[str] = (),
+        notes: Sequence[str] = (),  # the names of the numbers for checks that micro-batches note
     ) -> None:
         columns = 1 if denominators is None else len(denominators.names) * denominators.are_terms
-        self.used: set[Recording] = set()
+        self.used: set[Recording] = set()  # those that the current window has replayed
         self._device = device
         self._weighs = weighs and denominators is None
         self._sums = Sums.zeros(columns, device)
         self._notes = {name: torch.zeros((), device=device, dtype=wide(device)) for name in notes}
         self._multiplier = torch.ones((), device=device, dtype=torch.float32) if has_scaler else UNSCALED
-        self._divisors = torch.ones(
-            1 if denominators is None else len(denominators.names), device=device, dtype=wide(device)
-        )
+        num_divisors = 1 if denominators is None else len(denominators.names)
+        self._divisors = torch.ones(num_divisors, device=device, dtype=wide(device))
         self._denominators = denominators and denominators._replace(divisors=self._divisors.unbind())
 
     def window(self) -> Window:
@@ -72,36 +61,34 @@ class StaticWindow:
         window.totals.add_sums(self._sums, self._notes)
 
 
-class Recording:
-    """The recorded micro-step of one shape.
+class Recorded(NamedTuple):
+    """What the host knows of a recorded micro-batch."""
 
-    Args:
-        graph: the captured graph.
-        inputs: the tensors from which it reads a micro-batch.
-        static: the window to which it adds.
-        reached: the parameters to which it adds gradients.
-        totals: what the host knows of the items of such a micro-batch.
-        is_counted: whether the program gives items.
-    """
+    totals: Totals = Totals(0, weighs=False)  # of its items
+    is_counted: bool | None = None  # whether the program gives items
+    output: Callable[[], Any] | None = None  # returns what a replay has left at fixed addresses, until the next one
+
+
+class Recording:
+    """The recorded micro-step of one shape."""
 
     def __init__(
         self,
         graph: Graph,
-        inputs: list[Tensor],
-        static: StaticWindow,
-        reached: set[nn.Parameter],
-        totals: Totals,
-        is_counted: bool | None = None,
+        inputs: list[Tensor],  # from which it reads a micro-batch
+        static: StaticWindow | None,  # to which it adds
+        reached: set[nn.Parameter],  # to which it adds gradients
+        recorded: Recorded,
     ) -> None:
         self.reached = reached
-        self.totals = totals
-        self.is_counted = is_counted
+        self.totals, self.is_counted, self.output = recorded
         self._graph = graph
         self._inputs = inputs
         self._static = static
 
     def replay(self, micro_batch: object, window: Window) -> None:
         """Replay a micro-batch of this window."""
+        assert self._static is not None
         if not self._static.used:
             self._static.begin(window)
         self._static.used.add(self)

@@ -7,10 +7,10 @@ addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,39 +18,98 @@ from torch import Tensor, nn
 from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._checks.joint import PassesDiffer
 from macrobatch._checks.pass_difference import on_device
-from macrobatch._cudagraph.cache import MicroBatch, Recorded, RecordingCache
-from macrobatch._cudagraph.capture import Graph
+from macrobatch._cudagraph.cache import RecordingCache
+from macrobatch._cudagraph.capture import Capturer
 from macrobatch._cudagraph.eligibility import NotRecordableError
-from macrobatch._cudagraph.recorded_step import Recording, StaticWindow
+from macrobatch._cudagraph.recorded_step import Recorded, StaticWindow
+from macrobatch._cudagraph.recorder import Leaves, MicroStepRecorder, Recorder
 from macrobatch._engine.engine import Engine
-from macrobatch._engine.totals import Micro, Totals
+from macrobatch._engine.totals import Micro
 from macrobatch._engine.window import Window
 from macrobatch._joint.encodings import Layout, take_apart
-from macrobatch._joint.objective import Encodings, FirstPass
+from macrobatch._joint.objective import Encodings, FirstPass, Pull
 from macrobatch._torch.tensors import copy_all, wide
 from macrobatch.types import Encoded, Items, Sum
 
-Upcoming = Sequence[tuple[Hashable, Callable[[], MicroBatch]]]
+
+class JointRecordings(NamedTuple):
+    """The recordings of both passes."""
+
+    first: RecordingCache
+    second: RecordingCache
+    encoder: EncodingRecorder  # of the first pass
+
+    @property
+    def has_recordings(self) -> bool:
+        """Whether there is any recording."""
+        return self.first.has_recordings or self.second.has_recordings
+
+    def forget(self) -> None:
+        """Drop all recordings and their memory."""
+        self.first.forget()
+        self.second.forget()
+
+    def refuse(self, why: str) -> None:
+        """Stop recording and replaying, and warn why."""
+        self.first.refuse(why)
+        self.second.refuse(why)
+
+    def expect(self, layout: Layout) -> None:
+        """Set what the encodings of the next window look like."""
+        self.encoder.layout = layout
 
 
-class SecondPassCache(RecordingCache):
-    """Holds the recordings of second passes. Their micro-batches are of type `Pull`."""
+def joint_recordings(
+    engine: Engine, encode: Callable[[Any], Any], capturer: Capturer, *, has_scaler: bool
+) -> JointRecordings:
+    """The recordings of both passes. ``encode(micro_batch)`` returns an `Encoded`."""
 
-    def _new_static(self) -> StaticWindow:
-        device = self._capturer.device
-        both = FirstPass(1, torch.ones(3, device=device, dtype=wide(device)), True).denominators(device)
-        notes = (PassesDiffer.NOTE,)
-        return StaticWindow(device, both, weighs=False, has_scaler=self._has_scaler, notes=notes)
-
-    def _combine(self, micro_batch: Any, samples: int, window: Window) -> Micro:
-        encoded, _, _ = self._loss_of(micro_batch.micro_batch, partial(self._count, samples))
-        _, tensors = take_apart(encoded, self._count(samples))
-        items = None if micro_batch.ordinary is None else micro_batch.ordinary[1]
-        encodings = Encodings.of(micro_batch, tensors, encoded, items, samples)
-        micro = self._objective.combine(encodings, None, window, repeats=False)
+    def combine(pull: Pull, samples: Callable[[], int], window: Window) -> Micro:
+        encoded = encode(pull.micro_batch)
+        _, tensors = take_apart(encoded, samples())
+        items = None if pull.ordinary is None else pull.ordinary[1]
+        encodings = Encodings.of(pull, tensors, encoded, items, samples())
+        micro = engine.objective.combine(encodings, None, window, repeats=False)
         if micro.root is None:
             raise NotRecordableError("no encoding has a graph")
         return micro
+
+    def new_static(device: torch.device) -> StaticWindow:
+        both = FirstPass(1, torch.ones(3, device=device, dtype=wide(device)), True).denominators(device)
+        return StaticWindow(device, both, weighs=False, has_scaler=has_scaler, notes=(PassesDiffer.NOTE,))
+
+    encoder = EncodingRecorder(engine.models, capturer, encode)
+    second = MicroStepRecorder(engine.models, capturer, combine, new_static, has_scaler=has_scaler)
+    return JointRecordings(RecordingCache(encoder), RecordingCache(second), encoder)
+
+
+class EncodingRecorder(Recorder):
+    """Records first passes: only the forward, whose encodings are stored at fixed addresses."""
+
+    has_backward = False
+    layout: Layout  # of the encodings
+
+    def __init__(self, models: Sequence[nn.Module], capturer: Capturer, encode: Callable[[Any], Any]) -> None:
+        super().__init__(models, capturer)
+        self._encode = encode
+
+    def release_memory(self) -> None:
+        super().release_memory()
+        self._found: dict[int, StaticEncoding] = {}  # by number of samples
+
+    def _static_for(self, samples: int) -> StaticEncoding:
+        if samples not in self._found:
+            self._found[samples] = StaticEncoding.of(self.layout, samples, self.capturer.device)
+        return self._found[samples]
+
+    @torch.no_grad()
+    def _micro_step(self, micro_batch: Any, samples: int, static: Any, leaves_of: Leaves) -> Recorded:  # noqa: ARG002
+        encoded = self._encode(micro_batch)
+        layout, tensors = take_apart(encoded, self._count(samples))
+        if layout != self.layout:
+            raise NotRecordableError("encodings look otherwise than before")
+        static.store(tensors, encoded.loss, encoded.items)
+        return Recorded(output=partial(static.encoded, layout, static.items))
 
 
 @dataclass
@@ -80,101 +139,11 @@ class StaticEncoding:
             self.number.copy_(self.items.reshape(()))
             self.items = self.items.dtype
 
-
-class RecordedEncoding(Recording):
-    """The recorded first pass of a micro-batch."""
-
-    def __init__(self, graph: Graph, inputs: list[Tensor], static: StaticWindow, layout: Layout, found: StaticEncoding):
-        super().__init__(graph, inputs, static, set(), Totals(0, weighs=False))
-        self._layout = layout
-        self._found = found
-        self._items = found.items
-
-    def encode(self, micro_batch: object) -> Encoded:
-        """The encodings of a micro-batch, valid until the next call."""
-        self.run(micro_batch)
-        found = self._found
-        fields = zip(found.tensors, self._layout.fields, strict=True)
-        encoded = self._layout.encoded([Sum(tensor) if field.is_sum else tensor for tensor, field in fields])
-        if self._layout.has_loss:
-            encoded.loss = found.loss.clone()
-            dtype = self._items
-            encoded.items = found.number.to(dtype, copy=True) if isinstance(dtype, torch.dtype) else dtype
+    def encoded(self, layout: Layout, items: Items | torch.dtype) -> Encoded:
+        """The encodings of the last replay, of a recording whose items are known like this."""
+        fields = zip(self.tensors, layout.fields, strict=True)
+        encoded = layout.encoded([Sum(tensor) if field.is_sum else tensor for tensor, field in fields])
+        if layout.has_loss:
+            encoded.loss = self.loss.clone()
+            encoded.items = self.number.to(items, copy=True) if isinstance(items, torch.dtype) else items
         return encoded
-
-
-class FirstPassCache(RecordingCache):
-    """Holds the recordings of first passes."""
-
-    _layout: Layout  # of the encodings
-
-    def _release_memory(self) -> None:
-        super()._release_memory()
-        self._found: dict[int, StaticEncoding] = {}  # by number of samples
-
-    def open(self, engine: Engine, upcoming: Upcoming, *, few_shapes: bool, layout: Any = None) -> None:
-        """Record shapes of the window that begins, if it is worth it."""
-        self._check_model(engine.open_store().parameters)
-        self._layout = layout
-        if not self._is_disabled and not self._is_full:
-            self._record_upcoming([], upcoming, few_shapes)
-
-    def _record(self, leaves_of: dict[nn.Parameter, nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
-        if samples not in self._found:
-            self._found[samples] = StaticEncoding.of(self._layout, samples, self._capturer.device)
-        self._samples = samples
-        return super()._record(leaves_of, micro_batch, samples)
-
-    @torch.no_grad()
-    def _micro_step(
-        self,
-        micro_batch: Any,
-        samples: int,
-        static: StaticWindow,  # noqa: ARG002
-        leaves_of: dict[nn.Parameter, nn.Parameter],  # noqa: ARG002
-    ) -> Recorded:
-        """Run only the forward, and store its encodings at fixed addresses."""
-        encoded, _, _ = self._loss_of(micro_batch, partial(self._count, samples))
-        layout, tensors = take_apart(encoded, self._count(samples))
-        if layout != self._layout:
-            raise NotRecordableError("encodings look otherwise than before")
-        self._found[samples].store(tensors, encoded.loss, encoded.items)
-        return Recorded(Totals(0, weighs=False))
-
-    def _recording(
-        self,
-        graph: Graph,
-        inputs: list[Tensor],
-        static: StaticWindow,
-        reached: set[nn.Parameter],  # noqa: ARG002
-        recorded: Recorded,  # noqa: ARG002
-    ) -> Recording:
-        return RecordedEncoding(graph, inputs, static, self._layout, self._found[self._samples])
-
-
-class JointRecordings:
-    """The recordings of both passes.
-
-    Args:
-        first: the recordings of first passes.
-        second: the recordings of second passes.
-    """
-
-    def __init__(self, first: FirstPassCache, second: SecondPassCache) -> None:
-        self.first = first
-        self.second = second
-
-    @property
-    def has_recordings(self) -> bool:
-        """Whether there is any recording."""
-        return self.first.has_recordings or self.second.has_recordings
-
-    def forget(self) -> None:
-        """Drop all recordings and their memory."""
-        self.first.forget()
-        self.second.forget()
-
-    def refuse(self, why: str) -> None:
-        """Stop recording and replaying, and warn why."""
-        self.first.refuse(why)
-        self.second.refuse(why)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from macrobatch._border.arguments import checked_items, checked_ordinary
+from macrobatch._cut.policies import Cut
 from macrobatch._cut.trees import leaves, rebuild
+from macrobatch._joint.objective import Pull
 from macrobatch._ranks.collectives import Group, all_gather_bytes, full_tensor
 from macrobatch._torch.tensors import wide
 from macrobatch.errors import BatchError
@@ -24,19 +26,12 @@ from macrobatch.types import Encoded, Items, Sum, fields_of
 
 
 class Field(NamedTuple):
-    """One tensor of the encodings.
+    """One tensor of the encodings."""
 
-    Attributes:
-        path: its name in error messages, as a user would write it.
-        is_sum: whether it is a statistic of the micro-batch (`Sum`), without rows.
-        shape: the shape of one row; the whole shape of a statistic.
-        dtype: the dtype of the rows; the dtype of the total of a statistic.
-    """
-
-    path: str
-    is_sum: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    path: str  # its name in error messages, as a user would write it
+    is_sum: bool  # whether it is a statistic of the micro-batch (`Sum`), without rows
+    shape: tuple[int, ...]  # of one row, or of a whole statistic
+    dtype: torch.dtype  # of the rows, or of the total of a statistic
 
     @property
     def has_gradient(self) -> bool:
@@ -44,17 +39,11 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The structure of encodings, without their values and their number of samples.
+    """The structure of encodings, without their values and their number of samples."""
 
-    Attributes:
-        tree: the fields by name, with a number in place of each tensor.
-        fields: the description of each of those tensors.
-        has_loss: whether there is also an ordinary loss.
-    """
-
-    tree: dict[str, Any]
-    fields: tuple[Field, ...]
-    has_loss: bool
+    tree: dict[str, Any]  # the fields by name, with a number in place of each tensor
+    fields: tuple[Field, ...]  # the description of each of those tensors
+    has_loss: bool  # whether there is also an ordinary loss
 
     def encoded(self, tensors: Sequence[Tensor | Sum]) -> Encoded:
         """An `Encoded` of this layout, with these tensors."""
@@ -167,22 +156,15 @@ def _words(field: Field) -> str:
 
 @dataclass
 class OwnEncodings:
-    """The encodings of one rank.
+    """The encodings of one rank."""
 
-    Attributes:
-        layout: the names, shapes and dtypes of the fields; None before the first micro-batch.
-        fields: for each field, the tensors of all micro-batches. `join` replaces those with rows by one tensor, in the
-            order of the batch.
-        losses: the ordinary losses, if there are any.
-        items: the numbers of items of those losses.
-        numbers: losses and items on the device, shape (micro-batches, 2), after `ordinary`.
-    """
-
-    layout: Layout | None = None
-    fields: list[Any] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    items: list[int | float | Tensor] = field(default_factory=list)
-    numbers: Tensor | None = None
+    cut: Cut
+    device: torch.device
+    layout: Layout | None = None  # None before the first micro-batch; after `join`, that of all ranks
+    fields: list[Any] = field(default_factory=list)  # each: a tensor per micro-batch; after `join`, all rows in one
+    losses: list[Tensor] = field(default_factory=list)  # the ordinary losses, if there are any
+    items: list[int | float | Tensor] = field(default_factory=list)  # of those losses
+    numbers: Tensor | None = None  # losses and items on the device, shape (micro-batches, 2), after `ordinary`
     _are_samples: bool | None = None  # whether no items were passed, so that samples are counted
 
     def add(self, encoded: object, samples: int) -> None:
@@ -193,9 +175,8 @@ class OwnEncodings:
             self.layout, self.fields = layout, [[] for _ in tensors]
         count = len(self.fields[0])
         require_same_layout(self.layout, layout, "in the first", f"in micro-batch {count + 1}")
-        for parts, tensor in zip(
-            self.fields, tensors, strict=True
-        ):  # copies: a row would keep the whole tensor that it is a view of
+        for parts, tensor in zip(self.fields, tensors, strict=True):
+            # A copy: a row would keep the whole tensor that it is a view of.
             parts.append(tensor.detach().clone(memory_format=torch.contiguous_format))
         if encoded.loss is not None:
             self._add_loss(encoded.loss, encoded.items, samples)
@@ -209,42 +190,50 @@ class OwnEncodings:
         self.losses.append(checked_ordinary(loss, needs_graph=False).detach().reshape(()).clone())
         self.items.append(samples if count is None else count.detach().clone() if isinstance(count, Tensor) else count)
 
-    def items_of(self, index: int) -> Items:
-        """The items of the ordinary loss of a micro-batch; None if there is no such loss."""
-        return self.items[index] if self.items else None
-
-    def ordinary_of(self, index: int) -> Tensor | None:
-        """The ordinary loss of a micro-batch and its items, on the device."""
-        return None if self.numbers is None else self.numbers[index]
-
     @property
     def has_whole_items(self) -> bool:
         """Whether all counts of items are whole numbers by their type."""
         return all(isinstance(n, int) or (isinstance(n, Tensor) and not n.is_floating_point()) for n in self.items)
 
-    def join(self, layout: Layout, order: Sequence[int], device: torch.device) -> list[Tensor]:
-        """The rows in the order of the batch, and the totals of statistics. `order`: the sample of each row so far."""
+    def join(self, layout: Layout) -> list[Tensor]:
+        """The rows in the order of the batch, and the totals of statistics."""
+        self.layout = layout
         self.fields = self.fields or [[] for _ in layout.fields]
+        order = [sample for part in self.cut.parts for sample in part.samples]
         joined = []
         for index, one in enumerate(layout.fields):
             parts = self.fields[index]
             if one.is_sum:
-                joined.append(total_of(parts, one, device))
+                joined.append(total_of(parts, one, self.device))
                 continue
-            rows = in_batch_order(parts, order) if parts else torch.empty(0, *one.shape, dtype=one.dtype, device=device)
-            self.fields[index] = rows  # frees the parts
-            joined.append(rows)
+            nothing = torch.empty(0, *one.shape, dtype=one.dtype, device=self.device)
+            self.fields[index] = _in_batch_order(parts, order) if parts else nothing  # frees the parts
+            joined.append(self.fields[index])
         return joined
 
-    def of_part(self, layout: Layout, places: Places, index: int, device: torch.device) -> list[Tensor]:
-        """After `join`: the rows at `places`, and the statistics of micro-batch `index`. Scalars move to the device."""
-        pairs = zip(self.fields, layout.fields, strict=True)
-        parts = [one[index] if f.is_sum else rows_at(one, places) for one, f in pairs]
-        return [part.to(device, non_blocking=True) if not part.dim() else part for part in parts]
+    def pull(self, index: int, micro_batch: Any, gradients: Sequence[Tensor | None]) -> Pull:
+        """After `join`: the input of a micro-batch in the second pass, from the gradients of all rows and totals."""
+        assert self.layout is not None
+        places, first, own = _places_of(self.cut.parts[index].samples, self.device), [], []
+        for one, values, gradient in zip(self.layout.fields, self.fields, gradients, strict=True):
+            value = values[index] if one.is_sum else _rows_at(values, places)
+            first.append(value if value.dim() else value.to(self.device, non_blocking=True))
+            # The gradient of a total is the same for the statistic of every micro-batch.
+            own.append(gradient if gradient is None or one.is_sum else _rows_at(gradient, places))
+        return Pull(micro_batch, first, own, None if self.numbers is None else self.numbers[index])
 
-    def ordinary(self, device: torch.device, *, is_mean: bool) -> Tensor:
+    def zeros(self, used: Sequence[bool]) -> list[Tensor | None]:
+        """After `join`: gradients of 0, for the fields that have one."""
+        assert self.layout is not None
+        zeros: list[Tensor | None] = []
+        for one, is_used in zip(self.layout.fields, used, strict=True):
+            shape = one.shape if one.is_sum else (self.cut.samples.count, *one.shape)
+            zeros.append(torch.zeros(shape, dtype=one.dtype, device=self.device) if is_used else None)
+        return zeros
+
+    def ordinary(self, *, is_mean: bool) -> Tensor:
         """The sum of the ordinary losses, the sum of their items, and the number of invalid counts."""
-        dtype = wide(device)
+        device, dtype = self.device, wide(self.device)
         if not self.losses:
             return torch.zeros(3, device=device, dtype=dtype)
         losses = torch.stack([loss.to(device, dtype, non_blocking=True) for loss in self.losses])
@@ -268,7 +257,7 @@ def _number(count: float | Tensor, device: torch.device, dtype: torch.dtype) -> 
 # ---------------------------------------------------------------------------------------------- the whole batch
 
 
-def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+def _in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     """The rows of a rank in the order of the batch. Row i of all `parts` together belongs to sample ``order[i]``."""
     rows = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(order))):
@@ -276,14 +265,11 @@ def in_batch_order(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     places = [0] * len(order)
     for row, sample in enumerate(order):
         places[sample] = row
-    return rows_at(rows, places_of(places, rows.device))
+    return _rows_at(rows, _places_of(places, rows.device))
 
 
-Places = slice | Tensor
-
-
-def places_of(samples: Sequence[int], device: torch.device) -> Places:
-    """The positions of the rows of these samples, for `rows_at`."""
+def _places_of(samples: Sequence[int], device: torch.device) -> slice | Tensor:
+    """The positions of the rows of these samples, for `_rows_at`."""
     if isinstance(samples, range) and samples.step == 1:
         return slice(samples.start, samples.stop)
     index = torch.tensor(list(samples), device="cpu")
@@ -292,7 +278,7 @@ def places_of(samples: Sequence[int], device: torch.device) -> Places:
     return index.to(device, non_blocking=True)
 
 
-def rows_at(rows: Tensor, places: Places) -> Tensor:
+def _rows_at(rows: Tensor, places: slice | Tensor) -> Tensor:
     """The rows at these positions; a view if the positions are a slice."""
     return rows[places] if isinstance(places, slice) else rows.index_select(0, places)
 
@@ -313,14 +299,7 @@ def _wide_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class Exchange:
-    """Exchanges the tensors of all ranks at once. It concatenates rows and adds up totals, in the order of the ranks.
-
-    Args:
-        layout: the layout of the encodings, the same on all ranks.
-        samples: the number of samples of each rank.
-        device: the device of the tensors.
-        group: the ranks.
-    """
+    """Exchanges the tensors of all ranks at once: concatenates rows and adds up totals, in the order of the ranks."""
 
     def __init__(self, layout: Layout, samples: Sequence[int], device: torch.device, group: Group) -> None:
         self._fields = [*layout.fields, *(Field("", True, (3,), wide(device)),) * layout.has_loss]

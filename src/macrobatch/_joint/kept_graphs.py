@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -20,42 +19,27 @@ SHARE = 0.8  # of the free memory: the rest allows for fragmentation
 SPARE = 3  # the memory that a backward needs besides its graph, in units of graphs
 
 
-class Room(Protocol):
-    """The memory of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        """The memory of this device."""
-
-    def free(self) -> int:
-        """How many bytes this process could still allocate."""
-
-    def allocated(self) -> int:
-        """How many bytes the tensors of this process use now."""
-
-
-class RoomOnGPU(Room):
+class Room:
     """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def free(self) -> int:
+        """How many bytes this process could still allocate."""
         cached = torch.cuda.memory_reserved(self._device) - self.allocated()
         return torch.cuda.mem_get_info(self._device)[0] + cached
 
     def allocated(self) -> int:
+        """How many bytes the tensors of this process use now."""
         return torch.cuda.memory_allocated(self._device)
 
 
-ROOMS: dict[str, type[Room]] = {"cuda": RoomOnGPU}  # devices that report their memory; tests add CPUs
+ROOMS: dict[str, type[Room]] = {"cuda": Room}  # devices that report their memory; tests add CPUs
 
 
 class KeptGraphs:
-    """Chooses the micro-batches of a window that keep their graphs, and holds them.
-
-    Attributes:
-        has_kept: whether the window has kept any.
-    """
+    """Chooses the micro-batches of a window that keep their graphs, and holds them."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -63,7 +47,7 @@ class KeptGraphs:
         self._bytes: dict[int, int] = {}  # the size of a graph, by number of samples
         self._too_large: int | None = None  # the smallest size of micro-batches for which a kept graph did not fit
         self._first = 0
-        self.has_kept = False
+        self.has_kept = False  # whether the window has kept any
 
     def begin_window(self, cut: Cut) -> None:
         """Choose how many of the last micro-batches keep their graphs."""

@@ -14,30 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._batch.terms import Terms
 from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._checks.joint import FrozenChanged, PassesDiffer
+from macrobatch._checks.pass_difference import is_all_double
 from macrobatch._engine.totals import Denominators, Micro
 from macrobatch._engine.verdict import Flags
 from macrobatch._engine.window import Window
 from macrobatch._ranks.backend import Local
+from macrobatch._terms.objective import Terms
 from macrobatch._torch.tensors import wide
 from macrobatch.types import Encoded, Items, Reduction
 
 
 class FirstPass(NamedTuple):
-    """What the first pass has counted on all ranks.
-
-    Attributes:
-        samples: the number of samples.
-        ordinary: the sum of the ordinary losses, the sum of their items, and the number of invalid counts; None if
-            there are no ordinary losses.
-        is_whole: whether all of these items are whole numbers by their type.
-    """
+    """What the first pass has counted on all ranks."""
 
     samples: int
-    ordinary: Tensor | None
-    is_whole: bool
+    ordinary: Tensor | None  # the sums of the ordinary losses and of their items, and the number of invalid counts
+    is_whole: bool  # whether all of these items are whole numbers by their type
 
     def denominators(self, device: torch.device) -> Denominators:
         """The columns: the ordinary loss, if there is one, and the loss of the whole batch, over its samples."""
@@ -65,56 +59,33 @@ class FirstPass(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """What is known of a micro-batch before its forward in the second pass. It is the input of a recorded one.
-
-    Attributes:
-        micro_batch: the micro-batch itself.
-        first: its encodings from the first pass; None for a micro-batch that counts for nothing.
-        gradients: the gradients of the whole loss for each encoding, times the scale; None if there is none.
-        ordinary: the ordinary loss and its items from the first pass, on the device; None if they are not compared.
-    """
+    """What is known of a micro-batch before its forward in the second pass. It is the input of a recorded one."""
 
     micro_batch: Any
-    first: list[Tensor] | None
-    gradients: Sequence[Tensor | None]
-    ordinary: Tensor | None
+    first: list[Tensor] | None  # its encodings from the first pass; None for one that counts for nothing
+    gradients: Sequence[Tensor | None]  # of the whole loss for each encoding, times the scale
+    ordinary: Tensor | None  # ordinary loss and items from the first pass, on the device; None: not compared
 
 
 class Encodings(NamedTuple):
-    """A micro-batch in the second pass, after its forward.
+    """A micro-batch in the second pass, after its forward."""
 
-    Attributes:
-        pull: what was known before.
-        tensors: its encodings.
-        loss: the ordinary loss.
-        items: the items of the ordinary loss, as counted in the first pass.
-        items_now: the same, as counted in the second pass.
-    """
-
-    pull: Pull
-    tensors: Sequence[Tensor]
-    loss: Tensor | None
-    items: Items
-    items_now: Items
+    pull: Pull  # what was known before
+    tensors: Sequence[Tensor]  # its encodings
+    loss: Tensor | None  # the ordinary loss
+    items: Items  # of the ordinary loss, as counted in the first pass
+    items_now: Items  # the same, as counted in the second pass
 
     @classmethod
     def of(cls, pull: Pull, tensors: Sequence[Tensor], encoded: Encoded, items: Items, samples: int) -> Encodings:
         if encoded.loss is not None:
-            checked_ordinary(encoded.loss, needs_graph=not _is_zero(items))
+            checked_ordinary(encoded.loss, needs_graph=not is_zero(items))
         items_now = samples if encoded.items is None else checked_items(encoded.items)
         return cls(pull, tensors, encoded.loss, items, items_now)
 
 
 class Joint(Terms):
-    """A loss of the whole batch, pulled back to its micro-batches.
-
-    Args:
-        reduction: whether the ordinary loss is a "mean" or a "sum" over its items.
-        scaler: the GradScaler, whose scale multiplies the losses.
-        backend: how ranks communicate.
-        models: the models.
-        passes: compares the two passes; None if nobody does.
-    """
+    """A loss of the whole batch, pulled back to its micro-batches."""
 
     def __init__(
         self,
@@ -122,18 +93,16 @@ class Joint(Terms):
         scaler: GradScaler | None,
         backend: Local,
         models: Sequence[nn.Module],
-        passes: PassesDiffer | None,
+        passes: PassesDiffer | None,  # compares the two passes
     ) -> None:
         super().__init__(reduction, scaler, backend, models)
         self._passes = passes
-        self.is_double = False  # whether everything is computed in float64
-
-    def set_precision(self, *, is_double: bool) -> None:
-        """Set whether everything is computed in float64."""
-        self.is_double = is_double
+        self._models = models
+        self.is_double = False  # whether everything in this window is computed in float64
 
     def expect(self, window: Window, denominators: Denominators) -> None:
         super().expect(window, denominators)
+        self.is_double = is_all_double(self._models)
         for name in (PassesDiffer.NOTE, FrozenChanged.NOTE):  # all ranks exchange them
             window.totals.note(name, torch.zeros((), device=window.device))
 
@@ -151,7 +120,7 @@ class Joint(Terms):
                 pieces.append(_dot(tensor, torch.zeros_like(tensor) if repeats else gradient))
         lacks = False
         if given.loss is not None and given.loss.requires_grad:
-            lacks = _is_zero(given.items) and not repeats and self.is_mean  # it may be 0 / 0
+            lacks = is_zero(given.items) and not repeats and self.is_mean  # it may be 0 / 0
             if not lacks:
                 pieces.append(self._weigh(given.loss, given.items, window))
         root = _sum_of(pieces)
@@ -183,7 +152,8 @@ class Joint(Terms):
         return loss * weight.to(loss.dtype)
 
 
-def _is_zero(items: Items) -> bool:
+def is_zero(items: Items) -> bool:
+    """Whether the host knows that there are no items."""
     return items is not None and not isinstance(items, Tensor) and items == 0
 
 

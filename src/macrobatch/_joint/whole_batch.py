@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from macrobatch._cut.policies import Cut
 from macrobatch._engine.engine import Engine
 from macrobatch._joint.encodings import Exchange, Layout, OwnEncodings, require_same_layout
 from macrobatch._joint.objective import FirstPass
@@ -21,26 +20,18 @@ from macrobatch.errors import BatchError
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """The encodings of all ranks.
-
-    Attributes:
-        layout: the names, shapes and dtypes of the fields.
-        tensors: the rows of the whole batch, and totals.
-        own: the rows of this rank; None for all.
-        seed: the seed of the random numbers for the loss, if all ranks must draw the same.
-        counted: the other counts of the first pass.
-    """
+    """The encodings of all ranks."""
 
     layout: Layout
-    tensors: list[Tensor]
-    own: slice | None
-    seed: int | None
+    tensors: list[Tensor]  # the rows of the whole batch, and totals
+    own: slice | None  # the rows of this rank; None for all
+    seed: int | None  # of the random numbers for the loss, if all ranks must draw the same
     counted: FirstPass
 
 
-def gather(engine: Engine, cut: Cut, own: OwnEncodings, *, is_mean: bool) -> WholeBatch:
+def gather(engine: Engine, own: OwnEncodings, *, is_mean: bool) -> WholeBatch:
     """Gather the encodings of all ranks. All ranks call this."""
-    device, group, samples = engine.device, engine.backend.group, cut.samples.count
+    device, group, samples = engine.device, engine.backend.group, own.cut.samples.count
     seed, layout, is_whole, counts, rows = None, own.layout, own.has_whole_items, [samples], None
     if group is not None:
         rank = dist.get_rank(group)
@@ -56,16 +47,15 @@ def gather(engine: Engine, cut: Cut, own: OwnEncodings, *, is_mean: bool) -> Who
         start = sum(counts[:rank])
         rows = slice(start, start + samples)
     assert layout is not None, "some rank has samples"
-    joined = own.join(layout, [sample for part in cut.parts for sample in part.samples], device)
+    joined = own.join(layout)
     if layout.has_loss:
-        joined.append(own.ordinary(device, is_mean=is_mean))
+        joined.append(own.ordinary(is_mean=is_mean))
     if group is not None:
         with engine.spans.of("communication"):
             joined = Exchange(layout, counts, device, group).gather(joined)
     ordinary = joined.pop() if layout.has_loss else None
     tensors = [t.to(one.dtype) if one.is_sum else t for t, one in zip(joined, layout.fields, strict=True)]
-    first = FirstPass(sum(counts), ordinary, is_whole)
-    return WholeBatch(layout, tensors, rows, seed, first)
+    return WholeBatch(layout, tensors, rows, seed, FirstPass(sum(counts), ordinary, is_whole))
 
 
 def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout | None]) -> Layout:
@@ -82,12 +72,12 @@ def _common_layout(engine: Engine, own: Layout | None, layouts: Sequence[Layout 
 
 def _received(own: Layout | None, source: int, hosts: Group) -> Layout:
     """Send the layout of rank `source` to the ranks without one. If it cannot be pickled, all ranks raise an error."""
-    packed, why = b"", None
+    packed, why = None, None
     if dist.get_rank(hosts) == source:
-        packed, why = _tried(lambda: pickle.dumps(own), b"")
+        packed, why = _tried(lambda: pickle.dumps(own))
     packed = broadcast_object(packed, source, hosts)
-    if own is None and packed:
-        own, why = _tried(lambda: pickle.loads(packed), None)
+    if own is None and packed is not None:
+        own, why = _tried(lambda: pickle.loads(packed))
     failures = [failure for failure in all_gather_objects(why, hosts) if failure is not None]
     if failures:
         raise BatchError(
@@ -98,9 +88,9 @@ def _received(own: Layout | None, source: int, hosts: Group) -> Layout:
     return own
 
 
-def _tried(call: Callable[[], Any], otherwise: Any) -> tuple[Any, str | None]:
-    """The result of a call and None, or `otherwise` and the error as text."""
+def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of a call and None, or None and the error as text."""
     try:
         return call(), None
     except Exception as error:
-        return otherwise, f"{type(error).__name__}: {error}"
+        return None, f"{type(error).__name__}: {error}"

@@ -5,41 +5,32 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
-from macrobatch._batch.denominators import TermCounter
 from macrobatch._checks.weights import EqualWeights
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.lookahead import Epoch, ReadAhead, length_of, require_iterable
-from macrobatch._loop.turns import exchange_lengths, negotiate_turns, plan_alone, plan_turns
+from macrobatch._loop.turns import negotiate_turns, plan_alone, plan_turns
 from macrobatch._ranks.collectives import all_gather_numbers
 from macrobatch._ranks.select import require_own_statistics
-from macrobatch.errors import BackendError, UsageError, warn
+from macrobatch._terms.denominators import TermCounter
+from macrobatch.errors import BackendError, BatchError, UsageError, warn
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
 
 
 class Epochs:
-    """Drives an engine through loaders, one pass at a time.
-
-    Args:
-        engine: the engine that accumulates the gradients.
-        remainder: what to do with a short last window.
-        counter: counts the items of terms. With it, windows are read ahead, because their denominators come first.
-        weights: compares the sizes of micro-batches without items; None if checks are off.
-    """
+    """Drives an engine through loaders, one pass at a time."""
 
     def __init__(
-        self,
-        engine: Engine,
-        remainder: Remainder,
-        counter: TermCounter | None = None,
-        weights: EqualWeights | None = None,
+        self, engine: Engine, remainder: Remainder, counter: TermCounter | None, weights: EqualWeights | None
     ) -> None:
         self._engine = engine
         self._remainder = remainder
-        self._counter = counter
-        self._weights = weights
+        self._counter = (
+            counter  # of the items of terms: with it windows are read ahead, as their denominators come first
+        )
+        self._weights = weights  # compares the sizes of micro-batches without items; None if checks are off
         self._told_of_nothing = False
         self._reader: ReadAhead[Any] | None = None  # of the current pass, where windows are read ahead
         self._current: object = None  # which pass is the current one
@@ -102,9 +93,8 @@ class Epochs:
         """Read the batches of the window that begins with the current one, and tell the engine its denominators."""
         assert self._counter is not None
         assert self._reader is not None
-        counted = (
-            [] if is_repeat else [self._reader.note, *self._reader.notes(self._engine.open_window().num_planned - 1)]
-        )
+        more = self._engine.open_window().num_planned - 1
+        counted = [] if is_repeat else [self._reader.note, *self._reader.notes(more)]
         self._counter.agree_on_names()
         self._engine.expect(self._counter.total(counted))
 
@@ -123,13 +113,13 @@ class Epochs:
         """A loader that is read ahead. If it continues an earlier pass, the batch read ahead then comes first."""
         note = None if self._counter is None else self._counter.count
         length = length_of(loader)
-        if length is not None:
+        if length is None and self._stream is not None and self._stream.reads(loader):
+            self._reader = self._stream
+        else:
             self._reader = ReadAhead(loader, length, note)
-            return self._reader
-        if self._stream is None or not self._stream.reads(loader):
-            self._stream = ReadAhead(loader, note=note)
-        self._reader = self._stream
-        return self._stream
+        if length is None:
+            self._stream = self._reader
+        return self._reader
 
     def _turns(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, MicroPlan]]:
         engine, longest = self._engine, None
@@ -148,8 +138,16 @@ class Epochs:
         return plan_turns(loader, longest, engine.open_window, remainder=self._remainder, lockstep=lockstep)
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:
-        group, device = self._engine.backend.group, self._engine.device
-        lengths = exchange_lengths(loader, lambda own: [n for (n,) in all_gather_numbers([own], group, device)])
+        """The lengths of the loaders of all ranks; None for those that do not know."""
+        own = length_of(loader)
+        if own is None:  # the other ranks must still know whether there is a first batch
+            assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
+            own = -1 if loader.has_more() else 0
+        everyone = [n for (n,) in all_gather_numbers([own], self._engine.backend.group, self._engine.device)]
+        if 0 in everyone:
+            empty = [rank for rank, length in enumerate(everyone) if length == 0]
+            raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
+        lengths = [None if length == -1 else length for length in everyone]
         if None in lengths and self._remainder == "carry":
             raise BackendError('remainder="carry" on several ranks needs loaders that know their length.')
         if lengths.count(lengths[0]) < len(lengths) or None in lengths:

@@ -20,21 +20,15 @@ Batch = TypeVar("Batch")
 
 
 class Epoch(Iterator[Batch]):
-    """The batches of one pass over a loader. It has a length if the loader does, for progress bars.
-
-    >>> epoch = Epoch((letter for letter in "abc"), 3)
-    >>> len(epoch), next(epoch), list(epoch)
-    (3, 'a', ['b', 'c'])
-    """
+    """The batches of one pass over a loader. It has a length if the loader does, for progress bars."""
 
     def __init__(self, batches: Generator[Batch, None, None], length: int | None) -> None:
         self._batches = batches
         self._length = length
 
     def __iter__(self) -> Iterator[Batch]:
-        if (
-            inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED
-        ):  # a loop over it would end at once, as if the epoch had no batches
+        # A loop over a closed one would end at once, as if the epoch had no batches.
+        if inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED:
             raise UsageError("this batches() is over: call acc.batches(loader) again for each epoch.")
         return self._batches
 
@@ -69,28 +63,15 @@ def length_of(loader: Iterable[Batch]) -> int | None:
 
 
 class ReadAhead(Iterator[Batch]):
-    """An iterator that can read batches ahead, and keeps them until they are used.
-
-    >>> batches = ReadAhead(iter("abc"), note=str.upper)
-    >>> next(batches), batches.note, batches.notes(5), batches.has_more(), list(batches)
-    ('a', 'A', ['B', 'C'], True, ['b', 'c'])
-
-    Args:
-        loader: the loader to read.
-        length: the number of batches according to the loader; None if it does not know.
-        note: a function. Its result is remembered for each batch that is read.
-
-    Attributes:
-        note: the result of `note` for the batch returned last.
-    """
+    """An iterator that can read batches ahead, and keeps them until they are used."""
 
     def __init__(
         self, loader: Iterable[Batch], length: int | None = None, note: Callable[[Batch], Any] | None = None
     ) -> None:
-        self.length = length
-        self.note: Any = None
+        self.length = length  # the number of batches according to the loader; None if it does not know
+        self.note: Any = None  # of the batch returned last
         self._iterator = iter(loader)
-        self._take_note = note
+        self._take_note = note  # its result is remembered for each batch that is read
         self._ahead: deque[tuple[Batch, Any]] = deque()
         self._current: Batch | None = None  # the batch in use, while later ones are read
         self._is_first = True
@@ -131,13 +112,7 @@ class ReadAhead(Iterator[Batch]):
 
 
 def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]]:
-    """Each batch with the number of batches after it. None means an unknown number, but not 0.
-
-    >>> list(with_remaining("abc"))
-    [('a', 2), ('b', 1), ('c', 0)]
-    >>> list(with_remaining(iter("abc")))
-    [('a', None), ('b', None), ('c', 0)]
-    """
+    """Each batch with the number of batches after it. None means an unknown number, but not 0."""
     length = length_of(loader)
     if length is None:
         yield from _with_lookahead(loader)

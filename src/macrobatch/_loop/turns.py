@@ -13,26 +13,10 @@ from typing import TypeVar
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL, MicroPlan
 from macrobatch._engine.window import Window
 from macrobatch._loop.lookahead import ReadAhead, length_of, with_remaining
-from macrobatch.errors import BatchError
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
-
-
 PLAIN = MicroPlan()
-
-
-def exchange_lengths(loader: Iterable[Batch], gather: Callable[[int], list[int]]) -> list[int | None]:
-    """The lengths of the loaders of all ranks; None for those that do not know."""
-    length = length_of(loader)
-    if length is None:  # the other ranks must still know whether there is a first batch
-        assert isinstance(loader, ReadAhead), "one that does not know its length is read ahead"
-        length = -1 if loader.has_more() else 0
-    lengths = gather(length)
-    if 0 in lengths:
-        empty = [rank for rank, length in enumerate(lengths) if length == 0]
-        raise BatchError(f"the loaders of ranks {empty} are empty: every rank needs at least one batch.")
-    return [None if length == -1 else length for length in lengths]
 
 
 def plan_turns(
@@ -40,12 +24,7 @@ def plan_turns(
 ) -> Iterator[tuple[Batch, MicroPlan]]:
     """The turns of a rank that knows how long the longest loader of all ranks is.
 
-    Args:
-        loader: the loader of this rank.
-        longest: that length; None in one process, whose loader may have no length.
-        window: returns the open window, or a new one.
-        remainder: what to do with a short last window.
-        lockstep: whether all ranks must take the same number of turns.
+    `longest` is None in one process, whose loader may have no length. With `lockstep`, all ranks take equally many.
     """
     own = length_of(loader)
     source = with_remaining(loader)
@@ -88,11 +67,7 @@ def negotiate_turns(
 ) -> Iterator[tuple[Batch, MicroPlan]]:
     """The turns of one of several ranks that do not know the number of batches. Flags tell the other ranks.
 
-    Args:
-        loader: the loader of this rank.
-        window: returns the open window, or a new one.
-        others_go_on: whether another rank had batches left when the last window closed.
-        lockstep: whether all ranks must take the same number of turns.
+    `others_go_on` says whether another rank had batches left when the last window closed.
     """
     source = with_remaining(loader if isinstance(loader, ReadAhead) else iter(loader))
     (batch, left), has_batch = next(source), True

@@ -25,12 +25,7 @@ Counted = tuple[Count, ...]  # the counts of a batch, one number per term
 
 
 class TermCounter:
-    """Calls `counts` for the denominators of windows, and sums them over the ranks.
-
-    Args:
-        counts: ``counts(batch)`` returns the number of items of each term, by name.
-        engine: the engine that runs the windows.
-    """
+    """Calls `counts` for the denominators of windows, and sums them over the ranks."""
 
     def __init__(self, counts: Callable[[Any], Mapping[str, Count]], engine: Engine) -> None:
         self._counts = counts
@@ -131,12 +126,7 @@ def _raise_for_names(expected: tuple[str, ...], found: tuple[str, ...], there: s
 
 
 class BatchTerms:
-    """Tells an engine the denominators of each window, which is one batch.
-
-    Args:
-        counts: the user's function, which returns the number of items of each term in a batch.
-        engine: the engine that runs the windows.
-    """
+    """Tells an engine the denominators of each window, which is one batch."""
 
     def __init__(self, counts: Callable[[Any], Mapping[str, Count]], engine: Engine) -> None:
         self._engine = engine
@@ -171,13 +161,9 @@ def with_items(terms: Any, samples: Callable[[], int]) -> Any:
     """The terms, where those without items get the number of samples."""
     if not isinstance(terms, Mapping):
         return terms
-    return {
-        name: term
-        if isinstance(term, tuple | list) and len(term) == 2 and term[1] is not None
-        else (_loss(term), samples())
-        for name, term in terms.items()
-    }
+    pairs = {name: term if _is_pair(term) else (term, None) for name, term in terms.items()}
+    return {name: (loss, samples()) if items is None else (loss, items) for name, (loss, items) in pairs.items()}
 
 
-def _loss(term: Any) -> Any:
-    return term[0] if isinstance(term, tuple | list) and len(term) == 2 else term
+def _is_pair(term: Any) -> bool:
+    return isinstance(term, tuple | list) and len(term) == 2

@@ -12,34 +12,26 @@ same order, so the gradients add up to the same bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from macrobatch._batch.feed import Feed, MicroBatch
 from macrobatch._border.arguments import checked_joint_loss
-from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, RanksDiffer
-from macrobatch._checks.pass_difference import is_all_double
+from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
+from macrobatch._cudagraph.two_passes import JointRecordings
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
-from macrobatch._cut.plans import Part
 from macrobatch._cut.policies import Cut
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
-from macrobatch._joint.encodings import (
-    Layout,
-    OwnEncodings,
-    Places,
-    places_of,
-    require_same_layout,
-    rows_at,
-    take_apart,
-)
+from macrobatch._joint.encodings import Layout, OwnEncodings, require_same_layout, take_apart
 from macrobatch._joint.kept_graphs import KeptGraphs
-from macrobatch._joint.objective import Encodings, FirstPass, Joint, Pull
+from macrobatch._joint.objective import Encodings, FirstPass, Joint, Pull, is_zero
 from macrobatch._joint.whole_batch import WholeBatch, gather
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._ranks.select import require_own_statistics
@@ -52,72 +44,38 @@ from macrobatch.types import Encoded, Items
 NO_GRAPH, IN_PLACE = "does not require grad", "leaf Variable that requires grad"
 CHANGED = "joint changes {} in place: the second pass would not find it again. Make a copy first, with clone()."
 
-Coming = Sequence[tuple[Hashable, Callable[[], tuple[Any, int]]]]
-# Yields the micro-batch of each part, with its number of samples. For None it yields one that counts for nothing.
-MicroBatches = Callable[[Sequence[Part | None]], Iterable[tuple[Any, int]]]
-
-
-class Recordings(Protocol):
-    """The recordings of one of the passes. Those of second passes have micro-batches of type `Pull`."""
-
-    def open(self, engine: Engine, upcoming: Coming, *, few_shapes: bool, layout: Layout | None = None) -> None:
-        """Record the shapes of the window that begins, and attach the gradient buffers of second passes."""
-
-    def find(self, micro_batch: Any, samples: int, key: Hashable) -> Any:
-        """The recording for a micro-batch; None if it must run eagerly."""
-
-    def close(self, engine: Engine) -> None:
-        """Add what the recordings counted to the window."""
-
-
-class BothRecordings(Protocol):
-    """The recordings of both passes."""
-
-    @property
-    def first(self) -> Recordings:
-        """The recordings of first passes, which have ``encode(micro_batch)``: encodings, valid until the next call."""
-
-    @property
-    def second(self) -> Recordings:
-        """The recordings of second passes."""
-
 
 class JointChecks(NamedTuple):
-    """The checks that look at more than the events of the engine."""
+    """The checks of losses of the whole batch, which look at more than the events of the engine."""
 
+    passes: PassesDiffer
     frozen: FrozenChanged
     ranks: RanksDiffer
     batch_norm: BatchNormStatistics
+
+    @classmethod
+    def new(cls) -> JointChecks:
+        return cls(PassesDiffer(), FrozenChanged(), RanksDiffer(), BatchNormStatistics())
 
 
 class TwoPasses:
     """Runs windows whose loss is one of the whole batch.
 
-    Args:
-        engine: the engine that accumulates the windows.
-        objective: the objective of that engine.
-        encode: ``encode(micro_batch)`` returns an `Encoded`.
-        joint: ``joint(encoded)`` returns the loss of the whole batch.
-        agree: a function that all ranks of a held window call before they exchange anything. It raises if one failed.
-        recordings: the recordings of both passes, if these can be recorded. Recording begins with the second window,
-            because the first one shows what encodings look like, and which of them have gradients.
-        few_shapes: whether batches are cut into few different shapes.
-        kept: graphs of first passes that are kept for the second pass, if memory allows.
-        checks: what to notice besides; None if checks are off.
+    Recording begins with the second window, because the first one shows what encodings look like, and which of them
+    have gradients.
     """
 
     def __init__(
         self,
         engine: Engine,
-        objective: Joint,
-        encode: Callable[[Any], object],
-        joint: Callable[[Encoded], object],
-        agree: Callable[[], None],
+        encode: Callable[[Any], object],  # returns an `Encoded`
+        joint: Callable[[Encoded], object],  # returns the loss of the whole batch
+        agree: Callable[[], None],  # ranks of a held window call it before they exchange anything. Raises if one failed
         *,
-        recordings: BothRecordings | None = None,
-        few_shapes: bool = False,
-        kept: KeptGraphs | None = None,
-        checks: JointChecks | None = None,
+        recordings: JointRecordings | None,
+        few_shapes: bool,  # whether batches are cut into few different shapes
+        kept: KeptGraphs | None,  # graphs of first passes that are kept for the second pass, if memory allows
+        checks: JointChecks | None,
     ) -> None:
         if isinstance(engine.backend, FSDP1):
             raise BackendError(
@@ -134,8 +92,9 @@ class TwoPasses:
                 "joint=: ranks may have different numbers of micro-batches, and none communicates. Use BatchNorm, "
                 "whose statistics are the micro-batch's, or better LayerNorm or GroupNorm.",
             )
+        assert isinstance(engine.objective, Joint)
         self._engine = engine
-        self._objective = objective
+        self._objective = engine.objective
         self._encode_one = encode
         self._joint = joint
         self._agree = agree
@@ -147,26 +106,20 @@ class TwoPasses:
         self._layout: Layout | None = None  # the layout of the last window's encodings
         self._used: list[bool] = []  # whether each field got a gradient in the last window
 
-    def run(self, cut: Cut, micro_batches: MicroBatches, coming: Coming) -> None:
-        """Run both passes over a batch, up to the last backward.
-
-        Args:
-            cut: how the batch is cut.
-            micro_batches: yields the micro-batches of given parts.
-            coming: for each micro-batch, its key and a function that returns it before its turn.
-        """
-        turns = cut.part_per_turn()
+    def run(self, cut: Cut, feed: Feed) -> None:
+        """Run both passes over a batch, up to the last backward."""
+        turns, micro_batches = cut.part_per_turn(), feed.two_passes(cut)
         history, checks = History(self._engine.models, self._changing), self._checks
         if checks is not None:
             checks.frozen.begin(self._engine.models)
             checks.batch_norm.begin()
-        own = self._encode(cut, micro_batches(turns), coming, history)
+        own = self._encode(cut, feed, micro_batches(turns), history)
         if checks is not None:
             checks.batch_norm.end()
         if cut.is_held:
             self._agree()
-        whole = gather(self._engine, cut, own, is_mean=self._objective.is_mean)
-        self._open_second(cut, coming, own, whole.layout)
+        whole = gather(self._engine, own, is_mean=self._objective.is_mean)
+        self._open_second(own, feed)
         gradients = self._differentiate(whole)
         if checks is not None:
             self._note(checks.frozen.compare(self._engine.device))
@@ -174,21 +127,21 @@ class TwoPasses:
         history.note()  # what the loss changed in buffers stays, and in one process also the random numbers it drew
         turns[: len(cut.parts)] = reversed(cut.parts)
         try:
-            self._pull(cut, micro_batches(turns), history, own, whole.layout, gradients)
+            self._pull(own, micro_batches(turns), history, gradients)
         finally:
             history.restore(len(cut.parts))
 
     # ------------------------------------------------------------------------------------------ the first pass
 
-    def _encode(
-        self, cut: Cut, micro_batches: Iterable[tuple[Any, int]], coming: Coming, history: History
-    ) -> OwnEncodings:
+    def _encode(self, cut: Cut, feed: Feed, micro_batches: Iterable[MicroBatch], history: History) -> OwnEncodings:
         """The encodings of this rank's micro-batches."""
         torch.clear_autocast_cache()  # it may hold casts of the weights before the last step
-        engine, own = self._engine, OwnEncodings()
-        recordings = None if self._recordings is None or self._layout is None else self._recordings.first
-        if recordings is not None:
-            recordings.open(engine, coming, few_shapes=self._few_shapes, layout=self._layout)
+        engine, own = self._engine, OwnEncodings(cut, self._engine.device)
+        recordings = None
+        if self._recordings is not None and self._layout is not None:
+            recordings = self._recordings.first
+            self._recordings.expect(self._layout)
+            recordings.open(engine, feed.coming(cut), few_shapes=self._few_shapes)
         if self._kept is not None:
             self._kept.begin_window(cut)
         for index, (micro_batch, samples) in enumerate(micro_batches):
@@ -196,14 +149,14 @@ class TwoPasses:
             with engine.forward_only(restores=repeats):
                 if not repeats:
                     history.note()
-                recording: Any = None
-                encoded: object
+                recording, encoded = None, None
                 if recordings is not None and not repeats:
                     recording = recordings.find(micro_batch, samples, cut.parts[index].key)
                 kept = self._kept if not repeats and self._kept is not None and self._kept.keeps(index) else None
-                if recording is not None and kept is None:
+                if recording is not None:  # then no graph is kept
                     with engine.spans.of("replay"):
-                        encoded = recording.encode(micro_batch)
+                        recording.run(micro_batch)
+                    encoded = recording.output and recording.output()
                 else:
                     # What the model keeps from its first call of a window, such as a cache of parametrisations,
                     # needs a graph in the second pass.
@@ -241,7 +194,6 @@ class TwoPasses:
     def _differentiate(self, whole: WholeBatch) -> list[Tensor | None]:
         """The gradients of this rank's rows and of totals. Those of parameters are added to the window's."""
         engine = self._engine
-        self._objective.set_precision(is_double=is_all_double(engine.models))
         engine.expect(whole.counted.denominators(engine.device))
         leaves = [
             tensor.detach().requires_grad_(one.has_gradient)
@@ -285,14 +237,11 @@ class TwoPasses:
                 f"the gradient of joint reaches no encoding, of {names}: nothing would be learnt from them. Compute "
                 "its loss from the fields of the Encoded that it gets, without detach()."
             )
-        return [
-            None
-            if leaf.grad is None
-            else leaf.grad
-            if one.is_sum or whole.own is None
-            else leaf.grad[whole.own].clone()
-            for leaf, one in zip(leaves, whole.layout.fields, strict=True)
-        ]
+        gradients = [leaf.grad for leaf in leaves]
+        if whole.own is None:
+            return gradients
+        pairs = zip(gradients, whole.layout.fields, strict=True)
+        return [g if g is None or one.is_sum else g[whole.own].clone() for g, one in pairs]
 
     def _note_loss(self, loss: Tensor, counted: FirstPass) -> None:
         """Note the loss of the whole batch, which is the same on every rank; and for a check, that of each."""
@@ -325,32 +274,25 @@ class TwoPasses:
 
     # ------------------------------------------------------------------------------------------ the second pass
 
-    def _open_second(self, cut: Cut, coming: Coming, own: OwnEncodings, layout: Layout) -> None:
+    def _open_second(self, own: OwnEncodings, feed: Feed) -> None:
         """Record second passes, before any gradient exists."""
-        if self._recordings is None or self._layout != layout:
+        if self._recordings is None or self._layout != own.layout:
             return
-        device = self._engine.device
 
-        def bundled(take: Callable[[], tuple[Any, int]], index: int) -> tuple[Any, int]:
+        def bundled(take: Callable[[], MicroBatch], index: int) -> MicroBatch:
             micro_batch, samples = take()
-            first = own.of_part(layout, places_of(cut.parts[index].samples, device), index, device)
-            gradients = [torch.zeros_like(t) if used else None for t, used in zip(first, self._used, strict=True)]
-            return Pull(micro_batch, first, gradients, own.ordinary_of(index)), samples
+            return own.pull(index, micro_batch, own.zeros(self._used)), samples
 
-        upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(coming)]
+        upcoming = [(key, partial(bundled, take, index)) for index, (key, take) in enumerate(feed.coming(own.cut))]
         self._recordings.second.open(self._engine, upcoming, few_shapes=self._few_shapes)
 
     def _pull(
-        self,
-        cut: Cut,
-        micro_batches: Iterable[tuple[Any, int]],
-        history: History,
-        own: OwnEncodings,
-        layout: Layout,
-        gradients: list[Tensor | None],
+        self, own: OwnEncodings, micro_batches: Iterable[MicroBatch], history: History, gradients: list[Tensor | None]
     ) -> None:
         """Run the forward and backward of every micro-batch, from the gradients of its encodings."""
-        engine, recordings = self._engine, None if self._recordings is None else self._recordings.second
+        engine, cut, layout = self._engine, own.cut, own.layout
+        assert layout is not None
+        recordings = None if self._recordings is None else self._recordings.second
         if not cut.turns:
             engine.join_empty()
         for turn, (micro_batch, samples) in enumerate(micro_batches):
@@ -362,12 +304,9 @@ class TwoPasses:
                     graph = None if self._kept is None else self._kept.take(index)
                     if graph is None:
                         history.restore(index)
-                    places = places_of(cut.parts[index].samples, engine.device)
-                    first = own.of_part(layout, places, index, engine.device)
-                    own_gradients = _of_part(gradients, layout, places)
-                    items, recording = own.items_of(index), None
-                    pull = Pull(micro_batch, first, own_gradients, own.ordinary_of(index))
-                    if recordings is not None and not _is_zero(items):
+                    items, recording = own.items[index] if own.items else None, None
+                    pull = own.pull(index, micro_batch, gradients)
+                    if recordings is not None and not is_zero(items):
                         recording = recordings.find(pull, samples, cut.parts[index].key)
                     if recording is not None:
                         engine.replay(recording, pull)
@@ -394,13 +333,3 @@ class TwoPasses:
         require_same_layout(layout, found, "in the first pass", "in the second")
         assert isinstance(encoded, Encoded)
         return Encodings.of(pull, tensors, encoded, items, samples)
-
-
-def _is_zero(items: Items) -> bool:
-    return items is not None and not isinstance(items, Tensor) and items == 0
-
-
-def _of_part(gradients: Sequence[Tensor | None], layout: Layout, places: Places) -> list[Tensor | None]:
-    """The gradients of a micro-batch's rows. The gradient of a total is the same for every micro-batch's statistic."""
-    pairs = zip(gradients, layout.fields, strict=True)
-    return [g if g is None or f.is_sum else rows_at(g, places) for g, f in pairs]

@@ -1,0 +1,133 @@
+"""Runs the forward and backward of every micro-batch of a window, eagerly or by replaying a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from macrobatch._batch.feed import Feed
+from macrobatch._checks.weights import UnevenLabels
+from macrobatch._cudagraph.cache import RecordingCache
+from macrobatch._cudagraph.capture import Capturer
+from macrobatch._cudagraph.eligibility import without_ddp
+from macrobatch._cudagraph.recorded_step import StaticWindow
+from macrobatch._cudagraph.recorder import MicroStepRecorder
+from macrobatch._cut.policies import Cut
+from macrobatch._cut.trees import copy_shared
+from macrobatch._engine.engine import Engine
+from macrobatch._engine.totals import Micro, MicroPlan
+from macrobatch._engine.window import Window
+from macrobatch._terms.denominators import BatchTerms, with_items
+from macrobatch.errors import BatchError, warn
+from macrobatch.types import Items
+
+
+class OnePass:
+    """Runs windows whose loss is a mean or a sum over items, or has several terms."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        terms: BatchTerms | None,
+        labels: UnevenLabels | None,
+        *,
+        has_scaler: bool,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._loss_fn = loss_fn
+        self._terms = terms
+        self._labels = labels  # None if nothing is weighed by samples, or if checks are off
+        self._has_scaler = has_scaler
+
+    def run(self, cut: Cut, feed: Feed, graphs: RecordingCache | None, *, few_shapes: bool, copies: bool) -> None:
+        """Run all micro-batches of a window.
+
+        With `copies`, `loss_fn` gets copies of the tensors that share memory with the batch. So `loss_fn` can change
+        them in place without changing the batch.
+        """
+        engine, counted = self._engine, set[bool]()
+        if not cut.turns:
+            engine.join_empty()
+        if graphs is not None:
+            graphs.open(engine, feed.coming(cut), few_shapes=few_shapes)
+        if self._labels is not None:
+            self._labels.begin()
+        for index, (micro_batch, samples) in enumerate(feed.one_pass(cut)):
+            is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
+            if self._labels is not None and not is_repeat:
+                self._labels.note(micro_batch, samples)
+            with engine.micro_batch(MicroPlan(last=is_final and not cut.is_held, repeat=is_repeat)):
+                recording = None
+                if graphs is not None and not is_repeat and self._knows_scale():
+                    recording = graphs.find(micro_batch, samples, cut.parts[index].key)
+                if recording is not None:
+                    engine.replay(recording, micro_batch)
+                else:
+                    own = copy_shared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
+                    self._run_eagerly(own, samples, counted)
+            if not is_final:
+                engine.close()
+        if graphs is not None:
+            graphs.close(engine)
+
+    def warn_of_uneven_labels(self) -> None:
+        """After a window: warn once if its losses are weighed by samples, but have uneven numbers of labels."""
+        if self._labels is not None and (why := self._labels.uneven()) is not None:
+            self._labels = None
+            warn(why)
+
+    def recordings(self, capturer: Capturer) -> RecordingCache:
+        """An empty cache for recordings of these micro-batches."""
+        combine = partial(self._combine, without_ddp(self._model))
+        return RecordingCache(
+            MicroStepRecorder(
+                self._engine.models, capturer, combine, self._new_static_window, has_scaler=self._has_scaler
+            )
+        )
+
+    def _new_static_window(self, device: torch.device) -> StaticWindow:
+        denominators = None if self._terms is None else self._terms.denominators()
+        weighs = self._engine.objective.is_mean
+        return StaticWindow(device, denominators, weighs=weighs, has_scaler=self._has_scaler)
+
+    def _combine(self, model: Any, micro_batch: Any, samples: Callable[[], int], window: Window) -> Micro:
+        """What a recording differentiates."""
+        loss, items = self._loss(model, micro_batch)
+        if self._terms is not None:
+            return self._engine.objective.combine(with_items(loss, samples), None, window, repeats=False)
+        number = samples() if items is None else items
+        return self._engine.objective.combine(loss, number, window, repeats=False, are_samples=items is None)
+
+    def _run_eagerly(self, micro_batch: Any, samples: int, counted: set[bool]) -> None:
+        """Run a micro-batch without a CUDA graph. `counted` collects whether `loss_fn` returned items."""
+        with self._engine.spans.of("forward"):
+            loss, items = self._loss(self._model, micro_batch)
+        if self._terms is not None:
+            self._engine.backward(with_items(loss, lambda: samples))
+            return
+        counted.add(items is not None)
+        if len(counted) > 1:
+            raise BatchError("loss_fn must return items for every micro-batch of a batch, or for none.")
+        self._engine.backward(loss, samples if items is None else items, are_samples=items is None)
+
+    def _loss(self, model: Any, micro_batch: Any) -> tuple[Any, Items]:
+        loss, items = self._loss_fn(model, micro_batch), None
+        if self._terms is not None:
+            return loss, None
+        if isinstance(loss, tuple | list):
+            if len(loss) != 2:
+                raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
+            loss, items = loss
+        if items is not None:
+            self._labels = None  # nothing is weighed by samples
+        return loss, items
+
+    def _knows_scale(self) -> bool:
+        """Whether the factor of all losses of the window does not depend on the next micro-batch."""
+        return not self._has_scaler or self._engine.open_window().multiplier is not None
