@@ -55,14 +55,16 @@ class Backward:
         """Add the gradients of a micro-batch, or zeros if it does not count."""
         assert micro.root is not None
         assert micro.seed is not None
+        if confinement is UNCONFINED and micro.counts:  # most of them
+            self._backend.backward(micro.root, micro.seed, None)
+            self._store.absorb()
+            return
         # A micro-batch without items must add nothing, even if its own gradient is 0 / 0. But the parameters that it
         # used get a gradient of zero, not None, as in one big batch.
         hooks = [] if micro.counts else self._backend.zeroing_hooks(self._store.parameters)
         reach = None
         try:
-            if confinement is UNCONFINED:
-                self._backend.backward(micro.root, micro.seed, None)
-            elif confinement is not None:
+            if confinement is not None:
                 run_confined(micro.root, micro.seed, confinement, self._backend.backward)
             else:
                 with self._walker.walking(micro.root) as walk:

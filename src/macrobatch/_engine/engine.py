@@ -34,7 +34,7 @@ from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local, UnsynchronisedError
 from macrobatch._ranks.collectives import start_named_sum
-from macrobatch._torch.graph import Reach, reach_of
+from macrobatch._torch.graph import Confinement, Reach, reach_of
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.types import Items, StepResult, Terms
@@ -130,9 +130,24 @@ class Engine(Uncopied):
         if window is None or window.plan is None or window.is_broken:
             window = order.require_backward(window)
         micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
-        is_first = not window.num_backwards
+        root, is_first = micro.root, not window.num_backwards
+        self._root = root
         try:
-            self._accumulate(micro, window)
+            for observe in self.on.before_backward:
+                observe(self, micro)
+            confinement = None if root is None else self._backward.confine(root, self.reach)
+            window.begin_backward(micro)  # broken until it has ended
+            if self.is_last:
+                self._send(window)  # ranks exchange it during the backward
+            if root is not None:  # else no term, and no other rank that waits for a backward
+                if self._notes_use or self.spans.observers:
+                    self._run_observed(micro, root, confinement)
+                else:
+                    self._backward.run(micro, confinement)
+                for observe in self.on.after_backward:
+                    observe(self, micro)
+            self.weighs_alike = micro.is_counted is False and not are_samples
+            self._end()
         except BaseException as error:
             self._root = self._reach = None
             if window.is_broken:  # otherwise nothing has changed
@@ -140,29 +155,14 @@ class Engine(Uncopied):
                     self._restart(window)
                 self._end()
             raise
-        self.weighs_alike = micro.is_counted is False and not are_samples
-        self._end()
         window.end_backward()
 
-    def _accumulate(self, micro: Micro, window: Window) -> None:
-        root = self._root = micro.root
-        for observe in self.on.before_backward:
-            observe(self, micro)
-        confinement = None if root is None else self._backward.confine(root, self.reach)
-        window.begin_backward(micro, window.device if root is None else root.device)  # broken until it has ended
-        if self.is_last:
-            self._send(window)  # ranks exchange it during the backward
-        if root is None:  # no term, and no other rank that waits for a backward
-            return
-        if self._notes_use or self.spans.observers:
-            with self.spans.of("backward", root), self._noting_use() as used:
-                self._backward.run(micro, confinement)
-            if not self.is_repeat:
-                self._used |= used
-        else:
+    def _run_observed(self, micro: Micro, root: Tensor, confinement: Confinement | None) -> None:
+        """Run a backward, and note which parameters it uses."""
+        with self.spans.of("backward", root), self._noting_use() as used:
             self._backward.run(micro, confinement)
-        for observe in self.on.after_backward:
-            observe(self, micro)
+        if not self.is_repeat:
+            self._used |= used
 
     def reach(self) -> Reach:
         """What the backward that is about to run reaches. Its graph is walked once, and only if somebody asks."""

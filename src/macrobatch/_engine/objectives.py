@@ -85,7 +85,6 @@ class Mean(Objective):
         self._group = backend.group
         self._shrinks = shrinks
         self._is_scaled = scaler is not None or shrinks
-        self._seeds = Seeds()
 
     def open(self, number: int, num_planned: int, device: torch.device) -> Window:
         multiplier = None if self.mean_items is None else self._multiplier(self.mean_items, device)
@@ -110,8 +109,8 @@ class Mean(Objective):
         if window.is_counted is not is_counted and window.is_counted is not None:
             window.refuse_counting(is_counted)
         number: Number = 1 if count is None else in_order(count, window.device) if isinstance(count, Tensor) else count
-        if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number and not is_static:
-            return Micro(loss, self._seeds.of(number, loss), (loss,), (number,), True, is_counted, given=(loss,))
+        if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number:
+            return Micro(loss, torch.full_like(loss, number), (loss,), (number,), True, is_counted, given=(loss,))
         is_nothing = not isinstance(number, Tensor) and number == 0
         if window.multiplier is None and not is_nothing:
             is_half = self._shrinks or (loss.dtype == torch.float16 and self._group is None)
@@ -129,8 +128,8 @@ class Mean(Objective):
             weight = weight.double()  # float32 would round a fractional number of items
         if self.is_mean:
             weight = number if weight is UNSCALED else number * weight
-        if not isinstance(weight, Tensor):  # a recording may not read a tensor that is freed when another seed comes
-            return torch.full_like(loss, weight) if window.is_static else self._seeds.of(weight, loss)
+        if not isinstance(weight, Tensor):
+            return torch.full_like(loss, weight)
         # A new tensor each time: torch may keep a view of it as the gradient of a parameter, and add to that later.
         seed = weight.data.to(loss.device, loss.dtype, non_blocking=True, copy=True)
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
@@ -166,23 +165,6 @@ class Mean(Objective):
 
 
 # ---------------------------------------------------------------------------------------------- seeds and scales
-
-
-class Seeds:
-    """The seeds of backwards. Copying the last seed takes a third of the time of making a new one."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float, Tensor] | None = None
-
-    def of(self, weight: float, loss: Tensor) -> Tensor:
-        """A new tensor like `loss` that holds `weight`."""
-        if self._last is not None and self._last[0] == weight:
-            seed = self._last[1]
-            if seed.dtype is loss.dtype and seed.device == loss.device and seed.shape == loss.shape:
-                return seed.clone()
-        seed = torch.full_like(loss, weight)
-        self._last = weight, seed
-        return seed.clone()
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:

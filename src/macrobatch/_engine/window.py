@@ -67,14 +67,15 @@ class Window:
         """Drop the micro-batch that awaits its backward."""
         self.plan = None
 
-    def begin_backward(self, micro: Micro, device: torch.device) -> None:
+    def begin_backward(self, micro: Micro) -> None:
         """Count a micro-batch. Until `end_backward`, the window is broken: an exception leaves it so."""
         self.is_broken = True
-        self.device = device
+        if micro.root is not None and not self.num_backwards:
+            self.device = micro.root.device
         if micro.losses or micro.counts:
             self.is_counted = micro.is_counted
             self.micro_batches += 1
-            (self._totals or self.totals).add(micro, device)
+            (self._totals or self.totals).add(micro, self.device)
         self.num_backwards += 1
 
     def begin_replay(self, recorded: Totals, is_counted: bool | None) -> None:

@@ -133,8 +133,8 @@ class Epochs:
             if is_unknown:
                 return negotiate_turns(loader, engine.open_window, lambda: engine.others_go_on, lockstep=lockstep)
             longest = max(length for length in lengths if length is not None)
-        elif self._remainder == "step" and length_of(loader) is not None:
-            return plan_alone(loader)
+        elif self._remainder == "step" and (length := length_of(loader)) is not None:
+            return plan_alone(loader, length)
         return plan_turns(loader, longest, engine.open_window, remainder=self._remainder, lockstep=lockstep)
 
     def _exchange_lengths(self, loader: Iterable[Batch]) -> list[int | None]:

@@ -120,16 +120,23 @@ def with_remaining(loader: Iterable[Batch]) -> Iterator[tuple[Batch, int | None]
     index = 0
     for index, batch in enumerate(loader, start=1):
         if index > length:
-            raise BatchError(
-                f"the loader says its length is {length}, but yields more batches. The window was closed at its end: "
-                "correct the length, or pass iter(loader), which is read ahead instead."
-            )
+            require_length(length, index)
         yield batch, length - index
+    require_length(length, index)
+
+
+def require_length(length: int, found: int) -> None:
+    """Raise an error if a loader that says this length has yielded another number of batches."""
+    if found > length:
+        raise BatchError(
+            f"the loader says its length is {length}, but yields more batches. The window was closed at its end: "
+            "correct the length, or pass iter(loader), which is read ahead instead."
+        )
     if not length:
         raise BatchError("the loader is empty: there is no batch to train on (drop_last with too few samples?).")
-    if index < length:
+    if found < length:
         raise BatchError(
-            f"the loader says its length is {length}, but yielded {index} batches. Correct the length, or pass "
+            f"the loader says its length is {length}, but yielded {found} batches. Correct the length, or pass "
             "iter(loader), which is read ahead instead."
         )
 

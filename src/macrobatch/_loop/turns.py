@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL, MicroPlan
 from macrobatch._engine.window import Window
-from macrobatch._loop.lookahead import ReadAhead, length_of, with_remaining
+from macrobatch._loop.lookahead import ReadAhead, length_of, require_length, with_remaining
 from macrobatch.types import Remainder
 
 Batch = TypeVar("Batch")
@@ -56,10 +56,15 @@ def plan_turns(
     next(source, None)  # raises an error if there are more batches than the length said
 
 
-def plan_alone(loader: Iterable[Batch]) -> Iterator[tuple[Batch, MicroPlan]]:
+def plan_alone(loader: Iterable[Batch], length: int) -> Iterator[tuple[Batch, MicroPlan]]:
     """In one process with `remainder="step"`: windows close at their length, or at the end of the loader."""
-    for batch, left in with_remaining(loader):
-        yield batch, LAST_OF_ALL if left == 0 else PLAIN
+    index = 0
+    for batch in loader:
+        index += 1
+        if index > length:
+            require_length(length, index)
+        yield batch, PLAIN if index < length else LAST_OF_ALL
+    require_length(length, index)
 
 
 def negotiate_turns(

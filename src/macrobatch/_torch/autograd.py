@@ -14,8 +14,9 @@ from macrobatch.errors import UsageError
 # The type of node that adds to the gradient of a leaf, at the end of a graph.
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# The last line of `torch.autograd.backward`; None if torch has no such function any more.
-engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+# What `torch.autograd.backward` calls in the end; None if torch has no such function any more.
+_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+engine_run_backward: Callable[..., Any] | None = getattr(_ENGINE, "run_backward", None)
 
 # The number of the backward that runs this code; -1 outside of any backward.
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id

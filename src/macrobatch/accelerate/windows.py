@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from macrobatch._border.arguments import checked_loss
 from macrobatch._checks.steps import StepGuard
 from macrobatch._engine.closing import LeaveMean
-from macrobatch._engine.objectives import Seeds
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._ranks.ddp import needs_every_parameter, require_all_used
 from macrobatch._torch.foreach import multiply
@@ -161,7 +160,6 @@ class Windows:
         self._scaler = scaler
         self._is_exact = is_exact
         self._shared: SharedScaler | None = None
-        self._seeds = Seeds()
         self._steps = 1  # the divisor of the losses of open windows
         self.forget()
 
@@ -259,7 +257,7 @@ class Windows:
         """Run the backward of a loss divided by `divisor`, bit for bit as Accelerate does."""
         scaler = self._scaler()
         root = loss if scaler is None else scaler.scale(loss)
-        torch.autograd.backward(root, self._seeds.of(1 / divisor, root), **options)
+        torch.autograd.backward(root, torch.full_like(root, 1 / divisor), **options)
 
     def _begin(self, window: Window, counts: bool, marks: Sequence[tuple[int, int]] | None = None) -> Window:
         """Prepare a window for a backward, or for one that is over, with the `marks` from before it."""
