@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch.errors import UsageError
 from macrobatch.types import NonFinite, Options, Reduction
 
+E = TypeVar("E", bound=Engine)
 MakeObjective = Callable[[Reduction, GradScaler | None, Local, Sequence[nn.Module]], Objective]
 
 
@@ -37,6 +38,7 @@ def checks_of_engines() -> list[Check]:
 
 
 def engine_for(
+    kind: type[E],
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None,
     *,
@@ -45,7 +47,7 @@ def engine_for(
     objective: MakeObjective = mean_of,
     checks: Sequence[Check] = (),
     **options: Unpack[Options],
-) -> Engine:
+) -> E:
     """Check the arguments, and make an engine. Without an optimizer, it leaves the mean gradient in ``.grad``."""
     warn_about_unknown_torch()
     arguments.require_options(options, Options.__annotations__)
@@ -76,7 +78,7 @@ def engine_for(
             nonfinite=arguments.checked_choice("nonfinite", options.get("nonfinite", "raise"), NonFinite),
             counts_on_host=callable(steps),
         )
-    return Engine(
+    return kind(
         models,
         optimizers,
         backend,

@@ -20,6 +20,7 @@ from macrobatch._border.arguments import checked_choice, checked_counts, checked
 from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
 from macrobatch._checks.weights import EqualWeights
+from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.epochs import Epochs
 from macrobatch._terms.denominators import TermCounter
@@ -130,6 +131,7 @@ class Accumulator(Uncopied):
             )
         weights = EqualWeights() if reduction == "mean" and catalogue.are_on() else None
         self._engine = engine_for(
+            Engine,
             model,
             optimizer,
             steps=steps,

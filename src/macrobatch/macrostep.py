@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from macrobatch._assembly import MakeObjective, engine_for, mean_of
 from macrobatch._batch.attempts import Attempts
 from macrobatch._batch.cutting import Cutter
+from macrobatch._batch.engine import BatchEngine
 from macrobatch._batch.feed import Feed
 from macrobatch._batch.one_pass import OnePass
 from macrobatch._batch.two_passes import JointChecks, TwoPasses
@@ -135,7 +136,9 @@ class MacroStep(Uncopied):
         objective: MakeObjective = SeveralTerms if has_terms else mean_of
         if has_joint:
             objective = partial(WholeBatchLoss, passes=None if checks is None else checks.passes)
-        engine = self._engine = engine_for(model, optimizer, objective=objective, checks=checks or (), **options)
+        engine = self._engine = engine_for(
+            BatchEngine, model, optimizer, objective=objective, checks=checks or (), **options
+        )
         sharing = sharing_ranks((p for one in engine.models for p in one.parameters()), engine.backend.group)
         self._terms = None if counts is None else BatchTerms(counts, engine)
         watches = catalogue.are_on() and options.get("reduction", "mean") == "mean" and not (has_terms or has_joint)

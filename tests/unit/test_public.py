@@ -38,7 +38,7 @@ ROOMS = {
         "_joint",
         "_cudagraph",
     },
-    "_loop": {"errors", "types", "_torch", "_cut", "_ranks", "_engine", "_checks", "_terms"},
+    "_loop": {"errors", "types", "_torch", "_cut", "_ranks", "_border", "_engine", "_checks", "_terms"},
     "_assembly": {"errors", "types", "_torch", "_ranks", "_border", "_engine", "_checks"},
     "_cudagraph": {"errors", "types", "_torch", "_cut", "_border", "_engine", "_checks", "_joint"},
     "losses": {"errors", "types", "_torch", "_cut"},

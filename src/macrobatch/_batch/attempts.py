@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from macrobatch._batch.engine import BatchEngine, Mark
 from macrobatch._cudagraph.cache import RecordingCache
 from macrobatch._cudagraph.two_passes import JointRecordings
 from macrobatch._cut.fitting import Fitting
@@ -24,7 +25,6 @@ from macrobatch._cut.memory import (
     too_large_error,
 )
 from macrobatch._cut.policies import Cut
-from macrobatch._engine.engine import Engine, Mark
 from macrobatch._joint.kept_graphs import KeptGraphs
 from macrobatch._ranks import collectives
 from macrobatch._ranks.agreement import Agreement, Status
@@ -48,7 +48,7 @@ class AbandonedError(Exception):
 class Attempts:
     """Runs windows, and reports whether they fitted into memory."""
 
-    def __init__(self, engine: Engine, fitting: Fitting | None, sizes: FittingSizes) -> None:
+    def __init__(self, engine: BatchEngine, fitting: Fitting | None, sizes: FittingSizes) -> None:
         self._engine = engine
         self._agreement = Agreement(engine.backend)
         self._fitting = fitting  # None if the size of micro-batches is given

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from macrobatch._batch.engine import BatchEngine
 from macrobatch._batch.feed import Feed
 from macrobatch._checks.weights import UnevenLabels
 from macrobatch._cudagraph.cache import RecordingCache
@@ -17,7 +18,6 @@ from macrobatch._cudagraph.recorded_step import StaticWindow
 from macrobatch._cudagraph.recorder import MicroStepRecorder
 from macrobatch._cut.policies import Cut
 from macrobatch._cut.trees import copy_shared
-from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import Micro, MicroPlan
 from macrobatch._engine.window import Window
 from macrobatch._terms.denominators import BatchTerms, with_items
@@ -30,7 +30,7 @@ class OnePass:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BatchEngine,
         model: Any,
         loss_fn: Callable[[Any, Any], Any],
         terms: BatchTerms | None,

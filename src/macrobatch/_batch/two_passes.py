@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from macrobatch._batch.engine import BatchEngine
 from macrobatch._batch.feed import Feed, MicroBatch
 from macrobatch._border.arguments import checked_joint_loss
 from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
 from macrobatch._cudagraph.two_passes import JointRecordings
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.policies import Cut
-from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._joint.encodings import Layout, OwnEncodings, require_same_layout, take_apart
 from macrobatch._joint.kept_graphs import KeptGraphs
@@ -67,7 +67,7 @@ class TwoPasses:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BatchEngine,
         encode: Callable[[Any], object],  # returns an `Encoded`
         joint: Callable[[Encoded], object],  # returns the loss of the whole batch
         agree: Callable[[], None],  # ranks of a held window call it before they exchange anything. Raises if one failed

@@ -83,7 +83,7 @@ class StepInside(Check):
 
     def _must_not_step(self) -> bool:
         engine = self._engine()
-        return engine is not None and engine.has_accumulated and not engine.is_closing
+        return engine is not None and not engine.is_closing and engine.has_accumulated
 
 
 class OtherOptimizer(Check):

@@ -26,7 +26,8 @@ class Backward:
     def __init__(self, backend: Local, store: InGrad, accumulate_dtype: torch.dtype | None) -> None:
         self._backend = backend
         self._store = store
-        self._may_overlap = backend.abilities.leaves_are_parameters and accumulate_dtype is None
+        self._is_confined = backend.abilities.leaves_are_parameters
+        self._may_overlap = self._is_confined and accumulate_dtype is None
         self._walker = Walker()
         self.begin_window()
 
@@ -38,7 +39,7 @@ class Backward:
         """How to confine this backward; None if its graph is walked while it runs."""
         if self._is_ordinary and self.overlaps(root):
             return None
-        if not self._backend.abilities.leaves_are_parameters:
+        if not self._is_confined:
             return UNCONFINED
         reach, store = reach_of_root(), self._store
         self._is_ordinary = store.trained.issuperset(map(id, reach.leaves))

@@ -20,11 +20,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch._engine.objectives import scale_of
 from macrobatch._engine.store import InGrad
 from macrobatch._engine.verdict import NONFINITE, Flags, Verdict, verdict_on
 from macrobatch._engine.window import Window
-from macrobatch._torch.optimizers import forget_unscaling, has_hooks, note_overflow, skips_on_device, step_fused
+from macrobatch._torch.optimizers import (
+    current_scale,
+    forget_unscaling,
+    has_hooks,
+    note_overflow,
+    skips_on_device,
+    step_fused,
+)
 from macrobatch._torch.tensors import wide
 from macrobatch.errors import NonFiniteError
 from macrobatch.types import NonFinite, StepResult
@@ -260,7 +266,7 @@ class LeaveMean(Closing):
                 skipped = divisor == 0
                 divisor = divisor.masked_fill(skipped, 1)  # without items there is nothing to divide
             if self._scaler is not None:
-                divisor = divisor / scale_of(self._scaler, window.device)
+                divisor = divisor / current_scale(self._scaler, window.device)
             store.divide(divisor)
             tell(store, window.device, flags)
             self._verdict = verdict_on(window, flags)

@@ -1,9 +1,7 @@
 """The engine: it accumulates the gradients of one window after another, and closes each with one exact step.
 
-For each micro-batch, call `begin`, run the forward, and call `backward` (or `replay` for a recorded one), which ends
-the micro-batch; `give_up` ends it without a backward. `close` closes a window, `discard` drops it. To be able to retry
-a window, take a `mark` before it, and pass the mark to `roll_back`. A rank without samples for a window calls
-`join_empty`. `Accumulator` feeds the engine from a data loader, `MacroStep` from the batches that it cuts.
+For each micro-batch, call `begin`, run the forward, and call `backward`, which ends it; `give_up` ends it without a
+backward. `close` closes a window, `discard` drops it. `Accumulator` feeds the engine from a data loader.
 
 An exception at any line leaves the state before the call, or a broken window that only `discard` helps: a window is
 marked as broken before a call changes it, and as whole after.
@@ -13,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,33 +26,15 @@ from macrobatch._engine.closing import TOUCHED, Closing
 from macrobatch._engine.events import Check, Events, Spans
 from macrobatch._engine.objectives import Mean, Objective
 from macrobatch._engine.store import InGrad
-from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Totals
+from macrobatch._engine.totals import Denominators, Micro, MicroPlan
 from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
-from macrobatch._engine.window import UNSCALED, Window
+from macrobatch._engine.window import Window
 from macrobatch._ranks.backend import Local, UnsynchronisedError
 from macrobatch._ranks.collectives import start_named_sum
 from macrobatch._torch.graph import Confinement, Reach, reach_of
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.types import Items, StepResult, Terms
-
-
-class Mark(NamedTuple):
-    """The state that `Engine.roll_back` restores."""
-
-    num_windows: int
-    mean_items: float | Tensor | None
-
-
-class Replayable(Protocol):
-    """A recorded micro-batch: its forward and backward as one call."""
-
-    reached: set[nn.Parameter]
-    totals: Totals
-    is_counted: bool | None
-
-    def replay(self, micro_batch: object, window: Window) -> None:
-        """Compute a micro-batch of this window."""
 
 
 class Engine(Uncopied):
@@ -170,19 +149,6 @@ class Engine(Uncopied):
         if self._reach is None:
             self._reach = reach_of(self._root)
         return self._reach
-
-    def replay(self, recording: Replayable, micro_batch: object) -> None:
-        """Replay the recorded forward and backward of a micro-batch, in place of `backward`."""
-        window = order.require_backward(self.window)
-        window.begin_replay(recording.totals, recording.is_counted)
-        if self.may_repeat:
-            self._used.update(self.store.own[id(parameter)] for parameter in recording.reached)
-        try:
-            with self.spans.of("replay"):
-                recording.replay(micro_batch, window)
-        finally:
-            self._end()
-        window.end_backward()
 
     def give_up(self) -> None:
         """Drop the current micro-batch, if there is one."""
@@ -326,77 +292,11 @@ class Engine(Uncopied):
         else:
             self.closing.settle()  # no later window may come to notice it
 
-    # ------------------------------------------------------------------------------------------ other windows
-
-    def mark(self) -> Mark:
-        """Remember the state before a window, for `roll_back`. Call it between windows."""
-        return Mark(self.num_windows, self.objective.mean_items)
-
-    def roll_back(self, mark: Mark) -> None:
-        """Drop the open window, and go back to the state at `mark`."""
-        self.discard()
-        self.num_windows = mark.num_windows
-        self.objective.restore(mark.mean_items)
-
-    def join_empty(self) -> None:
-        """Take part in a window without samples: this rank adds nothing, but joins the collectives when it closes."""
-        self.catch_up()
-        self.is_last = self.is_repeat = False
-        self.open_window().join_empty()
-        self.open_store()
-
-    def catch_up(self) -> None:
-        """Join the collectives that this rank has missed because it failed in the window."""
-        self.objective.catch_up(self.open_window(), self.device)
-
-    def close_empty(self) -> StepResult:
-        """Close a window in which no rank has samples. No step is taken."""
-        window = self.open_window()
-        window.join_empty()
-        try:
-            return self.closing.close(window, self.open_store(), {}, average=1, shared=False)
-        finally:
-            self._drop_window()
-
     def accept_gradients(self) -> None:
         """Take the gradients as they are now for those of the window: recordings have set or cleared some."""
         self.store.absorb()
         for observe in self.on.after_backward:
             observe(self, None)
-
-    @contextlib.contextmanager
-    def forward_only(self, *, restores: bool = False) -> Iterator[None]:
-        """A context for forwards that have no backward of a micro-batch. `restores`: undo what they change."""
-        before = Snapshot(self.models) if restores else None
-        self.open_store()
-        self.backend.begin(last=False)
-        try:
-            yield
-        finally:
-            self.backend.end()
-            if before is not None:
-                before.restore()
-
-    def add_joint(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Run the backward of a loss that is the same on every rank, inside `forward_only`. It counts no micro-batch.
-
-        It adds the gradients of the parameters that this loss uses directly, once for all ranks together. It also sets
-        ``.grad`` of `leaves`. Both are multiplied by the scale of the scaler.
-        """
-        group, window = self.backend.group, self.open_window()
-        ranks = 1 if group is None else dist.get_world_size(group)
-        seed = (torch.ones_like(loss) * (window.multiplier or UNSCALED) / ranks).to(loss.dtype)
-        micro, self._root = Micro(loss, seed, given=(loss,)), loss
-        for observe in self.on.before_backward:
-            observe(self, micro)
-        with self.spans.of("backward", loss), self._noting_use() as used:
-            self._backward.run_joint(loss, seed, leaves)
-        self._used |= used
-        for observe in self.on.after_backward:
-            observe(self, micro)
-        for leaf in leaves if ranks > 1 else ():
-            if leaf.grad is not None:
-                leaf.grad *= ranks
 
     # ------------------------------------------------------------------------------------------ what one can ask
 
@@ -411,18 +311,9 @@ class Engine(Uncopied):
         return 0 if self.window is None else self.window.num_begun
 
     @property
-    def is_broken(self) -> bool:
-        """Whether a call failed half-way in the window. Then only `discard` is possible."""
-        return self.window is not None and self.window.is_broken
-
-    @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return next(iter(self.parameters.named().values())).device
-
-    def require_new_epoch(self) -> None:
-        """Raise an error if a window is open that was not carried over from the last epoch."""
-        order.require_new_epoch(self.window)
 
     def require_finished(self) -> None:
         """Raise an error if the last micro-batch has had no backward, or if a complete window has had no step."""
@@ -469,10 +360,9 @@ class Engine(Uncopied):
             window.send(lambda numbers: start_named_sum(numbers, group), self.objective.numbers(window))
 
     def _require_same_counting(self, window: Window) -> None:
-        """Raise an error on all ranks if some pass items and others do not.
+        """Raise an error on all ranks if some pass items and others do not: at once if the numbers are on the host.
 
-        The host checks every window whose numbers are in its memory. If they are on a device, it checks only the first
-        window, when the second one closes.
+        If they are on a device, only the first window is checked, when the second one closes.
         """
         earlier, self._counting = self._counting, None
         verdict = mixed_items(window)

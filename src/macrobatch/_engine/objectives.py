@@ -6,8 +6,6 @@ opens whether denominators are late or early. Nothing else in the engine depends
 
 from __future__ import annotations
 
-import ctypes
-import math
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +19,8 @@ from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import all_reduce_max
 from macrobatch._ranks.ties import OutputTies
-from macrobatch._torch.tensors import in_order
+from macrobatch._torch.optimizers import current_scale
+from macrobatch._torch.tensors import in_order, inverse_power_of_two
 from macrobatch.types import Reduction
 
 
@@ -136,7 +135,7 @@ class Mean(Objective):
 
     def _multiplier(self, items: Number, device: torch.device) -> float | Tensor:
         shrink = inverse_power_of_two(items)
-        return shrink if self._scaler is None else scale_of(self._scaler, device) * shrink
+        return shrink if self._scaler is None else current_scale(self._scaler, device) * shrink
 
     def _agree(self, items: Number, window: Window, device: torch.device) -> None:
         """Agree on the first number of items. All ranks call this together."""
@@ -162,23 +161,3 @@ class Mean(Objective):
             earlier = before.to(mean) if isinstance(before, Tensor) else torch.full_like(mean, before)
             mean = torch.where(torch.isfinite(mean) & (mean > 0), mean, earlier)
         self.mean_items = mean
-
-
-# ---------------------------------------------------------------------------------------------- seeds and scales
-
-
-def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
-    """The current scale, on the device."""
-    return scaler.scale(torch.ones((), device=device, dtype=torch.float32))
-
-
-def inverse_power_of_two(count: Number) -> float | Tensor:
-    """The power of two between 1 / (2 * count) and 1 / count. Multiplying by it changes no digit.
-
-    >>> inverse_power_of_two(1000), inverse_power_of_two(torch.tensor(1000))
-    (0.0009765625, tensor(0.0010))
-    """
-    if isinstance(count, Tensor):
-        number = count.detach().reshape(()).to(torch.float32).clamp(min=1)
-        return torch.frexp(number).mantissa / number  # mantissa * 2**exponent = number, so this is exact
-    return 2.0 ** -math.frexp(ctypes.c_float(max(count, 1)).value)[1]  # rounded as above

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
+from macrobatch._border import order
 from macrobatch._checks.weights import EqualWeights
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
@@ -39,7 +40,7 @@ class Epochs:
     def begin(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Begin a pass over `loader`. The caller runs the backward and the step of each batch."""
         require_iterable(loader)
-        self._engine.require_new_epoch()
+        order.require_new_epoch(self._engine.window)
         self._engine.give_up()
         self._current = object()
         if length_of(loader) is None or self._counter is not None:

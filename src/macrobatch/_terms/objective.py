@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._border.arguments import checked_terms
-from macrobatch._engine.objectives import Objective, scale_of
+from macrobatch._engine.objectives import Objective
 from macrobatch._engine.totals import Denominators, Micro, Number
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.ties import OutputTies
+from macrobatch._torch.optimizers import current_scale
 from macrobatch._torch.tensors import in_order, wide
 from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
@@ -50,7 +51,7 @@ class Terms(Objective):
         return Window(number, num_planned, device)
 
     def expect(self, window: Window, denominators: Denominators) -> None:
-        scale = UNSCALED if self._scaler is None else scale_of(self._scaler, denominators.own.device)
+        scale = UNSCALED if self._scaler is None else current_scale(self._scaler, denominators.own.device)
         window.expect(denominators, scale)
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:

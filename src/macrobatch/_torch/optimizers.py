@@ -98,3 +98,8 @@ def note_overflow(scaler: GradScaler, optimizer: Optimizer, overflow: Tensor) ->
 def overflows_of(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """The flags that `scaler.unscale_()` has recorded since the last update, one for each device."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def current_scale(scaler: GradScaler, device: torch.device) -> Tensor:
+    """The current scale, on the device."""
+    return scaler.scale(torch.ones((), device=device, dtype=torch.float32))

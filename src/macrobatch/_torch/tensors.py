@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -74,3 +75,15 @@ def in_order(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     with torch.enable_grad():
         return tensor.to(device, non_blocking=True)  # with a dtype, torch would convert on the host first
+
+
+def inverse_power_of_two(count: float | Tensor) -> float | Tensor:
+    """The power of two between 1 / (2 * count) and 1 / count. Multiplying by it changes no digit.
+
+    >>> inverse_power_of_two(1000), inverse_power_of_two(torch.tensor(1000))
+    (0.0009765625, tensor(0.0010))
+    """
+    if isinstance(count, Tensor):
+        number = count.detach().reshape(()).to(torch.float32).clamp(min=1)
+        return torch.frexp(number).mantissa / number  # mantissa * 2**exponent = number, so this is exact
+    return 2.0 ** -math.frexp(ctypes.c_float(max(count, 1)).value)[1]  # rounded as above

@@ -44,7 +44,7 @@ class ItemCounter:
             engine.close()
         except BaseException:
             engine.give_up()
-            if engine.is_broken:
+            if engine.window is not None and engine.window.is_broken:
                 engine.discard()
             raise
         return closing

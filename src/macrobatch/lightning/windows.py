@@ -17,6 +17,7 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._cut.token_groups import BESIDE_TOKENS, LABELS, MASK, OTHER_MASKS, TOKENS
 from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._torch.modules import data_parallel_of
 from macrobatch.errors import UsageError, warn
@@ -101,7 +102,7 @@ class BatchByBatch:
     """
 
     def __init__(self, models: list[nn.Module], options: Mapping[str, Any], clearing: ClearingHook) -> None:
-        self._engine = engine_for(models, None, **options)
+        self._engine = engine_for(Engine, models, None, **options)
         self._clearing = clearing
         self._stale = StaleGradients([p for model in models for p in model.parameters()])
         self._loss: tuple[Tensor, Items] | None = None  # of the current batch, with its items
@@ -149,7 +150,7 @@ class BatchByBatch:
 
     @property
     def is_broken(self) -> bool:
-        return self._engine.is_broken
+        return self._engine.window is not None and self._engine.window.is_broken
 
     @property
     def num_open(self) -> int:

@@ -18,6 +18,7 @@ from macrobatch._cut.joining import joined, the_only_one
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
 from macrobatch._engine.closing import LeaveMean
+from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._torch.modules import modules_of
 from macrobatch.errors import UsageError
@@ -105,7 +106,7 @@ class BatchByBatch(Windows):
         super().__init__(trainer)
         self._model = model
         self._train_saved: Any = first_train_saved if saves_train else contextlib.nullcontext
-        self._engine = engine_for(model, None, scaler=trainer.accelerator.scaler, **settings.options)
+        self._engine = engine_for(Engine, model, None, scaler=trainer.accelerator.scaler, **settings.options)
 
     def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
         engine = self._engine
