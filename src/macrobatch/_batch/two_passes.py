@@ -48,14 +48,14 @@ CHANGED = "joint changes {} in place: the second pass would not find it again. M
 class JointChecks(NamedTuple):
     """The checks of losses of the whole batch, which look at more than the events of the engine."""
 
+    frozen: FrozenChanged  # first: what it finds explains what the next one finds
     passes: PassesDiffer
-    frozen: FrozenChanged
     ranks: RanksDiffer
     batch_norm: BatchNormStatistics
 
     @classmethod
     def new(cls) -> JointChecks:
-        return cls(PassesDiffer(), FrozenChanged(), RanksDiffer(), BatchNormStatistics())
+        return cls(FrozenChanged(), PassesDiffer(), RanksDiffer(), BatchNormStatistics())
 
 
 class TwoPasses:

@@ -79,6 +79,7 @@ _OWNED = {
     },
     "torch._C._functions": {"AccumulateGrad": _IMPORT},
     "torch._C._functorch": {"get_interpreter_stack TransformType": "AttributeError in verify()"},
+    "torch.autograd.graph": {"_engine_run_backward": "torch.autograd.backward() instead: slower"},
     "torch.autograd.function.BackwardCFunction": {
         "_forward_cls": "all functions of Python are taken for ones with a backward inside: slower",
     },
