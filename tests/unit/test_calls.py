@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import macrobatch
 from macrobatch import Accumulator
+from macrobatch._checks import steps
 
 SOURCE = str(Path(macrobatch.__file__).parent)
 MICRO_BATCH, CLOSE, SHARDED = 35, 60, 150
@@ -54,13 +55,12 @@ def test_a_steady_micro_batch():
     assert len(found := calls_of(loop.micro)) <= MICRO_BATCH, found
 
 
-def test_the_step_that_closes_a_window():
+def test_the_step_that_closes_a_window(monkeypatch):
+    monkeypatch.setattr(steps, "_guards", {})  # engines of other tests look at each step of an optimizer too
     loop = Loop(nn.Linear(4, 4))
     loop.micro(times=7)
     loop.acc.backward(loop.model(next(loop.batches)).square().mean(), items=2)
-    found = calls_of(loop.acc.step)
-    watching = [name for name in found if "OtherOptimizer" in name]  # one call for each engine of the process
-    assert len(found) - len(watching) + 1 <= CLOSE, found
+    assert len(found := calls_of(loop.acc.step)) <= CLOSE, found
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about one rank
