@@ -667,3 +667,18 @@ def test_the_balance_loss_of_experts_counts_once(tmp_path, steps):
 
     assert share(lambda coefficient: gradient_here(coefficient, batch)) == 1.0
     assert share(lambda coefficient: gradient_of_trainer(coefficient, batch, tmp_path, steps)) == steps
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_items_in_a_tensor_weigh_in_float64(dtype):
+    """A tensor of whole numbers divided by a Python number would be rounded to float32."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    batches = [torch.randn(n, 3).double() for n in (3, 4)]
+    expected = torch.autograd.grad(model(torch.cat(batches)).exp().mean(), model.weight)[0]
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), steps=2, counts=lambda x: {"a": len(x)})
+    before = model.weight.detach().clone()
+    for x in acc.batches(batches):
+        acc.backward({"a": (model(x).exp().mean(), torch.tensor(len(x), dtype=dtype))})
+        acc.step()
+    torch.testing.assert_close(before - model.weight.detach(), expected, rtol=1e-13, atol=0)

@@ -83,6 +83,8 @@ class Terms(Objective):
         if loss.dim() or loss.device != device or loss.dtype.itemsize < torch.float32.itemsize:
             dtype = torch.promote_types(torch.float32, loss.dtype)
             loss = in_order(loss, device).reshape(()).to(device, dtype, non_blocking=True)
+        if isinstance(items, Tensor):
+            items = items.to(wide(device))  # a whole number divided by a Python float would be rounded to float32
         weight = (items if self.is_mean else 1) / divisor
         return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
 
