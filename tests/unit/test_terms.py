@@ -673,7 +673,7 @@ def test_the_balance_loss_of_experts_counts_once(tmp_path, steps):
 def test_items_in_a_tensor_weigh_in_float64(dtype):
     """A tensor of whole numbers divided by a Python number would be rounded to float32."""
     torch.manual_seed(0)
-    model = nn.Linear(3, 1).double()
+    model = torch.nn.Linear(3, 1).double()
     batches = [torch.randn(n, 3).double() for n in (3, 4)]
     expected = torch.autograd.grad(model(torch.cat(batches)).exp().mean(), model.weight)[0]
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1.0), steps=2, counts=lambda x: {"a": len(x)})
