@@ -461,3 +461,19 @@ def test_an_optimizer_without_a_learning_rate(model, loss):
     result = acc.step()
     assert (result.step, acc.optimizer_step) == (1, 1)
     assert math.isnan(result.lr[0])
+
+
+def test_a_step_that_fails_is_named(recwarn):
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            raise OSError("full")
+
+    model = nn.Linear(2, 1)
+    acc = Accumulator(model, Fails(model.parameters(), lr=0.1), steps=1)
+    batches = iter(acc.batches([torch.ones(1, 2)] * 2))
+    acc.backward(model(next(batches)).mean(), items=1)
+    with pytest.raises(OSError, match="full"):
+        acc.step()
+    for again in (acc.step, lambda: next(batches)):
+        with pytest.raises(UsageError, match=r"step\(\) failed half-way in window 1.*discard"):
+            again()

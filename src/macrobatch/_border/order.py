@@ -47,6 +47,7 @@ def require_finished(window: Window | None, is_last: bool) -> None:
             "(loss.backward() does not count: call acc.backward(loss, items).)"
         )
     if window.awaits_step and is_last:
+        require_whole(window)
         raise UsageError(
             f"window {window.number} is complete, but step() was not called after its last backward(). Call it "
             "after every backward: it returns None until there is something to do."
@@ -101,6 +102,11 @@ def require_whole(window: Window) -> None:
         then = (
             "the batch under way then begins a new window: call backward() for it again, or, to leave it out, "
             "backward(loss, items=0) with any loss of the model."
+        )
+    if window.awaits_step:
+        raise UsageError(
+            f"step() failed half-way in window {window.number}, so the window can be neither closed nor continued. Drop "
+            "it with discard(); the next batch then begins a new window."
         )
     raise UsageError(
         f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from macrobatch._engine.store import InGrad
+from macrobatch._engine.store import GradientStore
 from macrobatch._engine.totals import Micro
 from macrobatch._ranks.backend import Local
 from macrobatch._torch.graph import UNCONFINED, Confinement, Reach, Walker, confinement_of, reach_of, run_confined
@@ -23,7 +23,7 @@ class Backward:
     graph while the backward runs, as long as all graphs of the window so far ended only in the window's parameters.
     """
 
-    def __init__(self, backend: Local, store: InGrad, accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(self, backend: Local, store: GradientStore, accumulate_dtype: torch.dtype | None) -> None:
         self._backend = backend
         self._store = store
         self._is_confined = backend.abilities.leaves_are_parameters

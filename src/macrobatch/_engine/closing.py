@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch._engine.store import InGrad
+from macrobatch._engine.store import GradientStore
 from macrobatch._engine.verdict import NONFINITE, Flags, Verdict, verdict_on
 from macrobatch._engine.window import Window
 from macrobatch._torch.optimizers import (
@@ -53,7 +53,7 @@ class Closing(Protocol):
     def begin_window(self) -> None:
         """Begin a window. What was done before does not belong to it."""
 
-    def close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
+    def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         """Close the window, and return its result."""
 
     def settle(self) -> None:
@@ -116,7 +116,7 @@ class TakeStep(Closing):
 
     # ------------------------------------------------------------------------------------------ the main path
 
-    def close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
+    def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         """Take the step of `window`; then raise the error of the one before, if it turned out to have one.
 
         All of it is queued on the device; the host reads only what it must know.
@@ -127,7 +127,7 @@ class TakeStep(Closing):
             self._raise_for(earlier)
         return result
 
-    def _close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
+    def _close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         if window.is_empty:
             return self._result(window, None, skipped=True)
         store.gather()
@@ -156,7 +156,7 @@ class TakeStep(Closing):
         return self._result(window, grad_norm, skipped=bool(reasons))
 
     def _divide(
-        self, divisor: float | Tensor, window: Window, store: InGrad, flags: Flags, *, folds: bool
+        self, divisor: float | Tensor, window: Window, store: GradientStore, flags: Flags, *, folds: bool
     ) -> tuple[float | Tensor, Tensor | None, Tensor | None]:
         """The divisor that clips too, the norm before clipping, and whether a gradient is not finite.
 
@@ -256,7 +256,7 @@ class LeaveMean(Closing):
     def settle(self) -> None:
         pass
 
-    def close(self, window: Window, store: InGrad, flags: Flags, *, average: float, shared: bool) -> StepResult:
+    def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         self._is_empty, self._verdict = window.is_empty, None
         skipped: bool | Tensor = window.is_empty
         if not skipped:
@@ -287,7 +287,7 @@ class LeaveMean(Closing):
         return self._is_empty
 
 
-def norm_and_tell(store: InGrad, order: float, device: torch.device, flags: Flags) -> Tensor:
+def norm_and_tell(store: GradientStore, order: float, device: torch.device, flags: Flags) -> Tensor:
     """The norm of all gradients. All ranks that hold parts learn `TOUCHED` of each other with it."""
     touched = flags.get(TOUCHED)
     norm, told = store.groups.norm(order, device, None if touched is None else touched.holds.to(device, wide(device)))
@@ -296,7 +296,7 @@ def norm_and_tell(store: InGrad, order: float, device: torch.device, flags: Flag
     return norm
 
 
-def tell(store: InGrad, device: torch.device, flags: Flags) -> None:
+def tell(store: GradientStore, device: torch.device, flags: Flags) -> None:
     """Tell `TOUCHED` to all ranks that hold parts of the gradients, where no norm is computed."""
     if (touched := flags.get(TOUCHED)) is not None:
         told = store.groups.tell_ranks(touched.holds.to(device, torch.float32))

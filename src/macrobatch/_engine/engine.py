@@ -25,7 +25,7 @@ from macrobatch._engine.backward import Backward, noting_use
 from macrobatch._engine.closing import TOUCHED, Closing
 from macrobatch._engine.events import Check, Events, Spans
 from macrobatch._engine.objectives import Mean, Objective
-from macrobatch._engine.store import InGrad
+from macrobatch._engine.store import GradientStore
 from macrobatch._engine.totals import Denominators, Micro, MicroPlan
 from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
 from macrobatch._engine.window import Window
@@ -49,7 +49,7 @@ class Engine(Uncopied):
         objective: Objective | None = None,
         *,
         steps: int | Callable[[int], int] = 1,
-        store: Callable[[Parameters, Local, torch.dtype | None], InGrad] = InGrad,
+        store: Callable[[Parameters, Local, torch.dtype | None], GradientStore] = GradientStore,
         checks: Sequence[Check] = (),
         accumulate_dtype: torch.dtype | None = None,
         drops_short: bool = False,
@@ -204,7 +204,7 @@ class Engine(Uncopied):
             self.window = self.objective.open(self.num_windows + 1, num_planned, self.device)
         return self.window
 
-    def open_store(self) -> InGrad:
+    def open_store(self) -> GradientStore:
         """The gradients of the window. They begin before its first forward; older gradients do not belong to it."""
         if not self._is_store_open:
             self.store.begin()
@@ -251,6 +251,7 @@ class Engine(Uncopied):
                 return None
         tells_use = self.may_repeat or self.backend.abilities.exchanges_use
         unused = self.store.named.keys() - self._used if tells_use else None
+        self.store.settle()
         with self.spans.of("communication"):
             self.backend.finish(self.store.named, unused)
         self.is_closing = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,39 +27,18 @@ VIEW: Any = object()  # stands for a view of a gradient that the backend holds e
 logger = logging.getLogger("macrobatch")
 
 
-class GradientStore(Protocol):
-    """Where the gradients of a window are accumulated."""
+class GradientStore:
+    """Accumulates the gradients of a window in ``.grad``, as torch does, or in a wider dtype there.
 
-    named: dict[str, nn.Parameter]
-    own: dict[int, str]
-    parameters: list[nn.Parameter]
-    trained: set[int]
-    left: list[Tensor | None]
+    To sum elsewhere, override `absorb`, which is called after each backward, `exist`, and `settle`, which puts the sums
+    into ``.grad`` before ranks exchange them; then everything after it stays as it is.
+    """
 
-    def begin(self) -> None:
-        """Begin a window. Gradients from before belong to no window."""
-
-    def absorb(self) -> None:
-        """Take over what a backward has added. Called after each."""
-
-    def include(self, leaves: Iterable[Tensor]) -> None:
-        """Also accumulate these leaves, if they are parameters of the models."""
-
-    def gather(self) -> None:
-        """Prepare the sums for the methods below. Called after the last backward."""
-
-    def divide(self, divisor: float | Tensor) -> None:
-        """Divide all gradients, and leave them in ``.grad``, in the dtype of their parameters."""
-
-    def let_go(self) -> None:
-        """Drop all references to gradients. After the close, what is in ``.grad`` belongs to the user."""
-
-    def clear(self) -> None:
-        """Clear all gradients."""
-
-
-class InGrad(GradientStore):
-    """Accumulates in ``.grad``, as torch does, or in a wider dtype there."""
+    named: dict[str, nn.Parameter]  # all parameters of the models
+    own: dict[int, str]  # their names, by their ids
+    parameters: list[nn.Parameter]  # those whose gradients the window accumulates
+    trained: set[int]  # the ids of these
+    left: list[Tensor | None]  # the tensors that hold gradients, as the last backward left them
 
     def __init__(self, parameters: Parameters, backend: Local, accumulate_dtype: torch.dtype | None = None) -> None:
         self._source = parameters
@@ -147,6 +126,9 @@ class InGrad(GradientStore):
     def exist(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(gradient is not None for gradient in map(GRADIENT_OF, self.named.values()))
+
+    def settle(self) -> None:
+        """Put the sums into ``.grad``, after the last backward and before ranks exchange them. They are there."""
 
     def let_go(self) -> None:
         self.left = []
