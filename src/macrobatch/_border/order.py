@@ -20,6 +20,7 @@ class Window(Protocol):
     num_backwards: int
     awaits_step: bool
     is_broken: bool
+    is_closing: bool
     is_carried: bool
     plan: Any  # of the micro-batch that awaits its backward, or None
 
@@ -47,7 +48,8 @@ def require_finished(window: Window | None, is_last: bool) -> None:
             "(loss.backward() does not count: call acc.backward(loss, items).)"
         )
     if window.awaits_step and is_last:
-        require_whole(window)
+        if window.is_closing:
+            require_whole(window)
         raise UsageError(
             f"window {window.number} is complete, but step() was not called after its last backward(). Call it "
             "after every backward: it returns None until there is something to do."
@@ -103,10 +105,10 @@ def require_whole(window: Window) -> None:
             "the batch under way then begins a new window: call backward() for it again, or, to leave it out, "
             "backward(loss, items=0) with any loss of the model."
         )
-    if window.awaits_step:
+    if window.is_closing:
         raise UsageError(
-            f"step() failed half-way in window {window.number}, so the window can be neither closed nor continued. Drop "
-            "it with discard(); the next batch then begins a new window."
+            f"step() failed half-way in window {window.number}, so the window can be neither closed nor continued. "
+            "Drop it with discard(); the next batch then begins a new window."
         )
     raise UsageError(
         f"a backward failed half-way in window {window.number}, so its gradients are incomplete. Drop them "

@@ -231,7 +231,7 @@ class Engine(Uncopied):
             return None
         for observe in self.on.before_close:
             observe(self)
-        window.break_up()  # until it is closed
+        window.begin_close()
         try:
             if not self.is_last:
                 self._send(window)

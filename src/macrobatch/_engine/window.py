@@ -41,7 +41,7 @@ class Window:
         self.num_planned = num_planned
         self.plan: MicroPlan | None = None
         self.last_plan: MicroPlan | None = None
-        self.awaits_step = self.is_broken = self.is_carried = False
+        self.awaits_step = self.is_broken = self.is_closing = self.is_carried = False
         self.num_backwards = self.micro_batches = self.num_taken = 0
         self.is_counted: bool | None = None
         self.multiplier = multiplier
@@ -104,9 +104,9 @@ class Window:
         """Stay open at the end of an epoch."""
         self.awaits_step, self.is_carried = False, True
 
-    def break_up(self) -> None:
-        """Note that the window can only be discarded."""
-        self.is_broken = True
+    def begin_close(self) -> None:
+        """Begin to close the window. From here on it is broken: an exception leaves it so."""
+        self.is_broken = self.is_closing = True
 
     def refuse_counting(self, is_counted: bool) -> NoReturn:
         """Raise the error for items that only some micro-batches have."""
