@@ -251,3 +251,16 @@ def test_accumulators_live_side_by_side():
     for a, b in zip(first.acc.batches(range(6)), second.acc.batches(range(6)), strict=True):
         closed.append((first.one(a) is not None, second.one(b) is not None))
     assert [sum(each) for each in zip(*closed, strict=True)] == [3, 2]
+
+
+def test_a_carried_window_that_goes_on_is_an_open_one():
+    model = nn.Linear(2, 1)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, remainder="carry")
+    for x in acc.batches([torch.ones(1, 2)]):
+        acc.backward(model(x).mean(), items=1)
+        acc.step()
+    batches = iter(acc.batches([torch.ones(1, 2)] * 2))  # carried: it may go on
+    acc.backward(model(next(batches)).mean(), items=1)
+    acc.step()
+    with pytest.raises(UsageError, match="over an open window"):
+        acc.batches([torch.ones(1, 2)])

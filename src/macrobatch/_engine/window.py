@@ -60,8 +60,8 @@ class Window:
         return self.num_taken + (0 if self.plan is None else self.plan.num_planned)
 
     def begin(self, plan: MicroPlan) -> None:
-        """Begin a micro-batch, whose backward comes next. This is one assignment: no exception can split it."""
-        self.plan = plan
+        """Begin a micro-batch, whose backward comes next. These are plain assignments: no exception can split them."""
+        self.plan, self.is_carried = plan, False
 
     def give_up(self) -> None:
         """Drop the micro-batch that awaits its backward."""
