@@ -34,7 +34,7 @@ from macrobatch import Accumulator, MacroStep, StepResult
 from macrobatch.errors import UsageError
 
 SOURCE = Path(macrobatch.__file__).parent
-ROOMS = ("_step", "_engine", "_checks", "_loop", "_joint", "_batch")  # the kernel, before and after its rewrite
+ROOMS = ("_border", "_engine", "_checks", "_loop", "_terms", "_joint", "_batch")  # the kernel and what drives it
 FACES = ("accumulator.py", "macrostep.py")
 STEPS, MICRO, RATE, MAX_NORM, BOUND = 3, 2, 0.1, 0.5, 1e-11
 
