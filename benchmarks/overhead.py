@@ -1,9 +1,10 @@
 """Microseconds that a library adds to one micro-step of a hand-written accumulation loop.
 
 The model is one 32x32 Linear, so that almost only Python is timed. All loops run in one process on the same data. In
-every round each of them passes over the data once, in an order that rotates from round to round. A loop's overhead is
-the median, over the rounds, of its time minus that of the hand-written loop in the same round, so that slow phases of
-the machine affect both. The final weights of every loop are compared with those of the hand-written one.
+every round each of them passes over the data once, in a new random order, so that none always follows the same other
+one, whose code is still in the caches. Time is that of the thread: what others run on the machine does not count. A
+loop's overhead is the median, over the rounds, of its time minus that of the hand-written loop in the same round, so
+that slow phases of the machine affect both. The final weights of every loop are compared with those of the hand-written one.
 
     python benchmarks/overhead.py                    # prints a table, writes results/overhead.json
     python benchmarks/overhead.py --loader list      # without the DataLoader: smaller times, less noise
@@ -12,6 +13,7 @@ the machine affect both. The final weights of every loop are compared with those
 # mypy: untyped-calls-exclude=torch
 import argparse
 import gc
+import random
 import statistics
 import sys
 import time
@@ -212,12 +214,12 @@ def measure(loops: Sequence[Loop], rounds: int, tick: Callable[[], None]) -> dic
         tick()
     gc.collect()
     gc.freeze()  # objects of the peers' imports would slow down every later collection
-    for round_number in range(rounds):
-        first = round_number % len(loops)
-        for loop in (*loops[first:], *loops[:first]):
-            begin = time.perf_counter_ns()
+    order = random.Random(0)
+    for _ in range(rounds):
+        for loop in order.sample(loops, len(loops)):
+            begin = time.thread_time_ns()
             loop.run()
-            times[loop.name].append((time.perf_counter_ns() - begin) / 1000)
+            times[loop.name].append((time.thread_time_ns() - begin) / 1000)
             tick()
     return times
 
@@ -267,7 +269,7 @@ def report(settings: Settings, rows: Sequence[Figures]) -> dict[str, Any]:
     macrobatch_row = by_name["Macrobatch"]
     assert macrobatch_row.to_fabric is not None
     to_accelerate = round(by_name[FACADE].overhead / by_name[ACCELERATE].overhead, 3)
-    what = "microseconds a micro-step over the hand-written loop, all loops interleaved in one process"
+    what = "microseconds of the thread a micro-step over the hand-written loop, all loops interleaved in one process"
     return {
         **record.stamp(what, "torch", "accelerate", "lightning"),
         "device": "cpu",

@@ -104,7 +104,7 @@ class BatchEngine(Engine):
         group, window = self.backend.group, self.open_window()
         ranks = 1 if group is None else dist.get_world_size(group)
         seed = (torch.ones_like(loss) * (window.multiplier or UNSCALED) / ranks).to(loss.dtype)
-        micro, self._root = Micro(loss, seed, given=(loss,)), loss
+        micro = Micro(loss, seed, given=(loss,))
         for observe in self.on.before_backward:
             observe(self, micro)
         with self.spans.of("backward", loss), self._noting_use() as used:

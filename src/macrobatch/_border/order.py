@@ -18,11 +18,11 @@ class Window(Protocol):
     number: int
     micro_batches: int
     num_backwards: int
-    awaits_step: bool
     is_broken: bool
     is_closing: bool
     is_carried: bool
     plan: Any  # of the micro-batch that awaits its backward, or None
+    last_plan: Any  # of the last one that has had it
 
 
 W = TypeVar("W", bound=Window)
@@ -47,7 +47,7 @@ def require_finished(window: Window | None, is_last: bool) -> None:
             "loader instead of skipping batches, or weigh this one with nothing: backward(loss, items=0). "
             "(loss.backward() does not count: call acc.backward(loss, items).)"
         )
-    if window.awaits_step and is_last:
+    if window.num_backwards and is_last:
         if window.is_closing:
             require_whole(window)
         raise UsageError(
@@ -61,7 +61,7 @@ def require_backward(window: W | None) -> W:
     if window is not None and window.plan is not None:
         require_whole(window)
         return window
-    if window is not None and window.awaits_step:
+    if window is not None and window.last_plan is not None and not window.is_carried:
         raise UsageError(
             "a second backward() in one micro-batch. Add the losses up and call it once, or make each its own "
             "micro-batch."

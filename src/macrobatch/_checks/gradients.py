@@ -140,11 +140,11 @@ class ChangedGradients(Check):
 
 
 class HooksThatChange(Check):
-    """Runs a hook before and one after all other hooks of a parameter while a backward runs."""
+    """Runs a hook before and one after all other hooks of a parameter."""
 
     name = "hooks that change gradients"
     sentence = "A hook of the program changes or clears a gradient after each addition, though it is a sum."
-    cost = "per window a look at each parameter; per micro-batch nothing, or two hooks for each parameter that has one"
+    cost = "per window, a look at each parameter; per micro-batch, two hooks for each parameter that has others"
     shows = "a hook that runs after each addition to the gradient"
     program = """
         model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
@@ -155,16 +155,10 @@ class HooksThatChange(Check):
 
     def watch(self, engine: Engine) -> bool:
         self._handles: list[Any] = []
-        self._hooked: dict[str, Any] = {}
         return True
 
     def window_begin(self, engine: Engine) -> None:
-        self._hooked = {name: p for name, p in engine.store.named.items() if hooks_after_accumulation(p)}
-
-    def before_backward(self, engine: Engine, micro: Micro) -> None:
-        if self._hooked:
-            self.window_end(engine)
-            self._handles = _guard(self._hooked)
+        self._handles = _guard({name: p for name, p in engine.store.named.items() if hooks_after_accumulation(p)})
 
     def window_end(self, engine: Engine) -> None:
         for handle in self._handles:
@@ -176,7 +170,7 @@ def _guard(hooked: Mapping[str, Any]) -> list[Any]:
     """Register the hooks around those of the program."""
     handles = []
     for name, parameter in hooked.items():
-        if not parameter.requires_grad:  # frozen since: its hooks do not run
+        if not parameter.requires_grad:  # its hooks do not run
             continue
         guard = _Guard(name)
         first = parameter.register_post_accumulate_grad_hook(guard.note)
@@ -228,9 +222,8 @@ class NoParameter(Check):
     def watch(self, engine: Engine) -> bool:
         return engine.backend.abilities.leaves_are_parameters
 
-    def after_backward(self, engine: Engine, micro: Micro | None) -> None:
-        is_first = micro is not None and engine.window is not None and engine.window.num_backwards == 1
-        if is_first and not engine.store.exist():
+    def after_first(self, engine: Engine) -> None:
+        if not engine.store.exist():
             raise BatchError(
                 "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
                 "that it uses are frozen. Pass the loss of the model that this Accumulator was made for."

@@ -48,7 +48,7 @@ class Unsynchronised(Check):
         self.window_end(engine)
         if not engine.backend.will_check or micro.root is None:
             return
-        reach, named = engine.reach(), engine.store.named
+        reach, named = engine.reach(micro.root), engine.store.named
         self._awaited = list(engine.backend.check(set(map(id, reach.leaves)), named, may_nest=reach.may_nest))
         self._hooks = [
             named[name].register_hook(lambda _, name=name: self._seen.add(name))  # type: ignore[no-untyped-call]

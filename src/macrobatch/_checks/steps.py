@@ -270,8 +270,8 @@ class ScaledLoss(Check):
         return self._scaler is not None
 
     def before_backward(self, engine: Engine, micro: Micro) -> None:
-        for loss in micro.given:
-            if self._is_scaled(loss):
+        for loss in micro.given or micro.losses:
+            if loss is not None and self._is_scaled(loss):
                 raise UsageError(
                     "the loss was multiplied by scaler.scale() already; backward() does that itself. Pass the loss."
                 )

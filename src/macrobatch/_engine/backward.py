@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Backward:
         self._backend = backend
         self._store = store
         self._is_confined = backend.abilities.leaves_are_parameters
-        self._may_overlap = self._is_confined and accumulate_dtype is None
+        self._may_overlap = self._is_confined and accumulate_dtype is None  # on a CPU, that would not save time
         self._walker = Walker()
         self.begin_window()
 
@@ -35,31 +35,26 @@ class Backward:
         """Begin a window. Nothing is known of its graphs yet."""
         self._is_ordinary = False  # whether the graphs of the window so far ended only in its parameters
 
-    def confine(self, root: Tensor, reach_of_root: Callable[[], Reach]) -> Confinement | None:
-        """How to confine this backward; None if its graph is walked while it runs."""
-        if self._is_ordinary and self.overlaps(root):
+    def confine(self, root: Tensor, reach: Reach | None) -> Confinement | None:
+        """How to confine this backward; None if its graph is walked while it runs.
+
+        `reach`: what the graph reaches, if that is known already.
+        """
+        if self._is_ordinary and self._may_overlap and root.is_cuda and not self._backend.will_check:
             return None
         if not self._is_confined:
             return UNCONFINED
-        reach, store = reach_of_root(), self._store
+        reach, store = reach or reach_of(root), self._store
         self._is_ordinary = store.trained.issuperset(map(id, reach.leaves))
         if self._is_ordinary:
             return UNCONFINED
         store.include(reach.leaves)
         return confinement_of(reach, store.own)
 
-    def overlaps(self, root: Tensor) -> bool:
-        """Whether a graph may be walked while its backward runs. On a CPU that would not save time."""
-        return root.is_cuda and self._may_overlap and not self._backend.will_check
-
     def run(self, micro: Micro, confinement: Confinement | None) -> None:
         """Add the gradients of a micro-batch, or zeros if it does not count."""
         assert micro.root is not None
         assert micro.seed is not None
-        if confinement is UNCONFINED and micro.counts:  # most of them
-            self._backend.backward(micro.root, micro.seed, None)
-            self._store.absorb()
-            return
         # A micro-batch without items must add nothing, even if its own gradient is 0 / 0. But the parameters that it
         # used get a gradient of zero, not None, as in one big batch.
         hooks = [] if micro.counts else self._backend.zeroing_hooks(self._store.parameters)
@@ -74,7 +69,6 @@ class Backward:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._store.absorb()
         if reach is not None:
             self._require_no_others(reach)
 

@@ -31,7 +31,7 @@ from macrobatch._torch.optimizers import (
     skips_on_device,
     step_fused,
 )
-from macrobatch._torch.tensors import wide
+from macrobatch._torch.tensors import number_on_host, wide
 from macrobatch.errors import NonFiniteError
 from macrobatch.types import NonFinite, StepResult
 
@@ -135,6 +135,8 @@ class TakeStep(Closing):
         folds = is_fused and store.groups.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window.divisor(average), window, store, flags, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
+        if nonfinite is not None and number_on_host(nonfinite) == 0:
+            nonfinite = None  # the host knows already: there is nothing to judge
         verdict = verdict_on(window, flags, nonfinite)
 
         if verdict is None:

@@ -31,7 +31,7 @@ from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
 from macrobatch._engine.window import Window
 from macrobatch._ranks.backend import Local, UnsynchronisedError
 from macrobatch._ranks.collectives import start_named_sum
-from macrobatch._torch.graph import Confinement, Reach, reach_of
+from macrobatch._torch.graph import UNCONFINED, Confinement, Reach, reach_of
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.types import Items, StepResult, Terms
@@ -61,8 +61,7 @@ class Engine(Uncopied):
         self.parameters = Parameters(models, optimizers)
         self.store = store(self.parameters, backend, accumulate_dtype)
         self.window: Window | None = None
-        self._root: Tensor | None = None  # of the backward that is about to run
-        self._reach: Reach | None = None  # what its graph reaches, if somebody has asked
+        self._reach: Reach | None = None  # of the backward that is about to run, if somebody has asked
         self.is_last = self.is_repeat = self.is_closing = self.weighs_alike = False
         self.others_go_on = self.may_repeat = False
         self.num_windows = 0
@@ -71,6 +70,8 @@ class Engine(Uncopied):
         self._is_store_open = False
         self._before_repeat: Snapshot | None = None
         self._notes_use = self._must_note_use()
+        begins_and_ends = type(backend).begin, type(backend).end
+        self._has_settings = begins_and_ends != (Local.begin, Local.end) or self.objective.ties is not None
         self._counting: Verdict | None = None  # whether all ranks count items alike: being copied to the host
         self._used: set[str] = set()  # the parameters that this rank has used in the window, if it notes that
         self.checks = [check for check in checks if check.watch(self)]
@@ -90,7 +91,8 @@ class Engine(Uncopied):
             self._before_repeat = Snapshot(self.models) if plan.repeat else None
             if not self._is_store_open:
                 self.open_store()
-            (self.backend.begin_backward if after_forward else self.backend.begin)(is_last)
+            if self._has_settings:
+                (self.backend.begin_backward if after_forward else self.backend.begin)(is_last)
             if self.objective.ties is not None:
                 self.objective.ties.begin()
         except BaseException:
@@ -110,25 +112,31 @@ class Engine(Uncopied):
             window = order.require_backward(window)
         micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
         root, is_first = micro.root, not window.num_backwards
-        self._root = root
         try:
             for observe in self.on.before_backward:
                 observe(self, micro)
-            confinement = None if root is None else self._backward.confine(root, self.reach)
+            confinement = None if root is None else self._backward.confine(root, self._reach)
             window.begin_backward(micro)  # broken until it has ended
             if self.is_last:
                 self._send(window)  # ranks exchange it during the backward
             if root is not None:  # else no term, and no other rank that waits for a backward
                 if self._notes_use or self.spans.observers:
                     self._run_observed(micro, root, confinement)
+                elif confinement is UNCONFINED and micro.counts:  # most of them
+                    self.backend.backward(root, micro.seed, None)
                 else:
                     self._backward.run(micro, confinement)
+                self.store.absorb()
                 for observe in self.on.after_backward:
                     observe(self, micro)
+                if is_first:
+                    for look in self.on.after_first:
+                        look(self)
             self.weighs_alike = micro.is_counted is False and not are_samples
-            self._end()
+            if self._has_settings:
+                self._end()
         except BaseException as error:
-            self._root = self._reach = None
+            self._reach = None
             if window.is_broken:  # otherwise nothing has changed
                 if is_first and not isinstance(error, UnsynchronisedError):
                     self._restart(window)
@@ -143,11 +151,10 @@ class Engine(Uncopied):
         if not self.is_repeat:
             self._used |= used
 
-    def reach(self) -> Reach:
+    def reach(self, root: Tensor) -> Reach:
         """What the backward that is about to run reaches. Its graph is walked once, and only if somebody asks."""
-        assert self._root is not None
         if self._reach is None:
-            self._reach = reach_of(self._root)
+            self._reach = reach_of(root)
         return self._reach
 
     def give_up(self) -> None:
@@ -159,7 +166,7 @@ class Engine(Uncopied):
 
     def _end(self) -> None:
         """Reset what was set for a micro-batch. After a repeat, also restore the buffers that it changed."""
-        self._root = self._reach = None
+        self._reach = None
         self.backend.end()
         if self.objective.ties is not None:
             self.objective.ties.end()
@@ -199,9 +206,10 @@ class Engine(Uncopied):
     def open_window(self) -> Window:
         """The open window, or a new one."""
         if self.window is None:
-            steps = self.steps(self.closing.taken) if callable(self.steps) else self.steps
-            num_planned = checked_steps(steps, "steps(optimizer_step)")
-            self.window = self.objective.open(self.num_windows + 1, num_planned, self.device)
+            steps = self.steps
+            if callable(steps):
+                steps = checked_steps(steps(self.closing.taken), "steps(optimizer_step)")
+            self.window = self.objective.open(self.num_windows + 1, steps, self.device)
         return self.window
 
     def open_store(self) -> GradientStore:
@@ -223,11 +231,8 @@ class Engine(Uncopied):
         window = self.window
         if window is None or not window.num_backwards or window.is_broken or window.plan is not None:
             order.require_step(window, now)
-            if window is not None:
-                window.end_step()
             return None
         if not (now or self.is_last):
-            window.end_step()
             return None
         for observe in self.on.before_close:
             observe(self)
@@ -315,12 +320,6 @@ class Engine(Uncopied):
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return next(iter(self.parameters.named().values())).device
-
-    def require_finished(self) -> None:
-        """Raise an error if the last micro-batch has had no backward, or if a complete window has had no step."""
-        window = self.window
-        if window is not None and (window.plan is not None or (window.awaits_step and self.is_last)):
-            order.require_finished(window, self.is_last)
 
     def state(self) -> dict[str, int | float]:
         """The state to save, as plain numbers. Call it between windows."""

@@ -3,7 +3,7 @@
 Where each event fires::
 
     begin:     [window_begin]  forward of the program
-    backward:  combine, [before_backward]  run, [after_backward]
+    backward:  combine, [before_backward]  run, [after_backward]  and [after_first], in the first of a window
     close:     [before_close]  exchange, [flags]  divide, clip, step      [window_end], also if the window is dropped
 
 An event that nobody observes costs nothing: only the methods that a check really has are called. A check may raise an
@@ -52,6 +52,9 @@ class Check:
     def after_backward(self, engine: Engine, micro: Micro | None) -> None:
         """After a backward has added its gradients. `micro` is None if recordings have set or cleared gradients."""
 
+    def after_first(self, engine: Engine) -> None:
+        """After the first backward of a window, which has had `after_backward`."""
+
     def before_close(self, engine: Engine) -> None:
         """After the last backward, before gradients are divided."""
 
@@ -73,6 +76,7 @@ class Events:
         self.window_begin = having("window_begin")
         self.before_backward = having("before_backward")
         self.after_backward = having("after_backward")
+        self.after_first = having("after_first")
         self.before_close = having("before_close")
         self.flags = tuple(check.flags for check in checks if type(check).flags is not Check.flags)
         self.window_end = having("window_end")

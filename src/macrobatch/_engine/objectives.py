@@ -109,7 +109,7 @@ class Mean(Objective):
             window.refuse_counting(is_counted)
         number: Number = 1 if count is None else in_order(count, window.device) if isinstance(count, Tensor) else count
         if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number:
-            return Micro(loss, torch.full_like(loss, number), (loss,), (number,), True, is_counted, given=(loss,))
+            return Micro(loss, torch.full_like(loss, number), (loss,), (number,), True, is_counted)
         is_nothing = not isinstance(number, Tensor) and number == 0
         if window.multiplier is None and not is_nothing:
             is_half = self._shrinks or (loss.dtype == torch.float16 and self._group is None)
@@ -118,7 +118,7 @@ class Mean(Objective):
         # A mean over no items is 0 / 0, and must add nothing.
         counts = not (is_nothing and self.is_mean)
         seed = self._seed(loss, number, window)
-        return Micro(loss, seed, (loss,), (number,), counts, is_counted, given=(loss,))
+        return Micro(loss, seed, (loss,), (number,), counts, is_counted)
 
     def _seed(self, loss: Tensor, number: Number, window: Window) -> Tensor:
         """The seed that makes the gradient of a mean that of a sum."""

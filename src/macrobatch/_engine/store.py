@@ -46,6 +46,7 @@ class GradientStore:
         self._dtype = accumulate_dtype if backend.abilities.leaves_are_parameters else None
         self._holds_elsewhere = backend.held_gradients() is not None
         self._are_views = backend.abilities.shows_views
+        self._is_elsewhere = self._holds_elsewhere or self._are_views
         self.groups = GradientGroups(backend.shards)
         self._all: dict[str, nn.Parameter] = {}
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the earlier grad_dtype
@@ -91,7 +92,7 @@ class GradientStore:
 
     def absorb(self) -> None:
         """Note the gradients after a backward. If there are new ones, give each memory of its own."""
-        now, left = self.now(), self.left
+        now, left = self.now() if self._is_elsewhere else list(map(GRADIENT_OF, self.parameters)), self.left
         if len(now) != len(left) or not all(map(operator.is_, now, left)):
             now = self._unalias(now)
         self.left = now

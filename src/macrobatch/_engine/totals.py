@@ -115,9 +115,10 @@ class Totals:
                     self._on(device).losses[column].add_(_scalar_on(device, loss), alpha=weight)
                 else:
                     self._host_losses[column] += number * weight
-        for name, note in micro.notes.items():
-            self.note(name, note)
-        if self.is_static or len(self._pending) >= MAX_PENDING:
+        if micro.notes:
+            for name, note in micro.notes.items():
+                self.note(name, note)
+        if self._pending and (self.is_static or len(self._pending) >= MAX_PENDING):
             self._fold(device)
 
     def note(self, name: str, number: Tensor) -> None:

@@ -28,6 +28,13 @@ UNSCALED = 1.0
 class Window:
     """One window, from its first micro-batch to its close."""
 
+    plan: MicroPlan | None = None  # of the micro-batch that awaits its backward
+    last_plan: MicroPlan | None = None  # of the last one that has had it
+    is_broken = is_closing = is_carried = False
+    num_backwards = micro_batches = num_taken = 0
+    is_counted: bool | None = None  # whether items were given
+    _travelling: Callable[[], dict[str, Tensor]] | None = None
+
     def __init__(
         self,
         number: int,
@@ -39,18 +46,12 @@ class Window:
     ) -> None:
         self.number = number
         self.num_planned = num_planned
-        self.plan: MicroPlan | None = None
-        self.last_plan: MicroPlan | None = None
-        self.awaits_step = self.is_broken = self.is_closing = self.is_carried = False
-        self.num_backwards = self.micro_batches = self.num_taken = 0
-        self.is_counted: bool | None = None
         self.multiplier = multiplier
         self.denominators = denominators
         self.everyone: dict[str, Tensor] = {}
         self.device = device
         self.is_static = totals is not None and totals.is_static  # whether recordings add to it
         self._totals = totals
-        self._travelling: Callable[[], dict[str, Tensor]] | None = None
 
     # ------------------------------------------------------------------------------------------ its micro-batches
 
@@ -90,19 +91,15 @@ class Window:
         """End a micro-batch: the window is whole again, and a step may follow."""
         plan = self.plan
         taken = self.num_taken + (0 if plan is None else plan.num_planned)
-        self.plan, self.last_plan, self.num_taken, self.is_broken, self.awaits_step = None, plan, taken, False, True
+        self.plan, self.last_plan, self.num_taken, self.is_broken = None, plan, taken, False
 
     def join_empty(self) -> None:
         """Take part without samples."""
         self.num_backwards += 1
 
-    def end_step(self) -> None:
-        """A step had nothing to do: another micro-batch may follow."""
-        self.awaits_step = False
-
     def carry(self) -> None:
         """Stay open at the end of an epoch."""
-        self.awaits_step, self.is_carried = False, True
+        self.is_carried = True
 
     def begin_close(self) -> None:
         """Begin to close the window. From here on it is broken: an exception leaves it so."""
@@ -202,6 +199,8 @@ class Window:
     @property
     def is_empty(self) -> bool:
         """Whether the host knows that there are no items."""
+        if self.has_items:
+            return False
         if self._totals is None:
             return True
         counts = self._totals.host_items if self.denominators is None else (*self.denominators.host, *self.host_items)

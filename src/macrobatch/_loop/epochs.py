@@ -64,7 +64,8 @@ class Epochs:
                 raise
             if self._current is not epoch:
                 self._require_current(epoch)
-            engine.require_finished()
+            if (window := engine.window) is not None and (engine.is_last or window.plan is not None):
+                order.require_finished(window, engine.is_last)
             if engine.weighs_alike:
                 self._note_size(batch)
         self._current = self._reader = self._stream = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,9 @@ from macrobatch._torch.foreach import HALF, multiply_alike, norm_of, norms_of, t
 from macrobatch._torch.tensors import unscale_all, wide
 from macrobatch.errors import BackendError
 
-
-class Kind(NamedTuple):
-    """The properties that the gradients of one foreach kernel call have in common."""
-
-    device: torch.device
-    dtype: torch.dtype
-    is_wide: bool  # whether its gradients are wider than their parameters
-    spread: Spread  # how parameters are distributed over ranks
+# What the gradients of one foreach kernel call have in common: device, dtype, whether they are wider than their
+# parameters, and how these are distributed over ranks.
+Kind = tuple[torch.device, torch.dtype, bool, Spread]
 
 
 class GradientGroups:
@@ -56,9 +51,10 @@ class GradientGroups:
 
     def gather(self, named: Mapping[str, nn.Parameter], widened: Collection[int]) -> None:
         """Group the gradients of these parameters. `widened`: the ids of those with wider gradients."""
-        groups: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        groups: defaultdict[Kind, list[Tensor]] = defaultdict(list)
+        spreads = self._spread_by_id
         for name, parameter in named.items():
-            spread = self._spread_by_id.get(id(parameter)) or self._spread_of(name, parameter)
+            spread = spreads.get(id(parameter)) or self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
             if gradient.layout is not torch.strided:
@@ -72,7 +68,7 @@ class GradientGroups:
                     parameter.grad = gradient = placed
                 part = local_tensor(gradient)
             groups[part.device, part.dtype, id(parameter) in widened, spread].append(part)
-        self._groups = dict(zip(map(Kind._make, groups), groups.values(), strict=True))
+        self._groups = groups
 
     def _spread_of(self, name: str, parameter: Tensor) -> Spread:
         layout = layout_of(parameter)
@@ -85,7 +81,7 @@ class GradientGroups:
     @property
     def foldable(self) -> bool:
         """Whether the optimizer's kernel can divide by a float32 number as precisely as a pass over the gradients."""
-        return all(kind.dtype in (torch.float32, *HALF) and not kind.is_wide for kind in self._groups)
+        return all(dtype in (torch.float32, *HALF) and not is_wide for _, dtype, is_wide, _ in self._groups)
 
     def norm(self, order: float, device: torch.device, note: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The norm of all gradients together; infinite or NaN if one of them is.
@@ -93,9 +89,9 @@ class GradientGroups:
         `note`: a number above 0 if this rank has something to tell. The returned one is that of all ranks with parts.
         """
         norms: dict[Spread, list[Tensor]] = {spread: [] for spread in self._spreads.values()}
-        for kind, group in self._groups.items():
+        for (*_, spread), group in self._groups.items():
             norm = norm_of(norms_of([part for part in group if part.numel()], order), order, device)
-            norms[kind.spread].append(norm.to(device, wide(device), non_blocking=True))
+            norms[spread].append(norm.to(device, wide(device), non_blocking=True))
         whole = {spread: norm_of(parts, order, device) for spread, parts in norms.items()}
         if not self._is_spread:
             return norm_of(list(whole.values()), order, device), self.tell_ranks(note)

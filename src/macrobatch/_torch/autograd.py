@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,16 +9,17 @@ import torch
 import torch.autograd.graph
 from torch import Tensor
 
+from macrobatch._torch.tensors import has_accelerator
 from macrobatch.errors import UsageError
 
 # The type of node that adds to the gradient of a leaf, at the end of a graph.
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# The last line of `torch.autograd.backward`; None if torch has no such function any more.
+# The last line of `torch.autograd.backward`; None if torch has no such function any more. It saves the context of the
+# program for the threads of devices. Without a device, the engine itself is enough, and saves 5 us.
 engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
-# It saves the context of the program for the threads of devices. Without a device, the engine itself is enough: 5 us.
-_has_accelerator = functools.cache(torch.accelerator.is_available)
+_run_on_host = torch.autograd.Variable._execution_engine.run_backward
 
 # The number of the backward that runs this code; -1 outside of any backward.
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
@@ -28,8 +28,7 @@ backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
     """Run ``torch.autograd.backward`` without its checks, which take as long as the backward of a small layer."""
     if type(loss) is Tensor and engine_run_backward is not None:
-        engine = torch.autograd.Variable._execution_engine
-        run = engine_run_backward if _has_accelerator() else engine.run_backward
+        run = engine_run_backward if has_accelerator() else _run_on_host
         run((loss,), (seed,), False, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed, inputs=inputs)

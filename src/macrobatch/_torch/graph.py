@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from macrobatch._torch.autograd import AccumulateGrad, python_function_of, run_backward
 
-_VARIABLE_OF: Callable[[Any], Tensor] = operator.attrgetter("variable")
+FEW_NODES = 100  # that make no difference to the garbage collector
 RunBackward = Callable[[Tensor, Tensor, Sequence[Tensor] | None], None]
 
 
@@ -31,30 +30,25 @@ def reach_of(loss: Tensor) -> Reach:
     root: Any = loss.grad_fn
     if root is None:  # the loss is a leaf itself
         return Reach([loss], may_nest=False)
-    known, seen, ends, pending = _CPP_NODES, {root, None}, [], [root]
-    unknown = set() if type(root) in known else {type(root)}
-    pop, push, see = pending.pop, pending.append, seen.add
-    is_enabled = gc.isenabled()
-    gc.disable()  # the number of new objects would trigger collections, though the walk frees them all
+    inner, leaves, seen, is_paused = [root], [], {root, None}, False
     try:
-        while pending:
-            for node, _ in pop().next_functions:
-                if node not in seen:
-                    see(node)
-                    kind = type(node)
-                    if kind is AccumulateGrad:
-                        ends.append(node)
+        for index, node in enumerate(inner):  # the list grows while it is read
+            if index == FEW_NODES and (is_paused := gc.isenabled()):
+                gc.disable()  # the number of new objects would trigger collections, though the walk frees them all
+            for behind, _ in node.next_functions:
+                if behind not in seen:
+                    seen.add(behind)
+                    if type(behind) is AccumulateGrad:
+                        leaves.append(behind.variable)
                     else:
-                        if kind not in known:
-                            unknown.add(kind)
-                        push(node)
-        leaves = list(map(_VARIABLE_OF, ends))
+                        inner.append(behind)
     finally:
-        if is_enabled:
+        if is_paused:
             gc.enable()
-    if not unknown:
+    if _CPP_NODES.issuperset(map(type, inner)):
         return Reach(leaves, may_nest=False)
-    known.update(kind for kind in unknown if not issubclass(kind, BackwardCFunction))
+    unknown = set(map(type, inner)) - _CPP_NODES
+    _CPP_NODES.update(kind for kind in unknown if not issubclass(kind, BackwardCFunction))
     return Reach(leaves, may_nest=any(map(_may_nest, unknown)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -22,6 +23,8 @@ unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Inside this context, modes and tensor subclasses do not see the calls of torch functions.
 unobserved = torch._C.DisableTorchFunction
+# Whether there is a device besides the CPU. Without one nothing is pinned, and asking a tensor would take 4 us.
+has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
 def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
@@ -46,6 +49,7 @@ _IN_C: dict[torch.dtype, Any] = {
     torch.float64: ctypes.c_double,
     torch.int64: ctypes.c_int64,
     torch.int32: ctypes.c_int32,
+    torch.bool: ctypes.c_bool,
 }
 
 
@@ -61,7 +65,7 @@ def number_on_host(tensor: Tensor) -> Any:
     if tensor.is_neg():  # the memory of a negated view holds the opposite sign
         return None
     with unobserved():  # this reads no device; item() would look like it to a mode that watches reads
-        address = 0 if tensor.is_pinned() else tensor.data_ptr()
+        address = 0 if has_accelerator() and tensor.is_pinned() else tensor.data_ptr()
     return kind.from_address(address).value if address else None
 
 
@@ -70,7 +74,7 @@ def in_order(tensor: Tensor, device: torch.device) -> Tensor:
     if type(tensor) is not Tensor or not tensor.is_cpu:
         return tensor
     with unobserved():
-        is_pinned = tensor.is_pinned()  # as after ``to("cpu", non_blocking=True)``
+        is_pinned = has_accelerator() and tensor.is_pinned()  # as after ``to("cpu", non_blocking=True)``
     if not is_pinned:
         return tensor
     with torch.enable_grad():
