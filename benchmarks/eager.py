@@ -3,8 +3,8 @@
 It shows what the library's Python costs where a GPU waits for Python. Under `fully_shard`, one rank communicates
 nothing, and the loop by hand switches the reduction off until the last micro-batch, as torch's documentation says.
 Plain models run under bf16 autocast; sharded ones have bf16 parameters in forwards and float32 reductions. All have
-float32 weights, clip at 1.0 and step with fused AdamW. The gradient norms of the first windows are compared. The loop by
-hand runs twice, with two copies of the model: the ratio of the two shows how much of a difference is noise.
+float32 weights, clip at 1.0 and step with fused AdamW. The gradient norms of the first windows are compared. The loop
+by hand runs twice, with two copies of the model: the ratio of the two shows how much of a difference is noise.
 
     python benchmarks/eager.py                          # on a GPU, to results/eager.json
     python benchmarks/eager.py --tiny                   # tiny models, on a CPU too: does it run?

@@ -4,7 +4,8 @@ The model is one 32x32 Linear, so that almost only Python is timed. All loops ru
 every round each of them passes over the data once, in a new random order, so that none always follows the same other
 one, whose code is still in the caches. Time is that of the thread: what others run on the machine does not count. A
 loop's overhead is the median, over the rounds, of its time minus that of the hand-written loop in the same round, so
-that slow phases of the machine affect both. The final weights of every loop are compared with those of the hand-written one.
+that slow phases of the machine affect both. The final weights of every loop are compared with those of the
+hand-written one.
 
     python benchmarks/overhead.py                    # prints a table, writes results/overhead.json
     python benchmarks/overhead.py --loader list      # without the DataLoader: smaller times, less noise
