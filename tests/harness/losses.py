@@ -141,12 +141,14 @@ class Measured(NamedTuple):
 
     judged: Judged
     error: float  # of the gradient, weighed as judged; of the sum of gradients for a sum; NaN if there is no such rule
+    size: float  # of the gradient: its largest element
 
 
 def measure(row: Row, cut: Sequence[int], batch: Batch | None = None) -> Measured:
     """Cut a batch, let the anatomies weigh the gradients of the micro-batches, and compare with the whole batch."""
     model, batch = new_model(), batch or new_batch(sum(cut))
     whole = gradient(model, row.loss(model, batch))
+    size = max(one.abs().max().item() for one in whole.values())
     pieces = {name: tensor.split(list(cut)) for name, tensor in batch.items()}
     anatomies, gradients = [], []
     for i in range(len(cut)):
@@ -159,9 +161,9 @@ def measure(row: Row, cut: Sequence[int], batch: Batch | None = None) -> Measure
     elif judged.verdict == "sum" and all(len(anatomy.parts) == 1 and anatomy.quotient is None for anatomy in anatomies):
         shares = [1.0] * len(cut)
     else:
-        return Measured(judged, math.nan)
+        return Measured(judged, math.nan, size)
     found = {name: torch.stack([w * g[name] for w, g in zip(shares, gradients, strict=True)]).sum(0) for name in whole}
-    return Measured(judged, relative_error(dict(found), dict(whole)))
+    return Measured(judged, relative_error(dict(found), dict(whole)), size)
 
 
 # ---------------------------------------------------------------------------------------------- torch's own losses
@@ -289,6 +291,13 @@ def _each(model: Model, batch: Batch) -> list[Tensor]:
     return [_mse(model, sample) for sample in samples]
 
 
+def _added(terms: list[Tensor]) -> Tensor:
+    """As Python's ``sum`` does, which begins with 0."""
+    total = sum(terms)
+    assert isinstance(total, Tensor)
+    return total
+
+
 def _log_probabilities(model: Model, batch: Batch) -> Tensor:
     logits = model.tokens(batch).log_softmax(-1)
     return logits.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
@@ -337,7 +346,7 @@ class _Identity(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -391,7 +400,7 @@ BY_HAND: list[tuple[str, Callable[[Model, Batch], Tensor], Verdict]] = [
     ("two terms", lambda m, b: _mse(m, b) + 0.1 * F.l1_loss(m.tokens(b), b["wanted_tokens"]), "known"),
     ("a difference", lambda m, b: _mse(m, b) - 0.1 * F.mse_loss(m.rows(b), b["wanted_rows"]), "known"),
     ("alpha", lambda m, b: torch.add(_mse(m, b), m.rows(b).pow(2).mean(), alpha=0.5), "known"),
-    ("python's sum", lambda m, b: sum([_mse(m, b), F.l1_loss(m.rows(b), b["wanted_rows"])]) / 2, "known"),  # type: ignore[list-item, return-value]
+    ("python's sum", lambda m, b: _added([_mse(m, b), F.l1_loss(m.rows(b), b["wanted_rows"])]) / 2, "known"),
     ("mixup", _mixup, "known"),
     ("distillation", _distillation, "known"),
     ("mean penalty", lambda m, b: _entropy(m, b) + 0.1 * m.trunk.weight.pow(2).mean(), "known"),
@@ -482,8 +491,8 @@ BY_HAND: list[tuple[str, Callable[[Model, Batch], Tensor], Verdict]] = [
     ("mean times samples", lambda m, b: _mse(m, b) * len(b["x"]), "differs"),
     ("mean over samples", lambda m, b: _mse(m, b) / len(b["x"]), "differs"),
     ("masked mean of means", lambda m, b: _by_token(m, b).mean() / b["mask"].double().mean(), "differs"),
-    ("python's sum over samples", lambda m, b: sum(_each(m, b)), "differs"),  # type: ignore[arg-type, return-value]
-    ("python's mean over samples", lambda m, b: sum(_each(m, b)) / len(b["x"]), "differs"),
+    ("python's sum over samples", lambda m, b: _added(_each(m, b)), "differs"),
+    ("python's mean over samples", lambda m, b: _added(_each(m, b)) / len(b["x"]), "differs"),
     ("tokens and samples", lambda m, b: _entropy(m, b) + 0.1 * F.mse_loss(m.rows(b), b["wanted_rows"]), "differs"),
     ("correlations", lambda m, b: (m.rows(b).T @ m.rows(b)).pow(2).mean(), "differs"),
     ("transposed", lambda m, b: m.rows(b).T.mean(1).pow(2).mean(), "differs"),

@@ -69,7 +69,7 @@ from macrobatch._torch.loss_nodes import (
 from macrobatch._torch.tensors import number_on_host
 
 MOST_NODES = 256  # of the root, where terms are added up
-MOST_NODES_BELOW = 12  # below one reduction
+MOST_NODES_BELOW = 32  # below one reduction
 
 
 class Part(NamedTuple):
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
     node: str  # its name, for example "NllLossBackward0"
     kind: str  # "mean" or "sum"
-    count: int | Tensor | None  # what a mean divides by; of a sum its own count, None if it has none
+    count: int | Tensor | None  # type: ignore[assignment]  # what a mean divides by; of a sum its own count, None if it has none
     from_shape: bool  # whether the count is the size of a tensor, not a total weight
     factor: float | Tensor  # the product of the constants that it is multiplied by and divided by
     divisors: tuple[float, ...]  # those constants that divide, as far as the host knows them
@@ -115,7 +115,7 @@ def anatomy_of(loss: Tensor) -> Anatomy:
             _READERS.get(step.name, _regulariser)(step, reading)
     except _NotUnderstoodError as stopped:
         return Anatomy((), stopped.args[0])
-    except RuntimeError:  # what the node has saved is packed, freed or changed
+    except (RuntimeError, AttributeError):  # what the node has saved is packed, freed or changed; or not there
         return Anatomy((), step.name)
     if reading.pending or not reading.parts:  # too many nodes; or all terms are multiplied by zero
         return Anatomy((), step.name)
@@ -377,7 +377,7 @@ def _is_cross_entropy_of_probabilities(negation: Node) -> bool:
     if negation.name() != NEGATION:
         return False
     total = negation.next_functions[0][0]
-    return total.name() == SUM_OF_ALL and total.next_functions[0][0].name() == PRODUCT
+    return bool(total.name() == SUM_OF_ALL and total.next_functions[0][0].name() == PRODUCT)
 
 
 # ---------------------------------------------------------------------------------------------- below a reduction
@@ -419,7 +419,7 @@ def _below(edges: tuple[Edge, ...], *, has_sizes: bool) -> _Below:
             leaf_only, is_mixed = leaf_only and name not in WITH_DATA, mixes(node, output)
             sources = node.next_functions
             may_be_scalar = may_be_scalar or len(sources) > 1 or name == EXPANSION  # it was broadcast
-            pending += sources
+            pending += [edge for edge in sources if edge not in pending]
         if is_mixed and mixing is None:
             mixing = name
         if len(pending) > MOST_NODES_BELOW:

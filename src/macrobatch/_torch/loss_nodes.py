@@ -44,9 +44,9 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 # Each element of the result depends on one element of every input.
 ELEMENTWISE = COPIES_OF_ONE | PRODUCTS | QUOTIENTS | ADDITIONS | SUBTRACTIONS | _nodes(
-    "Rsub1 Neg0 Abs0 Pow0 Pow1 Pow2 Exp0 Exp20 Expm10 Log0 Log1P0 Log20 Log100 Sqrt0 Rsqrt0 Reciprocal0 Sin0 Cos0 Tanh0 Erf0"
-    " Sigmoid0 LogSigmoid0 Softplus0 Relu0 Gelu0 Silu0 Elu0 LeakyRelu0 Hardtanh0 Threshold0 Clamp0 Clamp1 ClampMin0"
-    " ClampMin1 ClampMax0 ClampMax1 Maximum0 Minimum0 Where0 MaskedFill0 NanToNum0 Xlogy0 Select0 Slice0"
+    "Rsub1 Neg0 Abs0 Pow0 Pow1 Pow2 Exp0 Exp20 Expm10 Log0 Log1P0 Log20 Log100 Sqrt0 Rsqrt0 Reciprocal0 Sin0 Cos0"
+    " Tanh0 Erf0 Sigmoid0 LogSigmoid0 Softplus0 Relu0 Gelu0 Silu0 Elu0 LeakyRelu0 Hardtanh0 Threshold0 Clamp0 Clamp1"
+    " ClampMin0 ClampMin1 ClampMax0 ClampMax1 Maximum0 Minimum0 Where0 MaskedFill0 NanToNum0 Xlogy0 Select0 Slice0"
 )  # fmt: skip
 # Of these, some data is no input in the graph: targets, masks, indices.
 WITH_DATA = LOSSES | _nodes("Where0 MaskedFill0 Select0 Slice0")
@@ -122,7 +122,7 @@ def is_along_samples(node: Node) -> bool:
 
 def _counted_from_front(saved: Any, rank: int) -> frozenset[int]:
     if saved is None or saved == () or not rank:
-        return frozenset(range(rank or 1))
+        return frozenset(range(rank))
     # Negative ones may be saved as unsigned numbers of 64 bits.
     dimensions = saved if isinstance(saved, tuple) else (saved,)
     return frozenset(one if 0 <= one < rank else (one + rank) % 2**64 for one in dimensions)
@@ -155,7 +155,7 @@ def alpha_of(node: Node) -> float:
 
 
 def is_parameter(node: Node) -> bool:
-    """Whether a leaf is a parameter, not an input that requires a gradient."""
+    """Whether a `LEAF` is a parameter, not an input that requires a gradient."""
     return isinstance(node.variable, nn.Parameter)
 
 
