@@ -2,6 +2,7 @@
 
 import gc
 import math
+import operator
 import weakref
 from types import SimpleNamespace
 
@@ -284,6 +285,7 @@ def test_a_regulariser_is_certain(form, is_leaf_only):
         (lambda x: x.mean().sqrt(), "SqrtBackward0"),
         (lambda x: (x - x.mean(0)).pow(2).mean(), "MeanBackward1"),
         (lambda x: x.mean() * 0, "MulBackward0"),
+        (lambda x: x.mean() / 0, "DivBackward0"),
         (lambda x: x.mean(1), "MeanBackward1"),  # no scalar
         (lambda x: nn.Parameter(torch.ones(())), "AccumulateGrad"),
         (lambda x: torch.ones(()), "AccumulateGrad"),
@@ -369,6 +371,11 @@ def test_a_freed_graph_and_a_changed_factor_are_unknown(model, batch):
     loss = model.rows(batch).mean() * factor
     factor.add_(1)
     assert anatomy_of(loss).unknown == "MulBackward0"
+
+
+def test_a_torch_that_saves_other_things_makes_a_loss_unknown(model, batch, monkeypatch):
+    monkeypatch.setattr("macrobatch._loss.anatomy.total_weight_of", operator.attrgetter("_gone"))
+    assert anatomy_of(entropy(model, batch)).unknown == "NllLossBackward0"
 
 
 def test_the_host_reads_nothing_from_a_device(model, batch):

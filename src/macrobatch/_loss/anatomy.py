@@ -77,7 +77,8 @@ class Part(NamedTuple):
 
     node: str  # its name, for example "NllLossBackward0"
     kind: str  # "mean" or "sum"
-    count: int | Tensor | None  # type: ignore[assignment]  # what a mean divides by; of a sum its own count, None if it has none
+    # What a mean divides by; of a sum its own count, None if it has none.
+    count: int | Tensor | None  # type: ignore[assignment]
     from_shape: bool  # whether the count is the size of a tensor, not a total weight
     factor: float | Tensor  # the product of the constants that it is multiplied by and divided by
     divisors: tuple[float, ...]  # those constants that divide, as far as the host knows them
@@ -142,6 +143,8 @@ class _Step(NamedTuple):
         """The product of all constants."""
         factor = self.factor
         for divisor in self.divisors:
+            if not isinstance(divisor, Tensor) and divisor == 0:
+                raise _NotUnderstoodError(QUOTIENT)
             factor = factor / divisor
         return factor
 
@@ -362,7 +365,7 @@ def _smoothed_cross_entropy(step: _Step) -> tuple[_Step, _Step, Tensor] | None:
     if loss.name() not in WEIGHTED or quotient.name() != QUOTIENT:
         return None
     total, divisor = _operands(quotient)
-    if total[0].name() != SUM_OF_ALL or divisor[0] is not None:
+    if total[0] is None or total[0].name() != SUM_OF_ALL or divisor[0] is not None:
         return None
     a, b = (step.factor * number_of(node) for node in (first, second))
     return (

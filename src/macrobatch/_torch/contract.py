@@ -172,7 +172,8 @@ _NODES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "StackBackward0": ("_saved_dim", lambda x: torch.stack([x]).grad_fn),
     "MulBackward0": ("_raw_saved_other _saved_self _raw_saved_self", lambda x: (x * _ONE).grad_fn),
     "AddBackward0": ("_saved_alpha", lambda x: (x + x).grad_fn),
-    "SavedTensor": ("unpack_hook", lambda x: (x * _ONE).grad_fn._raw_saved_other),  # type: ignore[union-attr]
+    # Only its type: to read from one whose node is gone is a segmentation fault.
+    "SavedTensor": ("unpack_hook", lambda x: type((x * _ONE).grad_fn._raw_saved_other)),  # type: ignore[union-attr]
 }
 CONTRACT: tuple[PrivateName, ...] = (
     *(

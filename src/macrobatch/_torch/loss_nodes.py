@@ -1,7 +1,7 @@
 """The nodes of a loss's graph: their names, and what they have saved. Nothing is unpacked or recomputed here.
 
 An accessor raises a RuntimeError if a value cannot be read: hooks have packed it (checkpointing, offloading), the
-graph was freed, or the tensor was changed in place.
+graph was freed, or the tensor was changed in place. The caller keeps the node alive: else torch reads freed memory.
 """
 
 from __future__ import annotations
