@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel.ddp  # loads the modules that the contract names
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -36,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 import macrobatch._torch.contract as contract
 from harness.ranks import Outcome, all_well, run
 from macrobatch import Accumulator
-from macrobatch._torch import autograd, cuda, ddp, distributed, fsdp1, fsdp2, modules, optimizers, tensors
+from macrobatch._torch import autograd, cuda, ddp, distributed, fsdp1, fsdp2, loss_nodes, modules, optimizers, tensors
 from macrobatch._torch.autograd import run_backward
 from macrobatch._torch.contract import CONTRACT, PrivateName, is_there, warn_about_unknown_torch
 
@@ -335,6 +336,104 @@ def test_a_product_knows_its_factor():
     assert autograd.factor_of(x * factor).data_ptr() == factor.data_ptr()
     assert autograd.factor_of(x + factor) is None
     assert autograd.factor_of(factor) is None
+
+
+# What the nodes of losses have saved. tests/unit/test_loss_anatomy.py relies on all of it.
+
+X = torch.ones(4, 3, requires_grad=True)
+LABELS = torch.tensor([0, 2, 1, -100])
+
+
+@probes("NllLossBackward0._saved_reduction", "MseLossBackward0._saved_reduction")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda **options: F.mse_loss(X, X.detach(), **options),
+        lambda **options: F.huber_loss(X, X.detach(), **options),
+        lambda **options: F.smooth_l1_loss(X, X.detach(), **options),
+        lambda **options: F.binary_cross_entropy(X, X.detach(), **options),
+        lambda **options: F.binary_cross_entropy_with_logits(X, X.detach(), **options),
+        lambda **options: F.soft_margin_loss(X, X.detach(), **options),
+        lambda **options: F.multilabel_margin_loss(X, torch.zeros(4, 3, dtype=torch.long), **options),
+        lambda **options: F.multi_margin_loss(X, LABELS.clamp(min=0), **options),
+        lambda **options: F.nll_loss(X, LABELS, **options),
+        lambda **options: F.cross_entropy(X.view(1, 3, 2, 2), LABELS.view(1, 2, 2), **options),
+    ],
+)
+def test_losses_know_their_reduction(loss):
+    nodes = [loss(reduction=reduction).grad_fn for reduction in ("none", "mean", "sum")]
+    assert {node.name() for node in nodes} <= loss_nodes.LOSSES
+    assert [loss_nodes.reduction_of(node) for node in nodes] == [0, 1, 2]
+
+
+@probes("NllLossBackward0._saved_total_weight", "NllLossBackward0._raw_saved_total_weight")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_cross_entropy_knows_its_total_weight(reduction):
+    weights = torch.tensor([1.0, 2.0, 4.0])
+    for x, labels in ((X, LABELS), (X.view(2, 3, 2), LABELS.view(2, 2))):
+        for weight, expected in ((None, 3.0), (weights, 7.0)):
+            loss = F.cross_entropy(x, labels, weight=weight, reduction=reduction)
+            total = loss_nodes.total_weight_of(loss.grad_fn)
+            assert (total.item(), total.requires_grad) == (expected, False)
+
+
+@probes("SavedTensor.unpack_hook", "MseLossBackward0._saved_self", "MseLossBackward0._raw_saved_self")
+def test_what_hooks_have_packed_is_not_unpacked():
+    loss = F.mse_loss(X, X.detach())
+    assert loss_nodes.sizes_of_predictions(loss.grad_fn) == (4, 3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda _: pytest.fail("it was unpacked")):
+        loss, number, tensor = F.mse_loss(X, X.detach()), X * 2, X * torch.ones(3)
+    for accessor, node in ((loss_nodes.sizes_of_predictions, loss), (loss_nodes.second_of, tensor)):
+        with pytest.raises(RuntimeError):
+            accessor(node.grad_fn)
+    assert loss_nodes.second_of(number.grad_fn) == 2, "hooks do not see Python's numbers"
+
+
+@probes("MeanBackward1._saved_dim", "MeanBackward1._saved_self_sym_sizes", "MeanBackward1._input_metadata")
+def test_reductions_know_sizes_and_dimensions():
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    for saved, expected in (((0, 1), {0, 1}), (-1, {2}), ((-3, -2), {0, 1}), (1, {1})):
+        node = x.mean(saved).grad_fn
+        assert (loss_nodes.sizes_before(node), loss_nodes.dimensions_of(node)) == ((2, 3, 4), expected)
+    assert loss_nodes.dimensions_of(x.mean(()).grad_fn) == {0, 1, 2}
+    assert loss_nodes.sizes_before(x.sum().grad_fn) == loss_nodes.sizes_before(x.mean().grad_fn) == (2, 3, 4)
+    assert loss_nodes.sizes_after(x.mean(0).grad_fn, 0) == (3, 4)
+    assert loss_nodes.sizes_after(x.sum().grad_fn, 0) == ()
+    forms = [torch.logsumexp, torch.softmax, torch.log_softmax, torch.var, torch.std, torch.amax, torch.cumsum]
+    forms += [torch.sum, torch.nansum, torch.prod, torch.linalg.vector_norm]
+    for form in forms:
+        for dim, is_first in ((0, True), (-3, True), (1, False), (-1, False)):
+            node = form(x, dim=dim).grad_fn
+            assert node.name() in loss_nodes.ALONG_DIMENSIONS
+            assert loss_nodes.is_along_samples(node) is is_first, (form, dim)
+
+
+@probes("StackBackward0._saved_dim")
+def test_stacked_tensors_are_no_samples():
+    x = torch.ones(2, 3, requires_grad=True)
+    for dim, reduced, expected in ((0, 0, False), (-3, 0, False), (0, (0, 1), True), (1, 0, True), (2, 1, False)):
+        assert loss_nodes.is_along_samples(torch.stack([x, x], dim).mean(reduced).grad_fn) is expected
+
+
+@probes("MulBackward0._raw_saved_other", "MulBackward0._saved_self", "MulBackward0._raw_saved_self")
+@probes("AddBackward0._saved_alpha")
+def test_constants_are_saved():
+    x, constant = torch.ones((), requires_grad=True), torch.tensor(3.0)
+    assert loss_nodes.first_of((constant * x).grad_fn) == loss_nodes.second_of((x * constant).grad_fn) == 3
+    assert loss_nodes.second_of((x / 4).grad_fn) == 4
+    assert (x * 3).grad_fn.name() == (3 * x).grad_fn.name() == loss_nodes.PRODUCT
+    assert (x / 3).grad_fn.name() == loss_nodes.QUOTIENT
+    assert loss_nodes.number_of(torch.ops.aten.mul.Scalar(x, 5).grad_fn) == 5
+    assert loss_nodes.number_of(torch.ops.aten.div.Scalar(x, 5).grad_fn) == 5
+    assert loss_nodes.alpha_of(torch.add(x, x, alpha=2).grad_fn) == loss_nodes.alpha_of(
+        torch.sub(x, x, alpha=2).grad_fn
+    ) == loss_nodes.alpha_of(torch.rsub(x, 1, alpha=2).grad_fn) == 2  # fmt: skip
+
+
+def test_the_nodes_of_losses_exist():
+    existing = set(dir(torch._C._functions))
+    known = [value for value in vars(loss_nodes).values() if isinstance(value, frozenset)]
+    assert not frozenset().union(*known) - existing
 
 
 @probes("get_interpreter_stack", "TransformType")

@@ -20,6 +20,7 @@ ROOMS = {
     "_io": {"errors"},
     "_ranks": {"errors", "types", "_torch", "_cut"},
     "_cut": {"errors", "_torch", "_io"},
+    "_loss": {"_torch"},
     "_border": {"errors", "types", "_torch", "_ranks"},
     "_engine": {"errors", "types", "_torch", "_ranks", "_border"},
     "_checks": {"errors", "types", "_torch", "_cut", "_ranks", "_engine"},

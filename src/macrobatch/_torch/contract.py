@@ -6,11 +6,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss, nll_loss
 
 from macrobatch.errors import warn
 
@@ -157,6 +160,21 @@ _SUCCESSORS = {
     f"{_GROUP}.post_backward": "FSDPModule.set_reduce_scatter_unused_params (2.13)",
     f"{_PARAM}.unsharded_accumulated_grad": "the gradient of _unsharded_param, which it is a name for since 2.15",
 }
+# By the names of nodes in a graph: what they have saved, and an example. (loss_nodes.py)
+_ONE = torch.ones(1, 1)
+_NODES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "NllLossBackward0": (
+        "_saved_reduction _saved_total_weight _raw_saved_total_weight",
+        lambda x: nll_loss(x, torch.zeros(1, dtype=torch.long)).grad_fn,
+    ),
+    "MseLossBackward0": ("_saved_reduction _saved_self _raw_saved_self", lambda x: mse_loss(x, _ONE).grad_fn),
+    "MeanBackward1": ("_saved_dim _saved_self_sym_sizes _input_metadata", lambda x: x.mean(0).grad_fn),
+    "StackBackward0": ("_saved_dim", lambda x: torch.stack([x]).grad_fn),
+    "MulBackward0": ("_raw_saved_other _saved_self _raw_saved_self", lambda x: (x * _ONE).grad_fn),
+    "AddBackward0": ("_saved_alpha", lambda x: (x + x).grad_fn),
+    # Only its type: to read from one whose node is gone is a segmentation fault.
+    "SavedTensor": ("unpack_hook", lambda x: type((x * _ONE).grad_fn._raw_saved_other)),  # type: ignore[union-attr]
+}
 CONTRACT: tuple[PrivateName, ...] = (
     *(
         PrivateName(path=f"{owner}.{name}", without=without)
@@ -170,6 +188,15 @@ CONTRACT: tuple[PrivateName, ...] = (
         path="MulBackward0._saved_other",
         without="a loss that was scaled already is not noticed",
         example=lambda: (torch.ones((), requires_grad=True) * torch.ones(())).grad_fn,
+    ),
+    *(
+        PrivateName(
+            path=f"{node}.{name}",
+            without="losses with such a node are unknown: `items=` is needed",
+            example=partial(example, _ONE.clone().requires_grad_()),
+        )
+        for node, (names, example) in _NODES.items()
+        for name in names.split()
     ),
 )
 
