@@ -27,7 +27,7 @@ class Backward:
         self._backend = backend
         self._store = store
         self._is_confined = backend.abilities.leaves_are_parameters
-        self._may_overlap = self._is_confined and accumulate_dtype is None  # on a CPU, that would not save time
+        self._may_overlap = self._is_confined and accumulate_dtype is None
         self._walker = Walker()
         self.begin_window()
 
@@ -40,7 +40,7 @@ class Backward:
 
         `reach`: what the graph reaches, if that is known already.
         """
-        if self._is_ordinary and self._may_overlap and root.is_cuda and not self._backend.will_check:
+        if self._is_ordinary and self.overlaps(root):
             return None
         if not self._is_confined:
             return UNCONFINED
@@ -50,6 +50,10 @@ class Backward:
             return UNCONFINED
         store.include(reach.leaves)
         return confinement_of(reach, store.own)
+
+    def overlaps(self, root: Tensor) -> bool:
+        """Whether a graph may be walked while its backward runs. On a CPU that would not save time."""
+        return root.is_cuda and self._may_overlap and not self._backend.will_check
 
     def run(self, micro: Micro, confinement: Confinement | None) -> None:
         """Add the gradients of a micro-batch, or zeros if it does not count."""

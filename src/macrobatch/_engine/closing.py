@@ -135,7 +135,7 @@ class TakeStep(Closing):
         folds = is_fused and store.groups.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window.divisor(average), window, store, flags, folds=folds)
         grad_scale = _tensor(divisor, window.device) if folds else None
-        if nonfinite is not None and number_on_host(nonfinite) == 0:
+        if nonfinite is not None and self.scaler is None and number_on_host(nonfinite) == 0:
             nonfinite = None  # the host knows already: there is nothing to judge
         verdict = verdict_on(window, flags, nonfinite)
 
