@@ -162,6 +162,7 @@ class Engine(Uncopied):
         self._end()
         if self.window is not None and self.window.plan is not None:
             self.window.give_up()
+            self.is_last = False  # it was the one that would have closed the window
             self._clear_unused_store()
 
     def _end(self) -> None:

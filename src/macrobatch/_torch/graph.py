@@ -30,7 +30,8 @@ def reach_of(loss: Tensor) -> Reach:
     root: Any = loss.grad_fn
     if root is None:  # the loss is a leaf itself
         return Reach([loss], may_nest=False)
-    inner, leaves, seen, is_paused = [root], [], {root, None}, False
+    inner, seen, is_paused = [root], {root, None}, False
+    leaves: list[Tensor] = []
     try:
         for index, node in enumerate(inner):  # the list grows while it is read
             if index == FEW_NODES and (is_paused := gc.isenabled()):
@@ -39,7 +40,7 @@ def reach_of(loss: Tensor) -> Reach:
                 if behind not in seen:
                     seen.add(behind)
                     if type(behind) is AccumulateGrad:
-                        leaves.append(behind.variable)
+                        leaves.append(behind.variable)  # type: ignore[attr-defined]
                     else:
                         inner.append(behind)
     finally:
