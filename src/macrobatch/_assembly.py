@@ -26,10 +26,19 @@ E = TypeVar("E", bound=Engine)
 MakeObjective = Callable[[Reduction, GradScaler | None, Local, Sequence[nn.Module]], Objective]
 
 
-def mean_of(reduction: Reduction, scaler: GradScaler | None, backend: Local, models: Sequence[nn.Module]) -> Objective:
-    """The objective of a plain loss."""
+def mean_of(
+    reduction: Reduction,
+    scaler: GradScaler | None,
+    backend: Local,
+    models: Sequence[nn.Module],
+    *,
+    reads: bool = False,
+    steps: int | None = None,
+) -> Objective:
+    """The objective of a plain loss. `reads`: what it is a mean over is read from its graph, if items are not given."""
     is_half = any(p.dtype == torch.float16 for model in models for p in model.parameters())
-    return Mean(reduction, scaler, backend, shrinks=is_half or backend.uses_float16())
+    shrinks = is_half or backend.uses_float16()
+    return Mean(reduction, scaler, backend, shrinks=shrinks, reads=reads, steps=steps)
 
 
 def checks_of_engines() -> list[Check]:

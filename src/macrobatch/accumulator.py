@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from macrobatch._assembly import engine_for, mean_of
-from macrobatch._border.arguments import checked_choice, checked_counts, checked_switch
+from macrobatch._border.arguments import checked_choice, checked_counts, checked_switch, refuse_total
 from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
 from macrobatch._checks.weights import EqualWeights
@@ -47,7 +48,7 @@ class Accumulator(Uncopied):
     >>> acc = Accumulator(model, optimizer, steps=2, max_norm=1.0)
     >>> for x, y in acc.batches(loader):
     ...     loss = nn.functional.mse_loss(model(x), y)  # a mean over the micro-batch
-    ...     acc.backward(loss, items=len(x))
+    ...     acc.backward(loss)                          # over how many items is read from its graph
     ...     if result := acc.step():                    # None until the window closes
     ...         print(result.step, result.micro_batches, result.items.item())
     1 2 7
@@ -68,7 +69,8 @@ class Accumulator(Uncopied):
             only measures the norm. Default: do not clip, and do not measure.
         scaler: a ``torch.amp.GradScaler`` for float16. Its scale stays constant inside a window. If the gradients
             overflow, the step is skipped. Default: none.
-        reduction: whether the losses that you pass to `backward` are a "mean" over items or a "sum" over items.
+        reduction: whether the losses that you pass to `backward` are a "mean" over items, a "sum" over items, whose
+            mean is the loss of the window, or a "total": then the loss of the window is their sum, divided by nothing.
         sync: when ranks exchange gradients: once per window ("window"), or in every micro-batch ("micro", which needs
             less memory under FSDP). It has no effect in a single process.
         gather: for FSDP2 only: gather the parameters for every micro-batch ("micro"), or keep them gathered until the
@@ -124,11 +126,14 @@ class Accumulator(Uncopied):
             )
         remainder = checked_choice("remainder", remainder, Remainder)
         self._has_terms = checked_counts(counts) is not None
+        if self._has_terms:
+            refuse_total(reduction, "counts=")
         if self._has_terms and remainder == "carry":
             raise UsageError(
                 'remainder="carry" cannot go with counts=: the denominators of a window must be known before its first '
                 'backward, but the next epoch is not there yet. Use remainder="step", which is exact, or "drop".'
             )
+        fixed_steps = steps if isinstance(steps, int) else None
         weights = EqualWeights() if reduction == "mean" and catalogue.are_on() else None
         self._engine = engine_for(
             Engine,
@@ -145,7 +150,7 @@ class Accumulator(Uncopied):
             accumulate_dtype=accumulate_dtype,
             nonfinite=nonfinite,
             process_group=process_group,
-            objective=SeveralTerms if self._has_terms else mean_of,
+            objective=SeveralTerms if self._has_terms else partial(mean_of, reads=True, steps=fixed_steps),
             checks=() if weights is None else (weights,),
         )
         counter = None if counts is None else TermCounter(counts, self._engine)
@@ -181,13 +186,16 @@ class Accumulator(Uncopied):
                 ``counts``, a dict of terms ``{name: (loss, items)}``; you may leave out terms that the micro-batch does
                 not have.
             items: the number of items (tokens, samples, pixels) that the loss is a mean or a sum over: a number, or a
-                tensor with one element, which stays on the device. None: every micro-batch has the same weight, so a
-                sum is divided by the number of micro-batches.
+                tensor with one element, which stays on the device. None: it is read from the graph of the loss. If the
+                graph does not say it, every micro-batch has the same weight, and you get a warning if their sizes
+                differ. Given items must be in proportion to what the graph says; 1 in every micro-batch gives all the
+                same weight.
 
         Raises:
             UsageError: there is no current micro-batch, it has already had its `backward`, or other code has changed
                 the accumulated gradients.
-            BatchError: the loss is not a scalar with a graph that reaches a parameter, or ``items`` is not a count.
+            BatchError: the loss is not a scalar with a graph that reaches a parameter, it is a sum where a mean is
+                expected, or ``items`` is not a count, or not in proportion to what the losses are means over.
             BackendError: a gradient would not be synchronised between ranks.
         """
         self._engine.backward(loss, items)

@@ -84,10 +84,10 @@ class MacroStep(Uncopied):
             in ``.grad``, for programs that clip and step themselves. With a ``scaler``, that gradient is still scaled.
         loss_fn: a function ``loss_fn(model, micro_batch)`` that returns ``(loss, items)``. The loss is a mean over so
             many items, or with ``reduction="sum"`` their sum. ``items`` is a number, or a tensor with one element,
-            which stays on the device. If it returns the loss alone, the items are the samples; you get a warning if
-            micro-batches then have uneven numbers of labels other than -100. For a loss of several terms, it returns a
-            dict ``{name: (loss, items)}``: the loss is then the sum of the terms' means. With ``joint``, it returns an
-            `Encoded`.
+            which stays on the device. If it returns the loss alone, the items are read from its graph. If the graph
+            does not say them, they are the samples; you get a warning if micro-batches then have uneven numbers of
+            labels other than -100. For a loss of several terms, it returns a dict ``{name: (loss, items)}``: the loss
+            is then the sum of the terms' means. With ``joint``, it returns an `Encoded`.
         micro: how to cut the batch: a number of samples or `by_count`; a number of tokens with `by_tokens`; or "auto",
             the largest number of samples that fits into memory (``by_tokens("auto")``: the largest number of tokens).
             "auto" tries sizes: if memory runs out, it restores everything, halves the size, and repeats the window.
@@ -113,6 +113,8 @@ class MacroStep(Uncopied):
         BackendError: the model, the optimizer or the installed torch does not support what you asked for.
     """
 
+    reads = True  # whether items are read from the graphs of losses, and compared with those given
+
     def __init__(
         self,
         model: Model,
@@ -133,7 +135,9 @@ class MacroStep(Uncopied):
         records = arguments.checked_switch("cuda_graph", cuda_graph)
         has_scaler = options.get("scaler") is not None
         checks = JointChecks.new() if has_joint and catalogue.are_on() else None
-        objective: MakeObjective = SeveralTerms if has_terms else mean_of
+        if has_terms or has_joint:
+            arguments.refuse_total(options.get("reduction"), "counts=" if has_terms else "joint=")
+        objective: MakeObjective = SeveralTerms if has_terms else partial(mean_of, reads=self.reads)
         if has_joint:
             objective = partial(WholeBatchLoss, passes=None if checks is None else checks.passes)
         engine = self._engine = engine_for(

@@ -302,9 +302,13 @@ def errors(net: Net, batch: Batch, x: Tensor | None = None) -> Tensor:
 
 def micro_loss(p: Program, net: Net, batch: Batch, x: Tensor | None = None) -> Tensor:
     """The loss of a micro-batch as a user writes it."""
-    total = (batch.w * errors(net, batch, x)).sum()
-    shift, count = net.shift(), batch.w.sum()
-    if p.reduction == "sum":
+    losses, shift = errors(net, batch, x), net.shift()
+    if p.readable and p.reduction == "mean":  # the same mean in one node, which knows its count
+        weights = torch.arange(5, dtype=losses.dtype)
+        mean = F.nll_loss(-losses.reshape(-1, 1).expand(-1, 5), batch.w.long().reshape(-1), weights, ignore_index=0)
+        return mean if shift is None else mean + shift
+    total, count = (batch.w * losses).sum(), batch.w.sum()
+    if p.reduction != "mean":
         return total if shift is None else total + count * shift
     mean = total / (count if p.items in HOST_KNOWS else count.clamp(min=1 / 8))
     return mean if shift is None else mean + shift

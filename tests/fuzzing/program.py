@@ -39,6 +39,7 @@ class Program:
     max_norm: float | None = None
     scaler: tuple[float, int] | None = None  # scale, growth interval
     reduction: str = "mean"
+    readable: bool = False  # whether the graph of a mean says what it is over
     remainder: str = "step"
     accumulate: str = ""
     nonfinite: str = "raise"
@@ -55,6 +56,11 @@ class Program:
     cut: str = "int"  # or by_count, by_tokens, auto
     size: int = 2  # of a micro-batch, or what fits
     container: str = "dict"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the library reads the items, which the program does not give."""
+        return self.items == "none" and self.readable and self.reduction == "mean"
 
     @property
     def is_sequence(self) -> bool:
@@ -248,6 +254,7 @@ class Drawing:
             "max_norm": self.maybe(0.4, 0.05, 0.5, 100.0, float("inf"), default=None),
             "scaler": self.maybe(0.15, (scale, self.random.randint(1, 3)), default=None),
             "reduction": self.maybe(0.2, "sum", default="mean"),
+            "readable": self.maybe(0.4, True, default=False),
             "remainder": self.maybe(0.4, "drop", "carry", default="step"),
             "nonfinite": self.maybe(0.4, "skip", "keep", default="raise"),
             "default_dtype": self.maybe(0.1, "float64", "bfloat16", default="float32"),
@@ -315,9 +322,11 @@ def valid(p: Program) -> Program:
         kept = tuple(event for event in p.events if event[2] not in FREEZES and "fails" not in event[2])
         p = change(p, pieces=tuple(piece for piece in pieces if piece != "tied"), events=kept)
     if p.items == "none":  # then every micro-batch counts
-        p = change(p, empty=())
+        p = change(p, empty=(), reduction="total" if p.reduction == "sum" else p.reduction)
     if p.items not in FRACTIONS:
         p = change(p, fractional=False)
+    if p.fractional:
+        p = change(p, readable=False)
     comes_later = "expert" in pieces or FREEZES & {what for *_, what in p.events}
     if p.optimizer == "momentum" and p.how == "fused" and comes_later:  # torch fails where only some have momentum yet
         p = change(p, how="foreach")

@@ -63,7 +63,8 @@ class Reference:
 
     def add(self, batch: Batch, losses: Tensor | None, *, is_poisoned: bool = False, addend: float = 0.0) -> None:
         """A micro-batch, with what `forward` gave for it. `addend`: a number that was added to its loss."""
-        weight = 1.0 if self.p.items == "none" and self.p.driver != "macrostep" else batch.items
+        is_alike = self.p.items == "none" and self.p.driver != "macrostep" and not self.p.is_read
+        weight = 1.0 if is_alike else batch.items
         share = 1.0  # of every loss in the sum over the window
         if self.p.reduction == "mean" and batch.items:
             share = weight / batch.items
@@ -92,8 +93,8 @@ class Reference:
         self.discard()
         self.net.clear()
         if items and not is_poisoned:
-            loss_sum += self.backward(window, items)
-        loss = loss_sum / items if items else math.nan
+            loss_sum += self.backward(window, items if self.p.reduction != "total" else 1.0)
+        loss = loss_sum / (items if self.p.reduction != "total" else 1.0) if items else math.nan
         expected = Expected(len(window), items, loss, None, rates(self.trainee), gradients(self.net))
         if not items:
             return replace(expected, skipped=True)

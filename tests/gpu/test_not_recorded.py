@@ -300,8 +300,8 @@ def test_losses_that_are_kept_are_not_overwritten():
 
 def test_a_shape_without_items_is_left_out():
     def loss_fn(model, batch):
-        loss, _ = causal_lm_loss(model, batch)
-        return loss, 0 if len(batch["input_ids"]) == 1 else len(batch["input_ids"])
+        loss, items = causal_lm_loss(model, batch)
+        return loss, 0 if len(batch["input_ids"]) == 1 else items
 
     apart, recorded = agree(make(), loss_fn=loss_fn)
     assert apart == 0.0

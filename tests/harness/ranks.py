@@ -585,7 +585,7 @@ PLANS = {
     "ints": Plan(),
     "tensors": Plan(counting=Counting("tensor")),
     "mixed": Plan(counting=Counting("mixed", "sum")),
-    "uncounted": Plan(counting=Counting("none")),
+    "uncounted": Plan(counting=Counting("read")),
     "short": Plan(counts=(6, 7, 5)),
     "clipped": Plan(counts=(10,), max_norm=0.05),
     "adamw": Plan(counts=(7, 7), optimizer="AdamW", max_norm=0.05),

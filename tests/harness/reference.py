@@ -217,7 +217,8 @@ def masked_mean(model: nn.Module, batch: Batch, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Counting:
-    """How a loop reports its losses: `items` is "int", "tensor", "mixed" (both by turns), "host tensor" or "none".
+    """How a loop reports its losses: `items` is "int", "tensor", "mixed" (both by turns), "host tensor",
+    "read" (from the loss) or "none" (where nothing is read).
 
     A "tensor" has a dtype that the host does not read, even on a CPU, as no tensor is read on a device.
     """
@@ -229,13 +230,13 @@ class Counting:
         return 1 if self.items == "none" else batch.items
 
     def loss(self, model: nn.Module, batch: Batch, turn: int = 0) -> Tensor:
-        if batch.items or self.reduction == "sum":
+        if batch.items or self.reduction == "sum" or self.items == "read":
             return token_loss(model, batch, self.reduction)
         is_read = isinstance(self.given(batch, turn), int) or self.items == "host tensor"  # then it excuses 0 / 0
         return masked_mean(model, batch, 0 if is_read else 1)
 
     def given(self, batch: Batch, turn: int) -> int | Tensor | None:
-        if self.items == "none":
+        if self.items in ("none", "read"):
             return None
         if self.items == "host tensor":
             return torch.tensor(batch.items)

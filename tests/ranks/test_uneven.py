@@ -82,7 +82,7 @@ PLANS = {
     "unsized-drop": Plan(counts=COUNTS, steps=3, remainder="drop", sized=False),
     "one-each": Plan(counts=((4, 1), (2, 3)), steps=1),
     "called-twice": Plan(counts=((3, 1), (6, 4), (2, 3)), steps=3, make=Twice),
-    "uncounted": Plan(counts=((5, 3),), steps=2, counting=Counting("none")),
+    "uncounted": Plan(counts=((5, 3),), steps=2, counting=Counting("read")),
 }
 for _name, _plan in PLANS.items():
     everywhere(_name, _plan.run)

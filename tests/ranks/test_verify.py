@@ -238,7 +238,7 @@ WRONG = {
     "ddp-clipped-each": (lambda: verified(ddp(made()), by_hand(all_items, each=clip)), "clip per micro-batch"),
     "ddp-no-items": (
         lambda: verified(ddp(made()), each_its_mean, as_many_samples, mean_loss),
-        "items that do not fit the loss",
+        "mean of means",
     ),
     "ddp-same-items": (
         lambda: verified(ddp(made()), None, as_many_samples, lambda model, batch: (mean_loss(model, batch), 1)),

@@ -243,7 +243,7 @@ class Fails(torch.autograd.Function):
 
 def test_backward_that_fails_half_way(make, model, loss):
     acc = make(steps=2)
-    failing = lambda: model.bias.sum() + Fails.apply(model.weight).sum()  # noqa: E731  (the bias comes first)
+    failing = lambda: model.bias.mean() + Fails.apply(model.weight).mean()  # noqa: E731  (the bias comes first)
     with pytest.raises(RuntimeError, match="planted"), acc.micro_batch():
         acc.backward(failing())
     assert all(p.grad is None for p in model.parameters())  # nothing accumulated yet: as if it had not been
@@ -352,7 +352,7 @@ def test_loader_that_ends_early_loses_nothing(make, loss):
         ({"steps": True}, "got True"),
         ({"max_norm": 0.0}, "max_norm must be positive"),
         ({"max_norm": math.nan}, "max_norm must be positive"),
-        ({"reduction": "avg"}, r"reduction must be one of \('mean', 'sum'\): got 'avg'"),
+        ({"reduction": "avg"}, r"reduction must be one of \('mean', 'sum', 'total'\): got 'avg'"),
         ({"remainder": "keep"}, "remainder must be one of .*got 'keep'"),
         ({"nonfinite": "ignore"}, "nonfinite must be one of .*got 'ignore'"),
         ({"sync": "never"}, "sync must be .*got 'never'"),
@@ -424,7 +424,7 @@ def test_sparse_gradient():
     model = nn.Embedding(5, 2, sparse=True)
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with acc.micro_batch():
-        acc.backward(model(torch.tensor([1])).sum())
+        acc.backward(model(torch.tensor([1])).mean())
     with pytest.raises(BackendError, match=r"'weight' has a gradient of layout torch.sparse_coo.*sparse=False"):
         acc.step()
 

@@ -24,6 +24,7 @@ from harness.reference import (
     accumulate,
     batch,
     batches,
+    concatenate,
     cut,
     gradients_of,
     make_optimizer,
@@ -31,6 +32,7 @@ from harness.reference import (
     relative_error,
     same_training,
     sum_loss,
+    token_loss,
     train_whole,
     trainee,
     unsized,
@@ -44,7 +46,7 @@ at_length = settings(quickly, max_examples=300)
 pytestmark = pytest.mark.filterwarnings("ignore:micro-batches of", "ignore:this epoch took no step")
 
 countings = st.builds(
-    Counting, st.sampled_from(["int", "tensor", "host tensor", "mixed", "none"]), st.sampled_from(["mean", "sum"])
+    Counting, st.sampled_from(["int", "tensor", "host tensor", "mixed", "read"]), st.sampled_from(["mean", "sum"])
 )
 setups = st.tuples(st.sampled_from(MODELS), st.sampled_from(OPTIMIZERS), st.sampled_from(HOWS))
 clips = st.sampled_from([None, 0.05, 1e3])  # no clipping; always clipped; asked for and never needed
@@ -65,13 +67,6 @@ def ramps(draw: st.DrawFn) -> int | Callable[[int], int]:
     """A window length, or one for each optimizer step."""
     lengths = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
     return draw(st.sampled_from([lengths[0], lambda step: lengths[step % len(lengths)]]))
-
-
-def with_means(micros: list[Batch], counting: Counting) -> list[Batch]:
-    """Without items a mean over nothing is the loop's own NaN: let such micro-batches predict something."""
-    if counting != Counting("none", "mean"):
-        return micros
-    return [b if b.items else Batch(b.x, b.x) for b in micros]
 
 
 def compare(run: Accumulation, whole: Trainee, windows: list[list[Batch]], max_norm: float | None = None) -> None:
@@ -102,7 +97,6 @@ def compare(run: Accumulation, whole: Trainee, windows: list[list[Batch]], max_n
 @at_length
 @given(micro_batches(), ramps(), setups, countings, clips)
 def test_any_cut_trains_as_the_whole_batch(micros, steps, setup, counting, max_norm):
-    micros = with_means(micros, counting)
     run = accumulate(trainee(*setup), micros, counting=counting, steps=steps, max_norm=max_norm)
     compare(run, trainee(*setup), cut(micros, steps=steps, counting=counting), max_norm)
 
@@ -110,7 +104,6 @@ def test_any_cut_trains_as_the_whole_batch(micros, steps, setup, counting, max_n
 @at_length
 @given(micro_batches(most=6), micro_batches(most=6), ramps(), remainders, st.booleans(), countings, clips)
 def test_any_remainder_over_any_loader(first, second, steps, remainder, sized, counting, max_norm):
-    first, second = with_means(first, counting), with_means(second, counting)
     wrap = list if sized else unsized
     setup = (Experts, "AdamW", "foreach")
     options = {"steps": steps, "max_norm": max_norm, "remainder": remainder, "counting": counting}
@@ -199,13 +192,25 @@ def test_a_window_without_items_takes_no_step(items, reduction):
     compare(run, trainee(Tied, "AdamW"), [micros[:2], micros[2:]])
 
 
-def test_fractional_items_are_weights():
+def test_fractional_items_are_weights_of_a_loss_that_does_not_say_its_own():
     first, second = batches([2, 3])
-    run = accumulate_by_hand(trainee(), [(first, torch.tensor(0.25)), (second, torch.tensor(0.5))])
-    model = trainee().model
+    own, model = trainee(), trainee().model
+    run = Accumulation(own, own.accumulator(steps=2))
+    for micro, items in run.acc.batches([(first, torch.tensor(0.25)), (second, torch.tensor(0.5))]):
+        run.acc.backward(token_loss(own.model, micro, "none").sum() / micro.items, items=items)
+        run.note(run.acc.step())
     ((mean_loss(model, first) + 2 * mean_loss(model, second)) / 3).backward()
     assert relative_error(run.gradients[0], gradients_of(model)) <= EXACT
     assert run.results[0].items.item() == 0.75
+
+
+@pytest.mark.parametrize("as_given", [float, lambda n: torch.tensor(n, dtype=torch.float32)])
+def test_fractional_items_in_proportion_to_what_the_loss_says(as_given):
+    micros = batches([2, 3])
+    run = accumulate_by_hand(trainee(), [(micro, as_given(micro.items / 7)) for micro in micros])
+    model = trainee().model
+    token_loss(model, concatenate(micros), "mean").backward()
+    assert relative_error(run.gradients[0], gradients_of(model)) <= 1e-7
 
 
 def test_items_may_come_in_a_buffer_that_is_filled_anew():

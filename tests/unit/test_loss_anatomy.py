@@ -228,7 +228,7 @@ def test_constants_are_factors_and_divisors(model, batch):
     mean = model.tokens(batch).mean()
     device = torch.tensor(3.0, dtype=torch.bfloat16)  # as on a device: the host cannot read it
     part = only(-(0.5 * mean / 4 * 2) / 5)
-    assert part == ("MeanBackward0", "mean", 140, True, -0.05, (5.0, 4.0), False)
+    assert part == ("MeanBackward0", "mean", 140, True, -0.05, (5.0, 4.0), False, (7, 4, 5))
     part = only(mean * device / 2)
     assert isinstance(part.factor, torch.Tensor)
     assert (float(part.factor), part.divisors, part.factor.requires_grad) == (1.5, (2.0,), False)

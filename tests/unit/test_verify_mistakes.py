@@ -42,6 +42,7 @@ from harness.loops import (
 from harness.peers import accelerate_loop, accelerate_tokens, accelerator, all_labels, lightning_loop, loader_of
 from harness.reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, mean_loss, sum_loss
 from macrobatch import Accumulator, causal_lm_loss, verify
+from macrobatch.errors import BatchError
 from macrobatch.verify import Report
 from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
 
@@ -90,7 +91,7 @@ def by_samples(window: list[Batch], micro: Batch) -> float:
 
 
 def counted_before_the_shift(model: nn.Module, batch: Batch) -> None:
-    """The right library, told the wrong items."""
+    """The right library, told the wrong items: it refuses them itself."""
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), steps=4)
     for micro in acc.batches(list(pieces(batch, 5))):
         acc.backward(next_token_loss(model, micro), items=micro.items)
@@ -393,9 +394,6 @@ MISTAKES = {
         step=Loop(loss=lambda model, batch: next_token_loss(model, batch, "sum"), weight=by_labels),
         loss_fn=next_token_fn,
     ),
-    "labels before the shift, means": Mistake(
-        causes=("labels counted before the shift",), step=counted_before_the_shift, loss_fn=next_token_fn
-    ),
     "labels before the shift, in loss_fn": Mistake(
         causes=("labels counted before the shift",),
         loss_fn=lambda model, batch: (next_token_loss(model, batch), batch.items),
@@ -407,7 +405,6 @@ MISTAKES = {
     "items that are the same for all": Mistake(
         causes=("items that do not fit the loss",), loss_fn=lambda model, batch: (mean_loss(model, batch), 1)
     ),
-    "items that nobody counts": Mistake(causes=("items that do not fit the loss",), loss_fn=mean_loss),
     "cleared inside": Mistake(
         causes=("gradients cleared inside the window",), step=Loop(weight=by_items, zero_each=True)
     ),
@@ -527,13 +524,6 @@ MISTAKES = {
     "padding counted, after the shift": Mistake(
         causes=("trained on padding",),
         step=on_sequences(cross_entropy(reduction="sum"), divisor=lambda batch: batch["labels"][:, 1:].numel()),
-        loss_fn=cross_entropy(),
-        batch=sequences(),
-    ),
-    "padding counted in micro-batches": Mistake(
-        causes=("trained on padding",),
-        make=per_position,
-        step=counting_positions,
         loss_fn=cross_entropy(),
         batch=sequences(),
     ),
@@ -675,6 +665,15 @@ def test_it_is_found_and_named(name):
     assert not report.ok
     assert tuple(cause.name for cause in report.causes) == mistake.causes, str(report)
     assert all(cause.evidence and cause.cure for cause in report.causes)
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "make"),
+    [(counted_before_the_shift, TWENTY_UNEQUAL, Attention), (counting_positions, sequences(), per_position)],
+)
+def test_items_that_the_library_refuses_itself(step, batch, make):
+    with pytest.raises(BatchError, match="not in proportion to what the losses are means over"):
+        step(make().double(), batch)
 
 
 def documented_causes():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from macrobatch._border import order
 from macrobatch._engine.engine import Engine
-from macrobatch._engine.totals import Micro, Totals
+from macrobatch._engine.totals import Micro, Source, Totals
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.types import StepResult
@@ -30,7 +30,7 @@ class Replayable(Protocol):
 
     reached: set[nn.Parameter]
     totals: Totals
-    is_counted: bool | None
+    source: Source | None
 
     def replay(self, micro_batch: object, window: Window) -> None:
         """Compute a micro-batch of this window."""
@@ -42,7 +42,7 @@ class BatchEngine(Engine):
     def replay(self, recording: Replayable, micro_batch: object) -> None:
         """Replay the recorded forward and backward of a micro-batch, in place of `backward`."""
         window = order.require_backward(self.window)
-        window.begin_replay(recording.totals, recording.is_counted)
+        window.begin_replay(recording.totals, recording.source)
         if self.may_repeat:
             self._used.update(self.store.own[id(parameter)] for parameter in recording.reached)
         try:

@@ -18,8 +18,9 @@ from macrobatch._cudagraph.recorded_step import StaticWindow
 from macrobatch._cudagraph.recorder import MicroStepRecorder
 from macrobatch._cut.policies import Cut
 from macrobatch._cut.trees import copy_shared
-from macrobatch._engine.totals import Micro, MicroPlan
+from macrobatch._engine.totals import PROPORTIONS, Micro, MicroPlan
 from macrobatch._engine.window import Window
+from macrobatch._loss.proportions import nothing_on
 from macrobatch._terms.denominators import BatchTerms, with_items
 from macrobatch.errors import BatchError, warn
 from macrobatch.types import Items
@@ -43,6 +44,7 @@ class OnePass:
         self._loss_fn = loss_fn
         self._terms = terms
         self._labels = labels  # None if nothing is weighed by samples, or if checks are off
+        self._unread: str | None = None  # the node that keeps the items of losses from being read
         self._has_scaler = has_scaler
 
     def run(self, cut: Cut, feed: Feed, graphs: RecordingCache | None, *, few_shapes: bool, copies: bool) -> None:
@@ -71,16 +73,24 @@ class OnePass:
                 else:
                     own = copy_shared(micro_batch, cut.samples.shares_memory) if copies else micro_batch
                     self._run_eagerly(own, samples, counted)
+                    if not is_repeat:
+                        self._note_reading()
             if not is_final:
                 engine.close()
         if graphs is not None:
             graphs.close(engine)
 
+    def _note_reading(self) -> None:
+        """Note whether the items of the last loss were read. Then nothing is weighed by samples."""
+        self._unread = self._engine.unread
+        if self._unread is None:
+            self._labels = None
+
     def warn_of_uneven_labels(self) -> None:
         """After a window: warn once if its losses are weighed by samples, but have uneven numbers of labels."""
         if self._labels is not None and (why := self._labels.uneven()) is not None:
             self._labels = None
-            warn(why)
+            warn(f"{why} (What the loss is a mean over could not be read from it: {self._unread} was not understood.)")
 
     def recordings(self, capturer: Capturer) -> RecordingCache:
         """An empty cache for recordings of these micro-batches."""
@@ -94,7 +104,8 @@ class OnePass:
     def _new_static_window(self, device: torch.device) -> StaticWindow:
         denominators = None if self._terms is None else self._terms.denominators()
         weighs = self._engine.objective.is_mean
-        return StaticWindow(device, denominators, weighs=weighs, has_scaler=self._has_scaler)
+        notes = {PROPORTIONS: nothing_on(device)} if self._terms is None else {}
+        return StaticWindow(device, denominators, weighs=weighs, has_scaler=self._has_scaler, notes=notes)
 
     def _combine(self, model: Any, micro_batch: Any, samples: Callable[[], int], window: Window) -> Micro:
         """What a recording differentiates."""

@@ -199,6 +199,14 @@ def checked_counts(counts: T) -> T:
 # ---------------------------------------------------------------------------------------------- of an accumulator
 
 
+def refuse_total(reduction: object, option: str) -> None:
+    """Raise an error for a total beside an option that gives each term its denominator."""
+    if reduction == "total":
+        raise UsageError(
+            f'reduction="total" cannot go with {option}, whose losses are means or sums over items: leave one out.'
+        )
+
+
 def checked_steps(steps: object, name: str) -> int:
     """A number of micro-batches, or an error."""
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < 1:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from macrobatch._cut.padding import IGNORED
-from macrobatch._cut.trees import children, leaves
+from macrobatch._cut.trees import children
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
+from macrobatch._loss.sizes import Sizes, changed_sizes, sizes_of
 from macrobatch.errors import warn
 
 
@@ -34,12 +35,13 @@ class UnevenLabels(Check):
     """
 
     name = "uneven labels"
-    sentence = "loss_fn gives no items, and micro-batches have different numbers of labels (a warning)."
+    sentence = "A loss that cannot be read comes without items, and numbers of labels differ (a warning)."
     cost = "without items, per micro-batch, a count of its labels; once, a read of it"
     shows = "loss_fn returned a loss without its items"
     program = """
         def loss_fn(model, batch):
-            return nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
+            losses = nn.functional.cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
+            return losses.sum() / (batch["labels"] != -100).sum()
 
         model = nn.Linear(2, 3)
         labels = torch.tensor([1, 2, 1, -100])
@@ -124,19 +126,17 @@ def _uneven_message(keys: tuple[Any, ...], samples: list[int], labels: list[list
 
 # ---------------------------------------------------------------------------------------------- in a loop
 
-Sizes = dict[str, int]  # by the path of a tensor; "batch" for a batch that is a list
-
 
 class EqualWeights(Check):
     """Compares the sizes of the micro-batches of a window. `_loop` tells it each batch that had no items."""
 
     name = "equal weights"
-    sentence = "Micro-batches of different sizes weigh the same, because no items were given (a warning)."
+    sentence = "Micro-batches of different sizes weigh the same: no items were given, or can be read (a warning)."
     cost = "without items, per micro-batch, a look at the shapes of its tensors"
     shows = "weigh the same, because backward() got no items"
     program = """
         for batch in acc.batches([torch.ones(4, 2), torch.ones(2, 2)]):
-            acc.backward(loss_fn(batch))
+            acc.backward(model(batch).square().sum() / len(batch))
             acc.step()
         """
 
@@ -147,47 +147,23 @@ class EqualWeights(Check):
     def window_begin(self, engine: Engine) -> None:
         self._first = None
 
-    def note(self, batch: object) -> None:
-        """Note a micro-batch that had its backward without items."""
+    def note(self, batch: object, unread: str) -> None:
+        """Note a micro-batch that had its backward without items, which could not be read because of a node."""
         if self._has_warned:
             return
-        sizes, labels = _sizes_of(batch), labels_on_host(batch)
+        sizes, labels = sizes_of(batch), labels_on_host(batch)
         if self._first is None:
             self._first = sizes, labels
-        elif (changed := _changed(self._first[0], sizes)) is not None:
-            self._warn(changed, "samples", "len(x)")
+        elif (changed := changed_sizes(self._first[0], sizes)) is not None:
+            self._warn(changed, "samples", "len(x)", unread)
         elif len(labels) == 1 == len(self._first[1]) and all(map(operator.ne, labels[0], self._first[1][0])):
-            self._warn((self._first[1][0][0], labels[0][0]), "labels", "(labels != -100).sum()")
+            self._warn((self._first[1][0][0], labels[0][0]), "labels", "(labels != -100).sum()", unread)
 
-    def _warn(self, sizes: tuple[int, int], what: str, items: str) -> None:
+    def _warn(self, sizes: tuple[int, int], what: str, items: str, unread: str) -> None:
         self._has_warned = True
         warn(
-            f"micro-batches of {sizes[0]} and of {sizes[1]} {what} weigh the same, because backward() got no items: "
-            "the step is that of a mean of means. Pass what the loss is a mean over, e.g. "
-            f"acc.backward(loss, items={items}); or items=1, if they are meant to weigh the same (told once)."
+            f"micro-batches of {sizes[0]} and of {sizes[1]} {what} weigh the same, because backward() got no items, "
+            f"and the loss does not say what it is a mean over ({unread} was not understood): the step is that of a "
+            f"mean of means. Pass it, e.g. acc.backward(loss, items={items}), or several terms with counts=; or "
+            "items=1, if they are meant to weigh the same (told once)."
         )
-
-
-def _sizes_of(batch: object) -> Sizes:
-    """The first dimension of each tensor or array, and the length of a batch that is a list."""
-    shapes = ((path, getattr(leaf, "shape", ())) for path, leaf in leaves(batch, "batch"))
-    sizes = {path: shape[0] for path, shape in shapes if isinstance(shape, tuple) and shape}
-    return sizes | ({"batch": len(batch)} if isinstance(batch, list) else {})
-
-
-def _changed(before: Sizes, now: Sizes) -> tuple[int, int] | None:
-    """The numbers of samples of two micro-batches, if they surely differ; None otherwise.
-
-    Lists of samples are a sure sign, and so are several tensors, or all, that changed from one size to another. One
-    tensor of several may hold other things than samples, such as the nodes of a graph.
-
-    >>> _changed({"x": 4, "y": 4, "weights": 10}, {"x": 2, "y": 2, "weights": 10})
-    (4, 2)
-    >>> _changed({"nodes": 9, "y": 4}, {"nodes": 7, "y": 4})
-    """
-    if before.get("batch", 0) != now.get("batch", 0):
-        return before.get("batch", 0), now.get("batch", 0)
-    common = [(before[path], now[path]) for path in before.keys() & now.keys() - {"batch"}]
-    changed = [pair for pair in common if pair[0] != pair[1]]
-    is_certain = len(set(changed)) == 1 and (len(changed) > 1 or changed == common)
-    return changed[0] if is_certain else None

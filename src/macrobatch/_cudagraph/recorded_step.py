@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from macrobatch._cudagraph.capture import Graph
 from macrobatch._cudagraph.eligibility import tensors_of
-from macrobatch._engine.totals import Denominators, Sums, Totals
+from macrobatch._engine.totals import Denominators, Source, Sums, Totals
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._torch.tensors import copy_all, wide, zero_all
 
@@ -25,14 +25,14 @@ class StaticWindow:
         *,
         weighs: bool,  # whether losses are means over their items, with late denominators
         has_scaler: bool,
-        notes: Sequence[str] = (),  # the names of the numbers for checks that micro-batches note
+        notes: Mapping[str, Tensor],  # zeros for the numbers that micro-batches note
     ) -> None:
         columns = 1 if denominators is None else len(denominators.names) * denominators.are_terms
         self.used: set[Recording] = set()  # those that the current window has replayed
         self._device = device
         self._weighs = weighs and denominators is None
         self._sums = Sums.zeros(columns, device)
-        self._notes = {name: torch.zeros((), device=device, dtype=wide(device)) for name in notes}
+        self._notes = dict(notes)
         self._multiplier = torch.ones((), device=device, dtype=torch.float32) if has_scaler else UNSCALED
         num_divisors = 1 if denominators is None else len(denominators.names)
         self._divisors = torch.ones(num_divisors, device=device, dtype=wide(device))
@@ -65,7 +65,7 @@ class Recorded(NamedTuple):
     """What the host knows of a recorded micro-batch."""
 
     totals: Totals = Totals(0, weighs=False)  # of its items
-    is_counted: bool | None = None  # whether the program gives items
+    source: Source | None = None  # where its items come from
     output: Callable[[], Any] | None = None  # returns what a replay has left at fixed addresses, until the next one
 
 
@@ -81,7 +81,7 @@ class Recording:
         recorded: Recorded,
     ) -> None:
         self.reached = reached
-        self.totals, self.is_counted, self.output = recorded
+        self.totals, self.source, self.output = recorded
         self._graph = graph
         self._inputs = inputs
         self._static = static

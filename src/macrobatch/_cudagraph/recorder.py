@@ -217,7 +217,7 @@ class MicroStepRecorder(Recorder):
         confinement = confinement_of(reach_of(micro.root), set(map(id, leaves_of.values())))
         run_confined(micro.root, micro.seed, confinement)
         window.totals.add(micro, window.device)
-        return Recorded(window.totals, micro.is_counted)
+        return Recorded(window.totals, micro.source)
 
 
 @contextlib.contextmanager

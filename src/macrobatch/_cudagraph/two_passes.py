@@ -76,7 +76,8 @@ def joint_recordings(
 
     def new_static(device: torch.device) -> StaticWindow:
         both = FirstPass(1, torch.ones(3, device=device, dtype=wide(device)), True).denominators(device)
-        return StaticWindow(device, both, weighs=False, has_scaler=has_scaler, notes=(PassesDiffer.NOTE,))
+        notes = {PassesDiffer.NOTE: torch.zeros((), device=device, dtype=wide(device))}
+        return StaticWindow(device, both, weighs=False, has_scaler=has_scaler, notes=notes)
 
     encoder = EncodingRecorder(engine.models, capturer, encode)
     second = MicroStepRecorder(engine.models, capturer, combine, new_static, has_scaler=has_scaler)

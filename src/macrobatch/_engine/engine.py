@@ -62,7 +62,8 @@ class Engine(Uncopied):
         self.store = store(self.parameters, backend, accumulate_dtype)
         self.window: Window | None = None
         self._reach: Reach | None = None  # of the backward that is about to run, if somebody has asked
-        self.is_last = self.is_repeat = self.is_closing = self.weighs_alike = False
+        self.is_last = self.is_repeat = self.is_closing = False
+        self.unread: str | None = None  # the node that kept the items of the last loss from being read
         self.others_go_on = self.may_repeat = False
         self.num_windows = 0
         self._drops_short = drops_short
@@ -79,8 +80,11 @@ class Engine(Uncopied):
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
-    def begin(self, plan: MicroPlan, *, after_forward: bool = False) -> None:
-        """Begin a micro-batch, before its forward. After it, if the caller has kept ranks from exchanging gradients."""
+    def begin(self, plan: MicroPlan, batch: object = None, *, after_forward: bool = False) -> None:
+        """Begin a micro-batch, before its forward. After it, if the caller has kept ranks from exchanging gradients.
+
+        `batch`: its samples, if they are known.
+        """
         window = self.window or self.open_window()
         if window.plan is not None:
             self.give_up()
@@ -99,8 +103,8 @@ class Engine(Uncopied):
             self._end()
             self._clear_unused_store()
             raise
-        self.is_last, self.is_repeat, self.weighs_alike = is_last, plan.repeat, False
-        window.begin(plan)
+        self.is_last, self.is_repeat, self.unread = is_last, plan.repeat, None
+        window.begin(plan, batch)
 
     def backward(self, given: Tensor | Terms | Any, items: Items = None, *, are_samples: bool = False) -> None:
         """Run the backward of a micro-batch, add its gradient to the window, and end the micro-batch.
@@ -122,7 +126,7 @@ class Engine(Uncopied):
             if root is not None:  # else no term, and no other rank that waits for a backward
                 if self._notes_use or self.spans.observers:
                     self._run_observed(micro, root, confinement)
-                elif confinement is UNCONFINED and micro.counts:  # most of them
+                elif confinement is UNCONFINED and micro.counts and micro.seed is not None:  # most of them
                     self.backend.backward(root, micro.seed, None)
                 else:
                     self._backward.run(micro, confinement)
@@ -132,7 +136,7 @@ class Engine(Uncopied):
                 if is_first:
                     for look in self.on.after_first:
                         look(self)
-            self.weighs_alike = micro.is_counted is False and not are_samples
+            self.unread = micro.unread
             if self._has_settings:
                 self._end()
         except BaseException as error:
@@ -185,7 +189,7 @@ class Engine(Uncopied):
         if failed.denominators is not None:
             self.objective.expect(window, failed.denominators)
         self.open_store()
-        window.begin(failed.plan)
+        window.begin(failed.plan, failed.batch)
         self._used = set()
         self._backward.begin_window()
         self.window = window
@@ -271,17 +275,17 @@ class Engine(Uncopied):
     def discard(self) -> None:
         """Drop the open window and its gradients. A micro-batch without a `backward` begins a new window."""
         self._end()
-        plan = None if self.window is None else self.window.plan
+        plan, batch = (None, None) if self.window is None else (self.window.plan, self.window.batch)
         self._drop_window()
         self.backend.drop_gradients()
-        self.is_last = self.weighs_alike = False
+        self.is_last, self.unread = False, None
         if plan is None:
             return
         window = self.open_window()  # with the model's flags as they are: this may be after an exception
         self.open_store()
         is_full = plan.num_planned >= window.num_planned
         self.is_last = bool(plan.last) if plan.is_told else plan.ends or is_full
-        window.begin(plan)
+        window.begin(plan, batch)
 
     def begin_epoch(self, *, may_repeat: bool, others_go_on: bool = False) -> None:
         """Set whether ranks may repeat micro-batches, and whether others have batches. All ranks set the same."""

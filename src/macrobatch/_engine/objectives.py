@@ -6,6 +6,8 @@ opens whether denominators are late or early. Nothing else in the engine depends
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,14 +15,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._border.arguments import MOST_ITEMS, checked_items, checked_loss, items_on_host
-from macrobatch._engine.totals import Denominators, Micro, Number, Totals
-from macrobatch._engine.verdict import Flags
+from macrobatch._engine.totals import PROPORTIONS, Denominators, Micro, Source, Totals
+from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
+from macrobatch._loss.proportions import Kind, Number, Pair
+from macrobatch._loss.weighing import out_of_proportion, weigh
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import all_reduce_max
 from macrobatch._ranks.ties import OutputTies
 from macrobatch._torch.optimizers import current_scale
 from macrobatch._torch.tensors import in_order, inverse_power_of_two
+from macrobatch.errors import BatchError
 from macrobatch.types import Reduction
 
 
@@ -77,9 +82,21 @@ class Mean(Objective):
 
     ties = None
 
-    def __init__(self, reduction: Reduction, scaler: GradScaler | None, backend: Local, *, shrinks: bool) -> None:
+    def __init__(
+        self,
+        reduction: Reduction,
+        scaler: GradScaler | None,
+        backend: Local,
+        *,
+        shrinks: bool,
+        reads: bool = False,  # whether items are read from the graph of a loss, where they are not given
+        steps: int | None = None,  # the micro-batches of a window, if a loss that was divided by them is a mistake
+    ) -> None:
         self.mean_items: float | Tensor | None = None
         self.is_mean = reduction == "mean"
+        self._divides = reduction != "total"
+        self._reads = reads and self._divides
+        self._steps = steps if steps != 1 else None
         self._scaler = scaler
         self._group = backend.group
         self._shrinks = shrinks
@@ -87,29 +104,45 @@ class Mean(Objective):
 
     def open(self, number: int, num_planned: int, device: torch.device) -> Window:
         multiplier = None if self.mean_items is None else self._multiplier(self.mean_items, device)
-        return Window(number, num_planned, device, Totals(1, weighs=self.is_mean), multiplier)
+        totals = Totals(1, weighs=self.is_mean)
+        return Window(number, num_planned, device, totals, multiplier, divides=self._divides)
 
     def expect(self, window: Window, denominators: Denominators) -> None:
         raise AssertionError("a mean is divided when the window closes")
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
-        loss, count, is_static = checked_loss(given), items, window.is_static
+        loss, count = checked_loss(given), items
         if loss.is_cpu and window.device.type != "cpu":
             loss = in_order(loss, window.device)
         if type(items) is not int or not 0 <= items <= MOST_ITEMS:
             count = checked_items(items)
-            if not is_static:  # a recording would freeze the number
+            if not window.is_static:  # a recording would freeze the number
                 count = items_on_host(count)
+        source: Source = "alike" if items is None or are_samples else "given"
+        pairs: Sequence[Pair] = ()
+        unread = None
+        if self._reads and not repeats:
+            found = count if source == "given" else None
+            weight = weigh(loss, found, is_mean=self.is_mean, steps=self._steps, on_host=not window.is_static)
+            if found is None and weight.items is not None:
+                source, count = "read", weight.items
+                if weight.shape is not None:
+                    window.compare_sizes(weight, items if are_samples else None)
+            pairs, unread = weight.pairs, weight.unread
+            if self._group is None:  # else all ranks learn of it together, when the window closes
+                for pair in pairs:
+                    if not window.proportions.fits(pair):
+                        raise out_of_proportion(pair[0], pair[1:], window.proportions.last.get(pair[0]))
         if self._is_scaled and self._must_agree(window):
             self._agree(1.0 if count is None else count, window, loss.device)
         if repeats:
             return Micro(loss, torch.zeros_like(loss), counts=False)
-        is_counted = items is not None and not are_samples
-        if window.is_counted is not is_counted and window.is_counted is not None:
-            window.refuse_counting(is_counted)
+        if window.source != source and window.source is not None:
+            window.refuse_source(source, unread)
         number: Number = 1 if count is None else in_order(count, window.device) if isinstance(count, Tensor) else count
         if window.multiplier is UNSCALED and self.is_mean and type(number) is int and number:
-            return Micro(loss, torch.full_like(loss, number), (loss,), (number,), True, is_counted)
+            seed = torch.full_like(loss, number)
+            return Micro(loss, seed, (loss,), (number,), True, source, pairs=pairs, unread=unread)
         is_nothing = not isinstance(number, Tensor) and number == 0
         if window.multiplier is None and not is_nothing:
             is_half = self._shrinks or (loss.dtype == torch.float16 and self._group is None)
@@ -118,7 +151,7 @@ class Mean(Objective):
         # A mean over no items is 0 / 0, and must add nothing.
         counts = not (is_nothing and self.is_mean)
         seed = self._seed(loss, number, window)
-        return Micro(loss, seed, (loss,), (number,), counts, is_counted)
+        return Micro(loss, seed, (loss,), (number,), counts, source, pairs=pairs, unread=unread)
 
     def _seed(self, loss: Tensor, number: Number, window: Window) -> Tensor:
         """The seed that makes the gradient of a mean that of a sum."""
@@ -152,6 +185,24 @@ class Mean(Objective):
     def restore(self, mean_items: float | Tensor | None) -> None:
         self.mean_items = mean_items
 
+    def numbers(self, window: Window) -> dict[str, Tensor]:
+        """The sums that show whether items and counts are in proportion on all ranks."""
+        return {PROPORTIONS: window.totals.sums_of_pairs(window.device)} if self._reads else {}
+
+    def flags(self, window: Window) -> Flags:
+        """Whether items or counts are out of proportion. In one process the host knows already, if it has all."""
+        proportions, sums = window.proportions, window.everyone.get(PROPORTIONS)
+        if sums is None:
+            if not proportions.on_device:
+                return {}
+            sums = window.totals.sums_of_pairs(window.device)
+        broken = proportions.broken(sums)
+        blocks = bool(proportions) or not window.micro_batches  # a rank without samples waits like the others
+        return {
+            f"{kind.name} out of proportion": Flag(holds, partial(_out_of_proportion, kind, window), blocks)
+            for kind, holds in zip(Kind, broken.unbind(), strict=True)
+        }
+
     def learn(self, window: Window) -> None:
         if not self._is_scaled:
             return
@@ -161,3 +212,8 @@ class Mean(Objective):
             earlier = before.to(mean) if isinstance(before, Tensor) else torch.full_like(mean, before)
             mean = torch.where(torch.isfinite(mean) & (mean > 0), mean, earlier)
         self.mean_items = mean
+
+
+def _out_of_proportion(kind: Kind, window: Window) -> BatchError:
+    """The error at the close of a window."""
+    return out_of_proportion(kind, window.proportions.last.get(kind), None, window.number)

@@ -6,15 +6,19 @@ Items given as Python numbers are added on the host, tensors on their device. Th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from macrobatch._loss.proportions import Number, Pair, Proportions
 from macrobatch._torch.tensors import number_on_host, wide
 
-Number = int | float | Tensor
+PROPORTIONS = "proportions"  # the name of their sums on the device
 MAX_PENDING = 32  # micro-batches whose items only the device knows, before they are added up
+
+
+Source = Literal["given", "read", "alike"]  # where items come from. "alike": nowhere, so all micro-batches weigh alike
 
 
 class MicroPlan(NamedTuple):
@@ -41,9 +45,11 @@ class Micro(NamedTuple):
     losses: Sequence[Tensor | None] = ()
     items: Sequence[Number] = ()
     counts: bool = True
-    is_counted: bool | None = None
+    source: Source | None = None
     notes: Mapping[str, Tensor] = {}
     given: Sequence[Tensor] = ()
+    pairs: Sequence[Pair] = ()  # numbers that must keep their proportion over the window
+    unread: str | None = None  # the node that keeps its items from being read, if it has none
 
 
 class Denominators(NamedTuple):
@@ -90,6 +96,7 @@ class Totals:
         self.on_device = [False] * columns
         self.rounding = [0.0] * columns
         self.notes: dict[str, Tensor] = {} if notes is None else notes
+        self.proportions = Proportions()
         self._host_losses = [0.0] * columns
         self._weighs = weighs
         self.is_static = static is not None
@@ -118,7 +125,9 @@ class Totals:
         if micro.notes:
             for name, note in micro.notes.items():
                 self.note(name, note)
-        if self._pending and (self.is_static or len(self._pending) >= MAX_PENDING):
+        for pair in micro.pairs:
+            self.proportions.add(pair, device)
+        if self.is_static or len(self._pending) >= MAX_PENDING:
             self._fold(device)
 
     def note(self, name: str, number: Tensor) -> None:
@@ -142,6 +151,7 @@ class Totals:
         self.host_items = [a + b for a, b in zip(self.host_items, recorded.host_items, strict=True)]
         self.on_device = [a or b for a, b in zip(self.on_device, recorded.on_device, strict=True)]
         self.rounding = list(map(max, self.rounding, recorded.rounding))
+        self.proportions.merge(recorded.proportions)
 
     def _on(self, device: torch.device) -> Sums:
         if self._sums is None:
@@ -150,6 +160,8 @@ class Totals:
 
     def _fold(self, device: torch.device) -> None:
         """Add pending micro-batches to the sums. Adding each at once would take three times as many kernels."""
+        if (of_pairs := self.proportions.fold()) is not None:
+            self.note(PROPORTIONS, of_pairs)
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -164,6 +176,12 @@ class Totals:
                 sums.losses[column].add_(weighted.sum())
             sums.items[column].add_(items.sum())
             sums.bad[column].add_((~(items.isfinite() & (items >= 0))).sum())
+
+    def sums_of_pairs(self, device: torch.device) -> Tensor:
+        """The sums of all pairs of this rank, on the device."""
+        self._fold(device)
+        of_host = self.proportions.of_host(device)
+        return of_host + self.notes[PROPORTIONS] if PROPORTIONS in self.notes else of_host
 
     def sums(self, device: torch.device) -> Sums:
         """All sums of this rank, as tensors on the device."""

@@ -12,13 +12,16 @@ loss of a micro-batch and n its number of items. The denominators, the sums of n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from macrobatch._border.arguments import FEWEST_ITEMS
-from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Sums, Totals
+from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Source, Sums, Totals
+from macrobatch._loss.proportions import Proportions
+from macrobatch._loss.sizes import Sizes, changed_sizes, sizes_of
+from macrobatch._loss.weighing import Weight, constant_count
 from macrobatch._torch.tensors import wide
 from macrobatch.errors import BatchError
 
@@ -32,8 +35,10 @@ class Window:
     last_plan: MicroPlan | None = None  # of the last one that has had it
     is_broken = is_closing = is_carried = False
     num_backwards = micro_batches = num_taken = 0
-    is_counted: bool | None = None  # whether items were given
+    source: Source | None = None  # where its items come from
+    batch: object = None  # of the micro-batch that awaits its backward, if somebody has told it
     _travelling: Callable[[], dict[str, Tensor]] | None = None
+    _first: tuple[Any, Sizes] | None = None  # of the first micro-batch whose count comes from a shape
 
     def __init__(
         self,
@@ -43,15 +48,19 @@ class Window:
         totals: Totals | None = None,
         multiplier: float | Tensor | None = None,
         denominators: Denominators | None = None,
+        *,
+        divides: bool = True,
     ) -> None:
         self.number = number
         self.num_planned = num_planned
         self.multiplier = multiplier
         self.denominators = denominators
+        self.divides = divides  # whether its loss is a mean; else a total
         self.everyone: dict[str, Tensor] = {}
         self.device = device
         self.is_static = totals is not None and totals.is_static  # whether recordings add to it
         self._totals = totals
+        self.proportions = Proportions() if totals is None else totals.proportions
 
     # ------------------------------------------------------------------------------------------ its micro-batches
 
@@ -60,13 +69,13 @@ class Window:
         """How many of the planned micro-batches have begun. A rank may have fewer batches than that."""
         return self.num_taken + (0 if self.plan is None else self.plan.num_planned)
 
-    def begin(self, plan: MicroPlan) -> None:
+    def begin(self, plan: MicroPlan, batch: object = None) -> None:
         """Begin a micro-batch, whose backward comes next. These are plain assignments: no exception can split them."""
-        self.plan, self.is_carried = plan, False
+        self.batch, self.plan, self.is_carried = batch, plan, False
 
     def give_up(self) -> None:
         """Drop the micro-batch that awaits its backward."""
-        self.plan = None
+        self.plan = self.batch = None
 
     def begin_backward(self, micro: Micro) -> None:
         """Count a micro-batch. Until `end_backward`, the window is broken: an exception leaves it so."""
@@ -74,15 +83,15 @@ class Window:
         if micro.root is not None and not self.num_backwards:
             self.device = micro.root.device
         if micro.losses or micro.counts:
-            self.is_counted = micro.is_counted
+            self.source = micro.source
             self.micro_batches += 1
             (self._totals or self.totals).add(micro, self.device)
         self.num_backwards += 1
 
-    def begin_replay(self, recorded: Totals, is_counted: bool | None) -> None:
+    def begin_replay(self, recorded: Totals, source: Source | None) -> None:
         """Count a recorded micro-batch. The recordings keep its loss, and items that only the device knows."""
         self.is_broken = True
-        self.is_counted = is_counted
+        self.source = source
         self.num_backwards += 1
         self.micro_batches += 1
         self.totals.count_replay(recorded)
@@ -91,7 +100,7 @@ class Window:
         """End a micro-batch: the window is whole again, and a step may follow."""
         plan = self.plan
         taken = self.num_taken + (0 if plan is None else plan.num_planned)
-        self.plan, self.last_plan, self.num_taken, self.is_broken = None, plan, taken, False
+        self.batch, self.plan, self.last_plan, self.num_taken, self.is_broken = None, None, plan, taken, False
 
     def join_empty(self) -> None:
         """Take part without samples."""
@@ -105,13 +114,30 @@ class Window:
         """Begin to close the window. From here on it is broken: an exception leaves it so."""
         self.is_broken = self.is_closing = True
 
-    def refuse_counting(self, is_counted: bool) -> NoReturn:
-        """Raise the error for items that only some micro-batches have."""
-        earlier, now = ("None", "given") if is_counted else ("given", "None")
+    def refuse_source(self, source: Source, unread: str | None) -> NoReturn:
+        """Raise the error for items that come from somewhere else than those of earlier micro-batches."""
+        words = {"given": "given", "read": "None, and read from the loss", "alike": "None, and not to be read"}
+        now = words[source] + ("" if unread is None else f" (because of {unread})")
         raise BatchError(
             f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "
-            f"they were {earlier}, now they are {now}. Without them every micro-batch weighs the same."
+            f"they were {words[self.source or source]}, now they are {now}. Pass items= with every loss."
         )
+
+    # ------------------------------------------------------------------------------------------ items that were read
+
+    def compare_sizes(self, weight: Weight, samples: int | None) -> None:
+        """Raise an error if a count from a shape, and that shape, stay the same though the number of samples changes.
+
+        `samples`: their number. None: the batch shows it.
+        """
+        sizes = sizes_of(self.batch) if samples is None else {"batch": samples}
+        if self._first is None:
+            self._first = (weight.items, weight.shape), sizes
+        elif (
+            self._first[0] == (weight.items, weight.shape)
+            and (changed := changed_sizes(self._first[1], sizes)) is not None
+        ):
+            raise constant_count(weight.node, weight.items, changed)
 
     # ------------------------------------------------------------------------------------------ what is known before
 
@@ -156,13 +182,14 @@ class Window:
         self, start_sum: Callable[[dict[str, Tensor]], Callable[[], dict[str, Tensor]]], more: Mapping[str, Tensor]
     ) -> None:
         """Start to sum the numbers of this window, and more, over all ranks. Only the last backward may be missing."""
-        numbers = {**more, **({} if self._totals is None else self._totals.notes)}
+        numbers = {**({} if self._totals is None else self._totals.notes), **more}
         if "items" not in self.everyone and self._totals is not None:
             numbers |= self._totals.sums(self.device)._asdict()
             numbers |= self._numbers(
                 micro_batches=self.micro_batches,
-                with_items=self.is_counted is True,
-                without_items=self.is_counted is False,
+                with_items=self.source == "given",
+                with_read_items=self.source == "read",
+                without_items=self.source == "alike",
             )
         plan = self.plan or self.last_plan
         if plan is not None and plan.more is not None:
@@ -186,7 +213,8 @@ class Window:
         """Whether some ranks have given items and others not; None if nothing was exchanged."""
         if "with_items" not in self.everyone:
             return None
-        return (self.everyone["with_items"] > 0) & (self.everyone["without_items"] > 0)
+        names = ("with_items", "with_read_items", "without_items")
+        return torch.stack([self.everyone[name] > 0 for name in names]).sum() > 1
 
     # ------------------------------------------------------------------------------------------ the results
 
@@ -244,10 +272,10 @@ class Window:
             sums = self._sums()
             return sums.losses.masked_fill(sums.items == 0, 0).sum().masked_fill((sums.items == 0).all(), torch.nan)
         if self.has_items and not self.everyone and (losses := self._totals.host_losses) is not None:
-            mean = losses[0] / self._totals.host_items[0]
+            mean = losses[0] / self._totals.host_items[0] if self.divides else losses[0]
             return torch.full((), mean, device=self.device, dtype=wide(self.device))
         sums = self._sums()
-        return sums.losses[0] / sums.items[0]
+        return sums.losses[0] / sums.items[0] if self.divides else sums.losses[0]
 
     def divisor(self, average: float) -> float | Tensor:
         """The divisor that turns the accumulated gradient into the window's; a number if the host knows it.
@@ -257,7 +285,7 @@ class Window:
         multiplier = UNSCALED if self.multiplier is None else self.multiplier
         if isinstance(multiplier, Tensor):
             multiplier = multiplier.to(wide(self.device))
-        if self.denominators is not None:
+        if self.denominators is not None or not self.divides:
             return multiplier / average
         is_known = self._totals is not None and self.has_items and not self.everyone
         items = self._totals.host_items[0] if is_known and self._totals is not None else self._sums().items[0]

@@ -53,7 +53,7 @@ class Epochs:
         for batch, turn in self._turns(loader):
             if self._counter is not None and engine.open_window().awaits_denominators:
                 self._count_window(turn.repeat)
-            engine.begin(turn)
+            engine.begin(turn, batch)
             closes_any = closes_any or engine.is_last
             try:
                 yield batch
@@ -66,7 +66,7 @@ class Epochs:
                 self._require_current(epoch)
             if (window := engine.window) is not None and (engine.is_last or window.plan is not None):
                 order.require_finished(window, engine.is_last)
-            if engine.weighs_alike:
+            if engine.unread is not None:
                 self._note_size(batch)
         self._current = self._reader = self._stream = None
         engine.end_epoch(drops=self._remainder == "drop")
@@ -75,8 +75,9 @@ class Epochs:
 
     def _note_size(self, batch: object) -> None:
         """Note the size of a batch after its backward, to warn if batches without items have different sizes."""
-        if self._weights is not None and self._engine.weighs_alike and not self._engine.is_repeat:
-            self._weights.note(batch)
+        unread = self._engine.unread
+        if self._weights is not None and unread is not None and not self._engine.is_repeat:
+            self._weights.note(batch, unread)
 
     def _warn_of_nothing(self) -> None:
         if not self._told_of_nothing:

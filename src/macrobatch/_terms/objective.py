@@ -12,9 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._border.arguments import checked_terms
 from macrobatch._engine.objectives import Objective
-from macrobatch._engine.totals import Denominators, Micro, Number
+from macrobatch._engine.totals import Denominators, Micro
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
+from macrobatch._loss.proportions import Number
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.ties import OutputTies
 from macrobatch._torch.optimizers import current_scale

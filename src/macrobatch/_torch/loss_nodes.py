@@ -62,6 +62,19 @@ JOINTS, STACK = _nodes("Stack0 Cat0"), "StackBackward0"
 REDUCTION_MEAN, REDUCTION_SUM = 1, 2
 
 
+NAMES: dict[type, str] = {}  # of the types of nodes that torch implements in C++: a few hundred
+
+
+def known_name(node: Node) -> str:
+    """The name of a node. That of a type is looked up once."""
+    name = NAMES.get(type(node))
+    if name is None:
+        name = str(node.name())
+        if python_function_of(type(node)) is None:
+            NAMES[type(node)] = name
+    return name
+
+
 # ---------------------------------------------------------------------------------------------- what they have saved
 
 
@@ -87,6 +100,14 @@ def sizes_of_predictions(node: Node) -> tuple[int, ...]:
     """The sizes of the predictions of one of `LOSSES`."""
     if node._raw_saved_self.unpack_hook is not None:
         raise _PackedError
+    sizes: tuple[int, ...] = node._saved_self.shape
+    return sizes
+
+
+def sizes_of_mean(node: Node) -> tuple[int, ...]:
+    """The same, if one of `BY_ELEMENT` is a mean over them; () if it is not."""
+    if node._saved_reduction != REDUCTION_MEAN or node._raw_saved_self.unpack_hook is not None:
+        return ()
     sizes: tuple[int, ...] = node._saved_self.shape
     return sizes
 

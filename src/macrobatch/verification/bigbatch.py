@@ -19,6 +19,7 @@ from macrobatch._border.arguments import checked_items, checked_loss, checked_te
 from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import Collate, Samples, samples_of
 from macrobatch._cut.trees import map_tensors
+from macrobatch._loss.weighing import items_read
 from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._torch import fsdp2
 from macrobatch._torch.graph import reach_of
@@ -175,9 +176,10 @@ class BigBatch:
         return [self._trained_model.get_submodule(name) if name else self._outermost for name in self._entries]
 
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
-        """The number of items of each part (None: of the whole batch); of samples, if `loss_fn` returns no items.
+        """The number of items of each part (None: of the whole batch).
 
-        If there are several terms, it is the number of the first. Ranks may pass different numbers of parts.
+        `loss_fn` returns them, or its loss states them; else they are samples. If there are several terms, it is the
+        number of the first. Ranks may pass different numbers of parts.
         """
         return [next(iter(items.values()), 0.0) for items in self.items_of_terms(parts)]
 
@@ -258,12 +260,14 @@ class BigBatch:
         if isinstance(returned, Mapping):
             return self._means(returned, key)
         loss, items = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
-        items = checked_items(items)
+        items, loss = checked_items(items), checked_loss(loss)
         self.has_items = items is not None
+        if items is None:
+            items = items_read(loss, is_mean=self._reduction == "mean")
         if items is None and (samples is not None or self.samples is not None):
             items = len(samples) if samples is not None else self.samples.count  # type: ignore[union-attr]
         self._items[key] = {WHOLE: 1.0 if items is None else float(items)}
-        return {WHOLE: checked_loss(loss)}
+        return {WHOLE: loss}
 
     def _means(self, returned: Mapping[str, Any], key: tuple[int, ...] | None) -> dict[str, Tensor]:
         """The mean of each term that has items."""

@@ -219,7 +219,8 @@ class Case:
         total = self.big.ranks.sum(sum(items)) or 1.0
         if self.reduction == "mean":
             return self.big.gradient([Weighted(part, times * n / total) for part, n in zip(parts, items, strict=True)])
-        divisor = total if self.big.has_items or self.divides_by_samples else 1.0
+        divides = self.reduction == "sum" and (self.big.has_items or self.divides_by_samples)
+        divisor = total if divides else 1.0
         return self.big.gradient([Weighted(part, times / divisor) for part in parts])
 
     def shares(self, parts: Sequence[Sequence[int] | None], times: float = 1.0) -> list[dict[str, float]]:
@@ -231,6 +232,6 @@ class Case:
     def weighted_gradient(self, parts: Sequence[Sequence[int]], weights: Sequence[float]) -> Gradient:
         """The gradient of the weighted mean of the parts' mean losses, on all ranks."""
         total = self.big.ranks.sum(sum(weights)) or 1.0
-        items = self.big.items(parts) if self.reduction == "sum" else [1.0] * len(parts)
+        items = [1.0] * len(parts) if self.reduction == "mean" else self.big.items(parts)
         terms = zip(parts, weights, items, strict=True)
         return self.big.gradient([Weighted(part, weight / total / (n or 1.0)) for part, weight, n in terms if weight])

@@ -219,9 +219,33 @@ def default_step(
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         size = micro or uneven_size(samples_of(batch, collate).count)
         options: Any = {"reduction": reduction, "collate": collate, "counts": counts, "joint": joint}
-        MacroStep(model, optimizer, loss_fn, micro=size, **options)(batch)
+        MacroStep(model, optimizer, _unrefused(loss_fn), micro=size, **options)(batch)
 
     return step
+
+
+def _unrefused(loss_fn: LossFunction) -> LossFunction:
+    """The same function, but a loss that comes with items cannot be read: the report tells whether they are wrong."""
+
+    def unread(model: nn.Module, batch: Any) -> Any:
+        returned = loss_fn(model, batch)
+        if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor):
+            return _Unread.apply(returned[0]), returned[1]  # type: ignore[no-untyped-call]
+        return returned
+
+    return unread
+
+
+class _Unread(torch.autograd.Function):
+    """The identity. No graph is read through it."""
+
+    @staticmethod
+    def forward(_: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def uneven_size(samples: int) -> int:

@@ -1,0 +1,207 @@
+"""What a micro-batch weighs: the items that the program gives, or what the graph of its loss says it is a mean over."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from macrobatch._loss.anatomy import Anatomy, Part, anatomy_of, mean_at_once
+from macrobatch._loss.proportions import Kind, Number, Pair
+from macrobatch._torch.tensors import number_on_host
+from macrobatch.errors import BatchError, MacrobatchError, UsageError
+
+
+class Weight(NamedTuple):
+    """What a micro-batch weighs."""
+
+    items: Number | None  # None if they were neither given nor read
+    pairs: tuple[Pair, ...] = ()
+    unread: str | None = None  # the name of the node that was not understood, if there are no items
+    node: str = ""  # what was read
+    shape: tuple[int, ...] | None = None  # of the tensor whose size the items are, if they are
+
+
+def weigh(loss: Tensor, items: Number | None, *, is_mean: bool, steps: int | None, on_host: bool) -> Weight:
+    """Read what a loss is a mean over, and compare it with the items given, if there are any.
+
+    `steps`: the micro-batches of a window, if dividing by them is a mistake. `on_host`: read numbers in host memory.
+    """
+    if is_mean and (part := mean_at_once(loss)) is not None:  # most of them
+        return _of_mean(part, items, steps, on_host)
+    anatomy = anatomy_of(loss)
+    parts = [part for part in anatomy.parts if not part.leaf_only]  # regularisers are the same in each micro-batch
+    if not is_mean:
+        return Weight(_items_of_sum(anatomy, parts, items, on_host))
+    kinds = {part.kind for part in parts}
+    if kinds == {"sum"}:
+        return _divided_sum(parts[0], anatomy.quotient, items, on_host) if len(parts) == 1 else _sums(parts, items)
+    unread = _unread(anatomy, parts)
+    if unread is not None:
+        return Weight(items, unread=unread if items is None else None)
+    if len(parts) == 1:
+        return _of_mean(parts[0], items, steps, on_host)
+    counts = [_known(part.count, on_host) for part in parts]
+    pairs = _pairs(parts, counts)
+    first = parts[0]
+    if items is None:
+        return Weight(counts[0], pairs, None, first.node, first.shape if first.from_shape else None)
+    return Weight(items, (*pairs, (Kind.ITEMS, items, counts[0])))
+
+
+def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool) -> Weight:
+    """What a single mean weighs."""
+    count = part.count if type(part.count) is int else _known(part.count, on_host)
+    if part.divisors and steps in part.divisors:
+        raise UsageError(
+            f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
+            "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
+            f"{1 / (steps or 1):g} * loss.)"
+        )
+    if items is not None:
+        return Weight(items, ((Kind.ITEMS, items, count),))
+    if isinstance(factor := part.factor, Tensor):
+        expression: Pair = Kind.EXPRESSION, -1, factor
+    else:
+        expression = Kind.EXPRESSION, -1, _number_of(((part.node, factor),))
+    return Weight(count, (expression,), None, part.node, part.shape if part.from_shape else None)
+
+
+def items_read(loss: Tensor, *, is_mean: bool) -> float | None:
+    """The items that a loss states. The host waits for them. None if it states none."""
+    try:
+        items = weigh(loss, None, is_mean=is_mean, steps=None, on_host=True).items
+    except MacrobatchError:
+        return None
+    return None if items is None else float(items)
+
+
+def _unread(anatomy: Anatomy, parts: Sequence[Part]) -> str | None:
+    """The name of a node that keeps a loss from being read as a mean; None if it is one, or several added up."""
+    if not parts:
+        return anatomy.unknown or anatomy.parts[0].node
+    for part in parts:
+        if part.kind == "sum" or (len(parts) > 1 and isinstance(part.factor, Tensor)):
+            return part.node
+    return None
+
+
+def _pairs(parts: Sequence[Part], counts: Sequence[Number]) -> tuple[Pair, ...]:
+    """Counts must keep their proportion, and the expression must be the same in each micro-batch."""
+    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in parts))
+    mixed: Number = 0  # all other counts as one number
+    for index, count in enumerate(counts[1:]):
+        mixed = mixed + pow(641, index, 1009) * (count.double() if isinstance(count, Tensor) else count)
+    return (Kind.PARTS, -counts[0], mixed), expression  # never 1, which would mean equal weights by choice
+
+
+@functools.lru_cache(maxsize=1024)
+def _number_of(expression: tuple[tuple[str, float], ...]) -> int:
+    """The same number for the same expression, on all ranks."""
+    return zlib.crc32(repr(expression).encode())
+
+
+def _known(count: Number | None, on_host: bool) -> Number:
+    """A count as a number if the host has it; as a whole one if it is."""
+    assert count is not None, "a mean has a count"
+    if not isinstance(count, Tensor) or not on_host or (number := number_on_host(count)) is None:
+        return count
+    return int(number) if number == number // 1 else float(number)
+
+
+# ---------------------------------------------------------------------------------------------- sums
+
+
+def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | None, on_host: bool) -> Weight:
+    """A sum that was handed over as a mean: right if it was divided by its own count, or by the items given."""
+    if divisor is None:
+        return _sums([part], items)
+    divisor = _known(divisor, on_host)
+    if items is not None:
+        return Weight(items, ((Kind.ITEMS, items, divisor),), node=part.node)
+    count = _known(part.count, on_host)
+    if not isinstance(count, Tensor) and not isinstance(divisor, Tensor):
+        if count != divisor:
+            raise other_divisor(f"{divisor:g}, but sums over {count:g}")
+        return Weight(count, node=part.node)
+    # With a pair of equal numbers, only equal numbers are in proportion.
+    return Weight(count, ((Kind.PARTS, -1, -1), (Kind.PARTS, -count, -divisor)), node=part.node)
+
+
+def _sums(parts: Sequence[Part], items: Number | None) -> Weight:
+    if items is not None:
+        return Weight(items, node=parts[0].node)
+    if len(parts) == 1 and not isinstance(parts[0].count, Tensor) and parts[0].count == 1:
+        return Weight(1, node=parts[0].node)  # the sum of one number is its mean
+    raise BatchError(
+        f'this loss is a sum ({parts[0].node}), but reduction="mean" takes it for a mean. If the window\'s loss is the '
+        'mean over all items, make the Accumulator or MacroStep with reduction="sum" and pass items=, the number that '
+        'the loss sums over. If it is the sum of these losses, divided by nothing: reduction="total".'
+    )
+
+
+def _items_of_sum(anatomy: Anatomy, parts: Sequence[Part], items: Number | None, on_host: bool) -> Number:
+    """The items of a sum: as given, or its own count if it has one."""
+    if items is not None:
+        return items
+    if len(parts) == 1 and parts[0].kind == "sum" and parts[0].count is not None and anatomy.quotient is None:
+        return _known(parts[0].count, on_host)
+    node = parts[0].node if parts else anatomy.unknown
+    raise BatchError(
+        f'reduction="sum" without items: this loss ({node}) does not say how many items it sums over. Pass items=, the '
+        'number of them, with each loss; or use reduction="total", if the window\'s loss is the sum of these losses, '
+        "divided by nothing."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def other_divisor(what: str) -> BatchError:
+    """A sum that was divided by another number than its own count."""
+    return BatchError(
+        f"this loss divides a sum over labels by {what}: it is no mean over its own micro-batch. If it was divided by "
+        'the count of the whole window, the losses of a window only have to be added up: use reduction="total", which '
+        "divides by nothing. If it is a mean over something else, such as samples, pass their number as items=."
+    )
+
+
+def constant_count(node: str, count: Number | None, samples: tuple[int, int]) -> BatchError:
+    """A count that does not depend on the samples, so that it cannot be what the loss is a mean over."""
+    return BatchError(
+        f"the loss ({node}) is a mean over {count} elements in each micro-batch, but one has {samples[0]} samples and "
+        f"another {samples[1]}: what it is a mean over cannot be read. Pass the number of items with each loss, items=."
+    )
+
+
+def out_of_proportion(
+    kind: Kind, numbers: tuple[Number, Number] | None, before: tuple[Number, Number] | None, window: int | None = None
+) -> BatchError:
+    """Numbers that do not keep their proportion in a window. `numbers` and those `before`: of two micro-batches."""
+    where = "" if window is None else f" in window {window}; its step was not taken"
+    if kind is Kind.ITEMS:
+        shown = [f"{_text(items)} for a mean over {_text(count)}" for items, count in filter(None, (before, numbers))]
+        return BatchError(
+            f"the items given are not in proportion to what the losses are means over{where} "
+            f"({', then '.join(shown)}). Count what the loss averages, after any shift of labels and without ignored "
+            "ones; or leave items= out, and it is read from the loss. items=1 in every micro-batch gives all the same "
+            "weight."
+        )
+    if kind is Kind.EXPRESSION:
+        return BatchError(
+            f"the losses of a window are not the same expression{where}: their nodes or constant factors differ from "
+            "one micro-batch to the next, so no count read from them is right for all. Pass items= with each loss, or "
+            "several terms by name with counts=."
+        )
+    return BatchError(
+        f"the loss adds up several means, whose counts do not keep the same proportion{where}; or it divides a sum "
+        "over labels by another number than its own count. Pass several terms by name, with counts=, which gives each "
+        'its own denominator. For a sum divided by the count of the whole window, use reduction="total".'
+    )
+
+
+def _text(number: Number) -> str:
+    return "a number on the device" if isinstance(number, Tensor) else f"{number:g}"

@@ -1,0 +1,233 @@
+"""Items that are read from losses, through the Accumulator and the MacroStep."""
+
+import contextlib
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import macrobatch._engine.objectives as objectives
+from harness.losses import CUTS, LOSSES, gradient, new_batch, new_model
+from harness.reference import relative_error
+from macrobatch import Accumulator, MacroStep
+from macrobatch.errors import BatchError, MacrobatchError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # of kl_div
+
+EXACT = 1e-12
+
+
+class Window:
+    """One window: what the optimizer gets, the result, and the warnings."""
+
+    def __init__(self, loss, cut, items=None, **options):
+        self.model, batch = new_model(), new_batch()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.seen = {}
+        optimizer.register_step_pre_hook(lambda *_: self.note())
+        acc = Accumulator(self.model, optimizer, **{"steps": len(cut)} | options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number, micro in enumerate(acc.batches(pieces(batch, cut))):
+                acc.backward(loss(self.model, micro), None if items is None else items[number])
+                self.result = acc.step()
+        self.told = [str(one.message) for one in caught if "weigh the same" in str(one.message)]
+
+    def note(self):
+        named = self.model.named_parameters()
+        self.seen = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def pieces(batch, cut):
+    return [dict(zip(batch, part, strict=True)) for part in zip(*(t.split(cut) for t in batch.values()), strict=True)]
+
+
+def whole(loss, times=1.0):
+    model = new_model()
+    return gradient(model, loss(model, new_batch()) * times)
+
+
+def mse(model, batch):
+    return F.mse_loss(model.rows(batch), batch["wanted_rows"])
+
+
+def entropy(model, batch, reduction="mean"):
+    return F.cross_entropy(model.tokens(batch).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+# ---------------------------------------------------------------------------------------------- every loss
+
+
+@pytest.mark.parametrize("row", LOSSES, ids=lambda row: row.name)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_loss_is_exact_or_refused_or_told(row, cut):
+    torchs_own = RuntimeError if "checkpoint" in row.name else MacrobatchError  # of a batch that is used again
+    found = None
+    with contextlib.suppress(MacrobatchError, torchs_own):
+        found = Window(row.loss, cut, steps=lambda _: len(cut))  # no number that a loss may be divided by
+    if row.verdict == "known":
+        assert found is not None
+        assert relative_error(found.seen, whole(row.loss)) <= EXACT
+        assert not found.told
+    elif row.verdict != "coupled":
+        assert found is None or found.told, "it weighs all the same, and says nothing"
+
+
+def test_a_planted_bug_is_seen(monkeypatch):
+    """Equal weights, as if nothing were read."""
+    real = objectives.weigh
+    monkeypatch.setattr(objectives, "weigh", lambda *a, **k: real(*a, **k)._replace(items=1, pairs=()))
+    assert relative_error(Window(entropy, CUTS[0]).seen, whole(entropy)) > 1e-3
+
+
+@pytest.mark.parametrize("loss", [entropy, mse, lambda m, b: mse(m, b) + 0.01 * m.trunk.weight.square().sum()])
+@pytest.mark.parametrize("micro", [3, 2])
+def test_a_loss_fn_that_returns_the_loss_alone(loss, micro):
+    model = new_model()
+    train = MacroStep(model, None, loss, micro=micro)
+    result = train(new_batch())
+    assert relative_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, {
+        n: g for n, g in whole(loss).items() if g.abs().max() > 0
+    }) <= EXACT  # fmt: skip
+    assert result.items.item() == (new_batch()["mask"].sum() if loss is entropy else 7 * 5)
+
+
+# ---------------------------------------------------------------------------------------------- items that are given
+
+
+def labels(cut, as_given=int):
+    return [as_given(part["mask"].sum()) for part in pieces(new_batch(), cut)]
+
+
+def as_on_a_device(number):
+    return number.to(torch.int16)  # which the host does not read, even on a CPU
+
+
+@pytest.mark.parametrize("as_given", [int, float, lambda n: n.double(), as_on_a_device, lambda n: int(n) * 3])
+def test_items_in_proportion(as_given):
+    found = Window(entropy, CUTS[1], labels(CUTS[1], as_given))
+    assert relative_error(found.seen, whole(entropy)) <= EXACT
+
+
+@pytest.mark.parametrize("as_given", [int, float, as_on_a_device])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_items_out_of_proportion(as_given, number):
+    items = [as_given(n + (index == number)) for index, n in enumerate(labels(CUTS[1], torch.Tensor.clone))]
+    with pytest.raises(BatchError, match=r"not in proportion to what the losses are means over.*leave items= out"):
+        Window(entropy, CUTS[1], items)
+
+
+@pytest.mark.parametrize("as_given", [int, as_on_a_device])
+def test_equal_weights_by_choice(as_given):
+    found = Window(entropy, CUTS[1], [as_given(torch.tensor(1))] * 3)
+    model = new_model()
+    means = sum(entropy(model, part) for part in pieces(new_batch(), CUTS[1])) / 3
+    assert relative_error(found.seen, gradient(model, means)) <= EXACT
+
+
+def test_no_items_leave_a_micro_batch_out():
+    items = labels(CUTS[1])
+    found = Window(entropy, CUTS[1], [items[0], 0, items[2]])
+    assert found.result.items.item() == items[0] + items[2]
+
+
+def test_items_for_some_only():
+    with pytest.raises(BatchError, match="items must be given for every micro-batch of a window, or for none"):
+        Window(entropy, CUTS[1], [labels(CUTS[1])[0], None, None])
+
+
+# ---------------------------------------------------------------------------------------------- leftovers and sums
+
+
+def test_a_division_by_steps_is_left_over():
+    with pytest.raises(UsageError, match=r"divided by 3, as in a loop.*leave the division out"):
+        Window(lambda m, b: entropy(m, b) / 3, CUTS[0])
+    for right in (lambda m, b: entropy(m, b) / 2, lambda m, b: (1 / 3) * entropy(m, b)):
+        assert relative_error(Window(right, CUTS[0]).seen, whole(right)) <= EXACT
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: m.rows(b).square().sum(), lambda m, b: entropy(m, b, "sum")])
+def test_a_sum_is_no_mean(loss):
+    with pytest.raises(BatchError, match=r'is a sum.*reduction="sum".*items=.*reduction="total"'):
+        Window(loss, CUTS[0])
+
+
+def test_a_sum_that_states_its_items():
+    found = Window(lambda m, b: entropy(m, b, "sum"), CUTS[1], reduction="sum")
+    assert relative_error(found.seen, whole(entropy)) <= EXACT
+    assert found.result.items.item() == new_batch()["mask"].sum()
+
+
+def test_a_sum_that_does_not():
+    with pytest.raises(BatchError, match=r'reduction="sum" without items.*items=.*reduction="total"'):
+        Window(lambda m, b: m.rows(b).square().sum(), CUTS[0], reduction="sum")
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_total_is_divided_by_nothing(cut):
+    def bound(model, batch):
+        return model.rows(batch).square().sum()
+
+    found = Window(bound, cut, reduction="total", max_norm=math.inf)
+    expected = whole(bound)
+    assert relative_error(found.seen, expected) <= EXACT
+    assert found.result.loss.item() == pytest.approx(bound(new_model(), new_batch()).item(), rel=EXACT)
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
+    assert found.result.grad_norm.item() == pytest.approx(norm.item(), rel=EXACT)
+
+
+def over_the_window(model, batch):
+    """As transformers divides by num_items_in_batch."""
+    return entropy(model, batch, "sum") / new_batch()["mask"].sum()
+
+
+def test_a_quotient_by_the_count_of_the_window():
+    with pytest.raises(BatchError, match='reduction="total"'):
+        Window(over_the_window, CUTS[1])
+    found = Window(over_the_window, CUTS[1], reduction="total")
+    assert relative_error(found.seen, whole(entropy)) <= EXACT
+
+
+@pytest.mark.parametrize("option", [{"counts": lambda batch: {"a": 1}}])
+def test_a_total_of_terms(option):
+    model = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match='reduction="total" cannot go with counts='):
+        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), reduction="total", **option)
+
+
+# ---------------------------------------------------------------------------------------------- several means
+
+
+def test_means_out_of_proportion():
+    with pytest.raises(BatchError, match=r"adds up several means.*counts="):
+        Window(lambda m, b: entropy(m, b) + mse(m, b), CUTS[1])
+
+
+def test_a_factor_that_changes():
+    with pytest.raises(BatchError, match=r"not the same expression.*items="):
+        Window(lambda m, b: mse(m, b) * len(b["x"]), CUTS[1])
+
+
+def test_a_shape_that_does_not_change_with_the_samples():
+    with pytest.raises(BatchError, match=r"mean over 25 elements in each micro-batch, but one has 1 samples.* items="):
+        Window(lambda m, b: (m.rows(b).T @ m.rows(b)).pow(2).mean(), CUTS[1])
+
+
+def test_equal_counts_of_other_shapes_are_right():
+    """Two samples of 6 tokens and three of 4: 12 each."""
+    model = nn.Linear(3, 1).double()
+    parts = [torch.randn(2, 6, 3).double(), torch.randn(3, 4, 3).double(), torch.randn(1, 5, 3).double()]
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=3)
+    for part in acc.batches(parts):
+        acc.backward(model(part).square().mean())
+        result = acc.step()
+    assert result.items.item() == 12 + 12 + 5
+
+
+def test_the_warning_names_the_node():
+    (told,) = Window(lambda m, b: mse(m, b).sqrt(), CUTS[1]).told
+    assert "SqrtBackward0 was not understood" in told
+    assert "items=" in told
