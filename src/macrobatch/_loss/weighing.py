@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,11 +64,13 @@ def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool)
         )
     if items is not None:
         return Weight(items, ((Kind.ITEMS, items, count),))
-    if isinstance(factor := part.factor, Tensor):
-        expression: Pair = Kind.EXPRESSION, -1, factor
-    else:
-        expression = Kind.EXPRESSION, -1, _number_of(((part.node, factor),))
-    return Weight(count, (expression,), None, part.node, part.shape if part.from_shape else None)
+    factor = part.factor
+    pairs: tuple[Pair, ...] = ()  # for an infinite factor, the gradient tells
+    if isinstance(factor, Tensor):
+        pairs = ((Kind.EXPRESSION, -1, factor),)
+    elif math.isfinite(factor):
+        pairs = ((Kind.EXPRESSION, -1, _number_of(((part.node, factor),))),)
+    return Weight(count, pairs, None, part.node, part.shape if part.from_shape else None)
 
 
 def items_read(loss: Tensor, *, is_mean: bool) -> float | None:
