@@ -6,7 +6,6 @@ opens whether denominators are late or early. Nothing else in the engine depends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -119,7 +118,7 @@ class Mean(Objective):
             if not window.is_static:  # a recording would freeze the number
                 count = items_on_host(count)
         source: Source = "alike" if items is None or are_samples else "given"
-        pairs: Sequence[Pair] = ()
+        pairs: tuple[Pair, ...] = ()
         unread = None
         if self._reads and not repeats:
             found = count if source == "given" else None
@@ -128,11 +127,10 @@ class Mean(Objective):
                 source, count = "read", weight.items
                 if weight.shape is not None:
                     window.compare_sizes(weight, items if are_samples else None)
-            pairs, unread = weight.pairs, weight.unread
-            if self._group is None:  # else all ranks learn of it together, when the window closes
-                for pair in pairs:
-                    if not window.proportions.fits(pair):
-                        raise out_of_proportion(pair[0], pair[1:], window.proportions.last.get(pair[0]))
+            unread = weight.unread
+            for pair in weight.pairs:
+                if not window.proportions.repeats(pair):
+                    pairs = (*pairs, self._require_fit(pair, window))
         if self._is_scaled and self._must_agree(window):
             self._agree(1.0 if count is None else count, window, loss.device)
         if repeats:
@@ -152,6 +150,12 @@ class Mean(Objective):
         counts = not (is_nothing and self.is_mean)
         seed = self._seed(loss, number, window)
         return Micro(loss, seed, (loss,), (number,), counts, source, pairs=pairs, unread=unread)
+
+    def _require_fit(self, pair: Pair, window: Window) -> Pair:
+        """The pair, or an error if it breaks a proportion. Several ranks learn of that together, when a window closes."""
+        if self._group is None and not window.proportions.fits(pair):
+            raise out_of_proportion(pair[0], pair[1:], window.proportions.last.get(pair[0]))
+        return pair
 
     def _seed(self, loss: Tensor, number: Number, window: Window) -> Tensor:
         """The seed that makes the gradient of a mean that of a sum."""

@@ -53,13 +53,18 @@ class Proportions:
         """Whether there was a pair."""
         return bool(self.last)
 
+    def repeats(self, pair: Pair) -> bool:
+        """Whether a pair has the very proportion of the first, so that it changes nothing: most of them."""
+        kind, a, b = pair
+        if type(a) is not int or type(b) is not int or (first := self._first.get(kind)) is None:
+            return False
+        x, y = first
+        return a * y == b * x and x != 1  # if x is 1, those between may have been equal weights by choice
+
     def fits(self, pair: Pair) -> bool:
         """Whether a pair fits those before, as far as the host knows."""
         kind, a, b = pair
         if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return True
-        x, y = self._first.get(kind, (a, b))
-        if a * y == b * x and x != 1:  # most of them. If x is 1, those between may have been equal weights by choice
             return True
         aa, ab, bb, others = _exact_sums([*self._of(kind), (a, b)])
         tolerance = max(self._tolerance, _tolerance_of(a), _tolerance_of(b))
