@@ -88,6 +88,7 @@ def require_step(window: Window | None, now: bool) -> None:
 def require_between_windows(window: Window | None, call: str) -> None:
     """Raise an error if gradients are accumulated."""
     if window is not None and window.num_backwards:
+        require_whole(window)
         raise UsageError(
             f"{call} inside a window: {window.micro_batches} micro-batches of window {window.number} are "
             "accumulated, and gradients are not saved. Call it when step() has returned a result; step(now=True) "

@@ -152,7 +152,7 @@ class Mean(Objective):
         return Micro(loss, seed, (loss,), (number,), counts, source, pairs=pairs, unread=unread)
 
     def _require_fit(self, pair: Pair, window: Window) -> Pair:
-        """The pair, or an error if it breaks a proportion. Several ranks learn of that together, when a window closes."""
+        """The pair, or an error if it breaks a proportion. Several ranks learn of that when the window closes."""
         if self._group is None and not window.proportions.fits(pair):
             raise out_of_proportion(pair[0], pair[1:], window.proportions.last.get(pair[0]))
         return pair
