@@ -134,6 +134,55 @@ def test_no_items_leave_a_micro_batch_out():
     assert found.result.items.item() == items[0] + items[2]
 
 
+def masked(model, batch):
+    return (model.rows(batch).square().mean(1) * batch["mask"][:, 1]).mean() / batch["mask"][:, 1].double().mean()
+
+
+def by_sample(model, batch):
+    rows = zip(model.rows(batch), batch["wanted_rows"], strict=True)
+    return sum(F.mse_loss(found, wanted) for found, wanted in rows) / len(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [(masked, lambda b: int(b["mask"][:, 1].sum())), (by_sample, lambda b: len(b["x"]))],
+    ids=["masked", "by sample"],
+)
+def test_items_of_a_loss_whose_constants_change(loss, count):
+    """Only the program knows them."""
+    cut = (3, 4)
+    with pytest.raises(BatchError, match="items="):
+        Window(loss, cut)
+    found = Window(loss, cut, [count(part) for part in pieces(new_batch(), cut)])
+    assert relative_error(found.seen, whole(loss)) <= EXACT
+
+
+def test_a_micro_batch_without_labels_divided_by_one():
+    model = nn.Linear(3, 4).double()
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+    for labels in acc.batches([torch.tensor([1, 2]), torch.tensor([-100, -100])]):
+        loss = F.cross_entropy(model(torch.ones(2, 3).double()), labels, reduction="sum")
+        acc.backward(loss / (labels != -100).sum().clamp(min=1))
+        result = acc.step()
+    assert result.items.item() == 2
+
+
+@pytest.mark.parametrize("items", [None, CUTS[1]])
+def test_a_penalty_whose_factor_changes(items):
+    with pytest.raises(BatchError, match="not the same expression"):
+        Window(lambda m, b: mse(m, b) + m.trunk.weight.square().sum() / len(b["x"]), CUTS[1], items)
+
+
+def test_a_mean_and_a_sum():
+    with pytest.raises(BatchError, match=r"is a sum \(SumBackward0\)"):
+        Window(lambda m, b: mse(m, b) + m.rows(b).square().sum(), CUTS[1])
+
+
+def test_a_mean_is_no_sum():
+    with pytest.raises(BatchError, match=r"MseLossBackward0\) is a mean: leave reduction= out"):
+        Window(mse, CUTS[1], reduction="sum")
+
+
 def test_items_for_some_only():
     with pytest.raises(BatchError, match="items must be given for every micro-batch of a window, or for none"):
         Window(entropy, CUTS[1], [labels(CUTS[1])[0], None, None])

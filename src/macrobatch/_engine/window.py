@@ -116,7 +116,7 @@ class Window:
 
     def refuse_source(self, source: Source, unread: str | None) -> NoReturn:
         """Raise the error for items that come from somewhere else than those of earlier micro-batches."""
-        words = {"given": "given", "read": "None, and read from the loss", "alike": "None, and not to be read"}
+        words = {"given": "given", "read": "read from the loss", "alike": "neither given nor to be read"}
         now = words[source] + ("" if unread is None else f" (because of {unread})")
         raise BatchError(
             f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "

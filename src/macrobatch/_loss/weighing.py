@@ -37,40 +37,58 @@ def weigh(loss: Tensor, items: Number | None, *, is_mean: bool, steps: int | Non
     parts = [part for part in anatomy.parts if not part.leaf_only]  # regularisers are the same in each micro-batch
     if not is_mean:
         return Weight(_items_of_sum(anatomy, parts, items, on_host))
-    kinds = {part.kind for part in parts}
-    if kinds == {"sum"}:
-        return _divided_sum(parts[0], anatomy.quotient, items, on_host) if len(parts) == 1 else _sums(parts, items)
+    sums = [part for part in parts if part.kind == "sum"]
+    if sums and len(parts) == 1:
+        return _divided_sum(parts[0], anatomy.quotient, items, on_host)
+    if sums:
+        return _sums(sums, items)
     unread = _unread(anatomy, parts)
     if unread is not None:
         return Weight(items, unread=unread if items is None else None)
-    if len(parts) == 1:
+    if len(anatomy.parts) == 1:
         return _of_mean(parts[0], items, steps, on_host)
-    counts = [_known(part.count, on_host) for part in parts]
-    pairs = _pairs(parts, counts)
-    first = parts[0]
+    first, counts = parts[0], [_known(part.count, on_host) for part in parts]
+    if len(parts) == 1:
+        _refuse_steps(first, steps)
+    elif items is not None and len({(part.node, part.factor) for part in parts}) == 1:
+        return Weight(items)  # a loop over samples, say: what the whole is a mean over, only the program knows
+    pairs = _pairs(anatomy.parts, counts)
     if items is None:
         return Weight(counts[0], pairs, None, first.node, first.shape if first.from_shape else None)
-    return Weight(items, (*pairs, (Kind.ITEMS, items, counts[0])))
+    return Weight(items, (*pairs, (Kind.ITEMS, items, _times(counts[0], first.factor))))
 
 
 def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool) -> Weight:
     """What a single mean weighs."""
     count = part.count if type(part.count) is int else _known(part.count, on_host)
-    if part.divisors and steps in part.divisors:
-        raise UsageError(
-            f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
-            "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
-            f"{1 / (steps or 1):g} * loss.)"
-        )
-    if items is not None:
-        return Weight(items, ((Kind.ITEMS, items, count),))
+    if part.divisors:
+        _refuse_steps(part, steps)
     factor = part.factor
+    if items is not None:
+        return Weight(items, ((Kind.ITEMS, items, _times(count, factor)),))
     pairs: tuple[Pair, ...] = ()  # for an infinite factor, the gradient tells
     if isinstance(factor, Tensor):
         pairs = ((Kind.EXPRESSION, -1, factor),)
     elif math.isfinite(factor):
         pairs = ((Kind.EXPRESSION, -1, _number_of(((part.node, factor),))),)
     return Weight(count, pairs, None, part.node, part.shape if part.from_shape else None)
+
+
+def _refuse_steps(part: Part, steps: int | None) -> None:
+    """Raise an error for a mean that was divided by the number of micro-batches."""
+    if steps in part.divisors:
+        raise UsageError(
+            f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
+            "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
+            f"{1 / (steps or 1):g} * loss.)"
+        )
+
+
+def _times(count: Number, factor: float | Tensor) -> Number:
+    """What a sum was divided by, if its mean is multiplied by a constant, as in ``(l * mask).mean() / mask.mean()``."""
+    if not isinstance(factor, Tensor):
+        return count if factor == 1 or not factor or not math.isfinite(factor) else count / factor
+    return count / factor.double()
 
 
 def items_read(loss: Tensor, *, is_mean: bool) -> float | None:
@@ -86,15 +104,20 @@ def _unread(anatomy: Anatomy, parts: Sequence[Part]) -> str | None:
     """The name of a node that keeps a loss from being read as a mean; None if it is one, or several added up."""
     if not parts:
         return anatomy.unknown or anatomy.parts[0].node
-    for part in parts:
-        if part.kind == "sum" or (len(parts) > 1 and isinstance(part.factor, Tensor)):
+    for part in anatomy.parts:
+        if len(anatomy.parts) > 1 and isinstance(part.factor, Tensor):
             return part.node
     return None
 
 
 def _pairs(parts: Sequence[Part], counts: Sequence[Number]) -> tuple[Pair, ...]:
-    """Counts must keep their proportion, and the expression must be the same in each micro-batch."""
+    """Counts must keep their proportion, and the expression must be the same in each micro-batch.
+
+    `parts`: with those of parameters alone, which have no counts here.
+    """
     expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in parts))
+    if len(counts) == 1:
+        return (expression,)
     mixed: Number = 0  # all other counts as one number
     for index, count in enumerate(counts[1:]):
         mixed = mixed + pow(641, index, 1009) * (count.double() if isinstance(count, Tensor) else count)
@@ -127,7 +150,7 @@ def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | Non
         return Weight(items, ((Kind.ITEMS, items, divisor),), node=part.node)
     count = _known(part.count, on_host)
     if not isinstance(count, Tensor) and not isinstance(divisor, Tensor):
-        if count != divisor:
+        if count not in (divisor, 0):  # of no labels at all, the mean is written with clamp(min=1)
             raise other_divisor(f"{divisor:g}, but sums over {count:g}")
         return Weight(count, node=part.node)
     # With a pair of equal numbers, only equal numbers are in proportion.
@@ -137,7 +160,7 @@ def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | Non
 def _sums(parts: Sequence[Part], items: Number | None) -> Weight:
     if items is not None:
         return Weight(items, node=parts[0].node)
-    if len(parts) == 1 and not isinstance(parts[0].count, Tensor) and parts[0].count == 1:
+    if len(parts) == 1 and type(parts[0].count) is int:
         return Weight(1, node=parts[0].node)  # the sum of one number is its mean
     raise BatchError(
         f'this loss is a sum ({parts[0].node}), but reduction="mean" takes it for a mean. If the window\'s loss is the '
@@ -153,6 +176,11 @@ def _items_of_sum(anatomy: Anatomy, parts: Sequence[Part], items: Number | None,
     if len(parts) == 1 and parts[0].kind == "sum" and parts[0].count is not None and anatomy.quotient is None:
         return _known(parts[0].count, on_host)
     node = parts[0].node if parts else anatomy.unknown
+    if parts and parts[0].kind == "mean":
+        raise BatchError(
+            f'reduction="sum", but this loss ({node}) is a mean: leave reduction= out, and what it is a mean over is '
+            "read from it. (Or pass items=, if it is the sum over one item.)"
+        )
     raise BatchError(
         f'reduction="sum" without items: this loss ({node}) does not say how many items it sums over. Pass items=, the '
         'number of them, with each loss; or use reduction="total", if the window\'s loss is the sum of these losses, '
