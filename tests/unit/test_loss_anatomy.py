@@ -390,6 +390,7 @@ def test_the_host_reads_nothing_from_a_device(model, batch):
         assert watch.reads
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_no_operation_runs_for_what_the_host_knows(model, batch):
     loss = 0.5 * entropy(model, batch) / 4 + model.rows(batch).mean()
     with torch.profiler.profile() as profile:
