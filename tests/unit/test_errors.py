@@ -245,18 +245,18 @@ def test_backward_that_fails_half_way(make, model, loss):
     acc = make(steps=2)
     failing = lambda: model.bias.mean() + Fails.apply(model.weight).mean()  # noqa: E731  (the bias comes first)
     with pytest.raises(RuntimeError, match="planted"), acc.micro_batch():
-        acc.backward(failing())
+        acc.backward(failing(), items=1)
     assert all(p.grad is None for p in model.parameters())  # nothing accumulated yet: as if it had not been
     with acc.micro_batch():
-        acc.backward(loss())
+        acc.backward(loss(), items=1)
     with pytest.raises(RuntimeError, match="planted"), acc.micro_batch():
-        acc.backward(failing())
+        acc.backward(failing(), items=1)
     with pytest.raises(UsageError, match=r"a backward failed half-way in window 1.*discard\(\)"):
         acc.step(now=True)
     acc.discard()
     for _ in range(2):
         with acc.micro_batch():
-            acc.backward(loss())
+            acc.backward(loss(), items=1)
     assert acc.step().micro_batches == 2
 
 

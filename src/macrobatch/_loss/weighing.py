@@ -55,7 +55,7 @@ def weigh(loss: Tensor, items: Number | None, *, is_mean: bool, steps: int | Non
     pairs = _pairs(anatomy.parts, counts)
     if items is None:
         return Weight(counts[0], pairs, None, first.node, first.shape if first.from_shape else None)
-    return Weight(items, (*pairs, (Kind.ITEMS, items, _times(counts[0], first.factor))))
+    return Weight(items, (*pairs, (Kind.ITEMS, items, _divisor(first, counts[0]))))
 
 
 def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool) -> Weight:
@@ -65,7 +65,7 @@ def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool)
         _refuse_steps(part, steps)
     factor = part.factor
     if items is not None:
-        return Weight(items, ((Kind.ITEMS, items, _times(count, factor)),))
+        return Weight(items, ((Kind.ITEMS, items, _divisor(part, count)),))
     pairs: tuple[Pair, ...] = ()  # for an infinite factor, the gradient tells
     if isinstance(factor, Tensor):
         pairs = ((Kind.EXPRESSION, -1, factor),)
@@ -84,11 +84,12 @@ def _refuse_steps(part: Part, steps: int | None) -> None:
         )
 
 
-def _times(count: Number, factor: float | Tensor) -> Number:
-    """What a sum was divided by, if its mean is multiplied by a constant, as in ``(l * mask).mean() / mask.mean()``."""
-    if not isinstance(factor, Tensor):
-        return count if factor == 1 or not factor or not math.isfinite(factor) else count / factor
-    return count / factor.double()
+def _divisor(part: Part, count: Number) -> Number:
+    """What the sum behind a mean was divided by in all, as in ``(l * mask).mean() / mask.mean()``."""
+    factor = part.factor
+    if not part.divisors or (not isinstance(factor, Tensor) and (not factor or not math.isfinite(factor))):
+        return count
+    return count / (factor.double() if isinstance(factor, Tensor) else factor)
 
 
 def items_read(loss: Tensor, *, is_mean: bool) -> float | None:
