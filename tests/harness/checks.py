@@ -34,7 +34,8 @@ Macrobatch notices mistakes that would silently give a wrong gradient. Each chec
 needs is in the kernel.
 
 `MACROBATCH_CHECKS=off` turns them off, to measure what they cost. It is read when an `Accumulator` or a `MacroStep` is
-made. Results and communication stay the same, and so do `nonfinite=` and the comparison of items with `counts=`.
+made. Results and communication stay the same, and so do `nonfinite=` and the comparison of items
+with `counts=` and with what a loss says.
 `verify` always checks. Wrong arguments, and calls in the wrong order, are always errors.
 
 Each check has the smallest wrong program that shows it. Programs begin with these lines. Those for two ranks call

@@ -116,9 +116,9 @@ def _pairs(parts: Sequence[Part], counts: Sequence[Number]) -> tuple[Pair, ...]:
 
     `parts`: with those of parameters alone, which have no counts here.
     """
-    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in parts))
     if not all(math.isfinite(part.factor) for part in parts):
         return ()  # the gradient tells
+    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in parts))
     if len(counts) == 1:
         return (expression,)
     mixed: Number = 0  # all other counts as one number

@@ -90,8 +90,9 @@ def verify(
             trainer as the only argument: a `Trainer` of transformers, or a Trainer of Lightning with its module, or a
             module of Lightning with its Trainer. `verify` then runs the trainer's first window as the trainer does.
         loss_fn: a function ``loss_fn(model, batch)`` that returns the loss, or ``(loss, items)``. The loss is a mean
-            over so many items (default: samples), or with ``reduction="sum"`` their sum. For a loss of several terms,
-            it returns a dict ``{name: (loss, items)}``, and the means of the terms are added up.
+            over so many items (default: as many as its graph says, else samples), or with ``reduction="sum"`` their
+            sum. For a loss of several terms, it returns a dict ``{name: (loss, items)}``, and the means of the terms
+            are added up.
         batch: the batch that ``step`` gets; on several ranks, this rank's share. Either tensors whose first dimension
             is the samples, or with ``collate`` a list of samples.
         micro: how `MacroStep` cuts the batch if you pass no ``step``. Default: into about three micro-batches of
@@ -99,7 +100,7 @@ def verify(
         step: the training step to check: a function ``step(model, batch)`` with any training loop and its own
             optimizers, or a `MacroStep` of the same model. `verify` reads the gradients at each optimizer step, or when
             the function returns if it takes none. Default: a `MacroStep` with ``loss_fn``.
-        reduction: whether ``loss_fn`` returns a "mean" or a "sum".
+        reduction: whether ``loss_fn`` returns a "mean", a "sum" over items, or a "total", which nothing divides.
         collate: a function that makes a batch for ``loss_fn`` from a list of samples. Default: batches of tensors.
         counts: the argument ``counts`` of `MacroStep`, for a loss of several terms if you pass no ``step``.
         joint: the argument ``joint`` of `MacroStep`, for a loss that compares samples with each other. ``loss_fn`` must
