@@ -68,7 +68,10 @@ fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PR
 	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
 	  --out ../results/fuzz.json
 
-.PHONY: tables wheel coverage
+.PHONY: models tables wheel coverage
+models: venv  ## every model of transformers that computes a loss, made tiny: exact, without being told? NAMES="..." for some
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/every_model.py $(NAMES)
+
 tables: venv  ## the tables of README.md and docs/, again from results/*.json
 	$(BIN)/python benchmarks/tables.py --write
 

@@ -141,7 +141,8 @@ def summary(files: Sequence[Path]) -> str:
     targets, lines = [], []
     for path in files:
         result = json.loads(path.read_text())
-        said = [row[key] for key in ("exact", "agrees") for _, row in _holders(result, key) if row[key] is not None]
+        said = [row[key] for key in ("exact", "agrees") for _, row in _holders(result, key)]
+        said = [is_right for is_right in said if isinstance(is_right, bool)]
         where = f"{result.get('date', 'undated')}, {result.get('processor', 'on an unknown machine')}"
         lines.append(f"{path}: {where}; {sum(said)} of {len(said)} rows agreed with their reference")
         for target in targets_in(result):

@@ -120,7 +120,8 @@ def problem(settings: Settings) -> Problem:
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device(settings.device))
     data = Data.read(settings)
     plan = Plan.made(settings, data, world)
-    model = models.prepared(models.model_of(settings, data.vocabulary.size, data.vocabulary.end), settings, world)
+    made, _ = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
+    model = models.prepared(made, settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # no later token needs the keys and values
     (optimizer,) = optimizers_of(model, settings, models.learning_rate(settings))
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]

@@ -17,8 +17,19 @@ ROOT = Path(__file__).parent.parent
 AT_THE_ROOT = {"README.md": "index.md"} | {
     f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")
 }
+BOOST = {"troubleshooting.md": 100, "reference/train.md": 0.01, "log.md": 0.1, "changelog.md": 0.1}  # in a search
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Take the link to the repository, and the address of the site, which the page for missing addresses needs."""
+    config.repo_url = os.environ.get("REPOSITORY") or config.repo_url
+    if config.repo_url:
+        owner, name = config.repo_url.rstrip("/").split("/")[-2:]
+        config.repo_name = f"{owner}/{name}"
+        config.site_url = config.site_url or f"https://{owner.lower()}.github.io/{name}/"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -34,7 +45,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Rewrite the links of a page."""
+    """Rewrite the links of a page, and say how early a search shows it."""
+    page.meta["search"] = {"boost": BOOST.get(page.file.src_uri, 1)}
     here = os.path.dirname(page.file.src_uri)
 
     def rewritten(link: re.Match[str]) -> str:

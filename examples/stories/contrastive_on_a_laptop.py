@@ -8,17 +8,16 @@ python examples/stories/contrastive_on_a_laptop.py
 # # Contrastive on a laptop
 #
 # Contrastive training teaches two encoders which things belong together: an image and its caption, a question and its
-# answer. In every batch, each question looks for its answer among all the answers of the batch. So a larger batch is
-# a harder, better exercise. And that is the trouble: the loss needs *all* pairs at once, and memory is soon full.
-# Cutting the batch does not help, because then each question looks among fewer answers: that is another loss.
+# answer. Each question looks for its answer among all the answers of the batch, so a larger batch is a better
+# exercise. But the loss needs *all* pairs at once, and memory is soon full. Cutting the batch makes it another loss,
+# because each question then looks among fewer answers.
 #
 # This story trains with a thousand pairs while 32 of them are in memory, with exactly the gradient of the thousand.
-# It runs on a CPU in half a minute, and nothing is downloaded.
 #
 # ## The pairs: `&frac12;` and VULGAR FRACTION ONE HALF
 #
 # Python's standard library knows how HTML abbreviates characters, and their official names. That makes 1,444 pairs.
-# Some abbreviations are easy to guess, some are not. The first 300 are for the test; the model never trains on them.
+# The first 300 are for the test; the model never trains on them.
 
 # %%
 import html.entities
@@ -27,7 +26,6 @@ import zlib
 from typing import Any
 
 import torch
-from memory import PeakMemory  # examples/stories/memory.py: counts the bytes of all tensors that are alive
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,8 +45,7 @@ for name, entity in texts[:4]:
 
 # %% [markdown]
 # The model sees a text as its short pieces: all runs of one, two or three letters, each with a number. There is one
-# encoder for abbreviations and one for names, and both end in 64 numbers. Texts that belong together should get
-# similar ones.
+# encoder for abbreviations and one for names. Both give 64 numbers, which should be similar for a pair.
 
 # %%
 PIECES, WIDTH = 2048, 64
@@ -117,12 +114,11 @@ print(f"{int(result.items.item()):,} pairs in {result.micro_batches} micro-batch
 
 # %% [markdown]
 # That was one optimizer step on 1,024 pairs. (A model that finds all answers equally likely has a loss of 6.9, the
-# logarithm of 1,024. An untrained model is a bit worse.)
+# logarithm of 1,024.)
 #
 # ## Is it the same gradient?
 #
-# `verify` compares the step with one big batch. We also show it the loop that cuts the batch and takes the loss of
-# each piece alone: no weighting of the pieces would repair that.
+# `verify` compares the step with one big batch, and so it does with a loop that takes the loss of each piece alone.
 
 
 # %%
@@ -140,17 +136,20 @@ report = verify(new_model(), loss_fn, some, joint=joint, step=loss_of_pieces)
 print("loss of pieces:", report.ok, [cause.name for cause in report.causes], f"error {report.max_relative_error:.1g}")
 
 # %% [markdown]
-# The loop that takes the pieces alone is wrong, and `verify` names the reason: this loss couples the samples of a
-# batch. The largest difference in a gradient is 6 % of the largest gradient.
+# The loop of pieces is wrong, and `verify` names the reason: this loss couples the samples of a batch. No weighting of
+# the pieces would repair that.
 #
 # ## Memory stays flat
 #
-# Now we measure the peak memory of all tensors that a step makes: once with all pairs at once in plain torch,
-# as one would normally write it, and once with 32 pairs at a time. For 2,048 pairs we take some of them twice: for
-# memory that makes no difference.
+# Now we measure the peak memory of all tensors that a step makes: with all pairs at once in plain torch, and with 32
+# pairs at a time. [`memory.py`](../../examples/stories/memory.py) counts the bytes of all tensors that are alive: save
+# it beside your script. (For 2,048 pairs we take some of them twice.)
 
 
 # %%
+from memory import PeakMemory
+
+
 def all_at_once(model: Towers, batch: Batch) -> None:
     encoded = loss_fn(model, batch)
     table = model.log_scale.exp() * F.normalize(encoded.entity) @ F.normalize(encoded.name).T
@@ -174,10 +173,9 @@ for size in SIZES:
     print(f"{size:5,}  {memory['all at once'][-1]:7.0f} MiB  {memory['32 at a time'][-1]:8.0f} MiB")
 
 # %% [markdown]
-# All at once, memory grows with the square of the batch, because the table of comparisons does. With 32 at a time it
-# is nearly flat. Two things make it so: the encoders hold one micro-batch at a time, and the loss a few tiles of the
-# table. Only the encodings and their gradients grow, by 2 KiB for each pair. The price is time: every micro-batch is
-# encoded twice, once for the loss and once for its gradient.
+# All at once, memory grows with the square of the batch, because the table of comparisons does. With 32 at a time,
+# only the encodings and their gradients grow, by 2 KiB for each pair. The price is time: every micro-batch is encoded
+# twice, once for the loss and once for its gradient.
 #
 # ## What is the large batch good for?
 #
@@ -214,12 +212,11 @@ print(f"batches of    32, 640 steps: {many_steps:.0f} %")
 # %% [markdown]
 # With the same number of steps, the large batch finds nearly four times as many names as the small one.
 #
-# The last line is the fair question to ask: 640 steps of 32 pairs see as many pairs as 40 steps of 512. The small
-# batches nearly catch up then (with 300 names in the test, a few percent more or less may be chance), but with 16
-# times as many optimizer steps. So a large batch pays where steps are what you are short of, or where a small batch
-# has too few wrong answers that are worth comparing with. Try both; memory is no longer the reason to choose.
+# The last line asks the fair question: 640 steps of 32 pairs see as many pairs as 40 steps of 512. The small batches
+# nearly catch up, with 16 times as many optimizer steps. So a large batch pays where steps are few, or where a small
+# batch has too few good wrong answers. Try both; memory is no longer the reason to choose.
 
-# %%
+# %% [figure]
 import matplotlib.pyplot as plt  # only for this figure: pip install matplotlib
 
 figure, (left, right) = plt.subplots(

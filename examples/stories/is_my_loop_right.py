@@ -7,17 +7,14 @@ python examples/stories/is_my_loop_right.py
 # %% [markdown]
 # # Is my loop right?
 #
-# You have a training loop. It runs, and the loss goes down. Is it right? A loop that accumulates gradients over
-# micro-batches can be wrong without any error: it still learns, just not as well as it should.
-#
-# This story starts with such a loop, asks `verify` what is wrong, and cures one mistake after the other. At the end
-# we measure what the mistakes cost. Everything runs on a CPU in half a minute, and nothing is downloaded.
+# A loop that accumulates gradients over micro-batches can be wrong without any error: it still learns, just not as
+# well as it should. This story starts with such a loop, asks `verify` what is wrong, cures one mistake after the
+# other, and measures what they cost.
 #
 # ## The data: the names of emoji
 #
 # Python's standard library knows the official name of every character. The names of 848 pictographs are our texts:
-# some are short (`OX`), some are long. A small model learns to spell them, letter by letter, as a language model
-# does.
+# some are short (`OX`), some are long. A small model learns to spell them, as a language model does.
 
 # %%
 import unicodedata
@@ -41,9 +38,8 @@ for name in training[:4]:
     print("  ", name)
 
 # %% [markdown]
-# The usual way to handle different lengths: sort the names of a batch by length, cut them into micro-batches of 8,
-# and pad the names of each micro-batch to the longest one. Four micro-batches make a **window**: one optimizer step
-# on 32 names.
+# As usual, the names of a batch are sorted by length, cut into micro-batches of 8, and padded to the longest of each.
+# Four micro-batches make a **window**: one optimizer step on 32 names.
 
 # %%
 PAD, END, MICRO, STEPS = 0, 1, 8, 4
@@ -85,8 +81,8 @@ print(pad(["OX", "COW"]).tolist())
 # %% [markdown]
 # ## The loop
 #
-# This is the loop as many of us would write it. It divides the loss by 4, because 4 micro-batches make a step. It
-# also steps after the very last micro-batch, so that no name is lost.
+# Many of us would write this loop. It divides the loss by 4, because 4 micro-batches make a step, and steps after the
+# very last micro-batch, so that no name is lost.
 
 
 # %%
@@ -106,11 +102,8 @@ def first_loop(model: nn.Module, names: list[str]) -> None:
 # ## Ask `verify`
 #
 # `verify` needs to know what you *want*: the loss of one big batch. Here that is the mean over all real letters,
-# without padding. So `loss_fn` returns this loss, and the number of letters that it is a mean over.
-#
-# Then `verify` runs the loop, looks at the gradient at every optimizer step, and compares it with the gradient of one
-# big batch of the same names. 76 names are enough: two windows of 32, and a short one of 12. The model is left as it
-# was.
+# without padding. It runs the loop, and compares the gradient at every optimizer step with that of one big batch of
+# the same names. 76 names are enough: two windows of 32, and a short one of 12. The model is left as it was.
 
 
 # %%
@@ -130,16 +123,14 @@ report = verify(new_model(), loss_fn, training[:76], step=first_loop, collate=pa
 print(report)
 
 # %% [markdown]
-# The first table has one line for each optimizer step. *Error* is the largest difference in any gradient, divided by
-# the largest gradient of the model: an exact loop has 0.000000000001 or less here, and this loop has more than 1. The
-# last column says how much of the right gradient is in the one that the loop has: 1 would be right.
-#
-# The cause is named below the tables: the loop trains on padding. `cross_entropy` does not know that 0 means padding
-# unless we say so.
+# *Error* is the largest difference in any gradient, divided by the largest gradient of the model: an exact loop has
+# 0.000000000001 or less, and this loop has more than 1. The last column says how much of the right gradient is in
+# that of the loop: 1 would be right. The cause is below: the loop trains on padding, since `cross_entropy` does not
+# know that 0 means padding.
 #
 # ## Cure 1: no training on padding
 #
-# `loss_fn` has the right loss already, with `ignore_index`, so the loop can use it.
+# `loss_fn` has the right loss already, so the loop can use it.
 
 
 # %%
@@ -155,43 +146,22 @@ def second_loop(model: nn.Module, names: list[str]) -> None:
 
 
 report = verify(new_model(), loss_fn, training[:76], step=second_loop, collate=pad)
-print(report)
+for cause in report.causes:
+    print(cause.name)
 
 # %% [markdown]
-# Better, but still wrong, and now `verify` sees two more causes that were hidden behind the first:
+# Two more causes were hidden behind the first:
 #
 # - **Mean of means.** Each micro-batch counts for a quarter of the step. But the micro-batch with the shortest names
 #   has 57 letters, and the one with the longest has 269: a letter of a short name counts almost five times as much.
 # - **Short window.** The last window has 2 micro-batches, but its losses are divided by 4. Its gradient is half of
 #   what it should be.
 #
-# ## Cure 2: the short window
+# ## Cure 2: every letter counts the same
 #
-# The second one is easy to cure by hand: divide by the number of micro-batches that the window really has.
-
-
-# %%
-def third_loop(model: nn.Module, names: list[str]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = micro_batches(names)
-    for index, letters in enumerate(loader):
-        loss, _ = loss_fn(model, letters)
-        begin = index - index % STEPS
-        (loss / min(STEPS, len(loader) - begin)).backward()
-        if (index + 1) % STEPS == 0 or index + 1 == len(loader):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-report = verify(new_model(), loss_fn, training[:76], step=third_loop, collate=pad)
-print([cause.name for cause in report.causes])
-
-# %% [markdown]
-# ## Cure 3: every letter counts the same
-#
-# The mean of means is harder by hand: to divide by the letters of the window, you have to know them before the first
-# backward. The `Accumulator` takes over here. You tell it how many items each loss is a mean over; it divides once,
-# when the window closes. The loop becomes shorter, and the short window needs no care any more.
+# The short window is easy to cure by hand: divide by the number of micro-batches that it really has. The mean of means
+# is harder: to divide by the letters of the window, you have to know them before the first backward. The `Accumulator`
+# is told how many items each loss is a mean over, and divides once, when the window closes. That cures both.
 
 
 # %%
@@ -214,10 +184,9 @@ print("error below 1e-12:", report.max_relative_error < 1e-12)
 #
 # ## What did the mistakes cost?
 #
-# We train four models for two epochs, all from the same weights, with the same names in the same order: with the
-# first loop, with the second, with the right one, and with real big batches of 32 names, as if memory did not matter.
-# After every optimizer step we ask how well the model spells the 100 names that it has never seen. (The loops make
-# their own optimizers, so each epoch begins with a fresh one, for all four alike.)
+# We train four models for two epochs, from the same weights, with the same names in the same order: with the first
+# loop, the second, the right one, and real big batches of 32 names. After every optimizer step we ask how well the
+# model spells the 100 names that it has never seen.
 
 
 # %%
@@ -252,10 +221,10 @@ for name, losses in curves.items():
     print(f"  {name:12} {losses[-1]:.2f}  {'below 1e-9' if distance < 1e-9 else f'{distance:.2f}'}")
 
 # %% [markdown]
-# The right loop follows the big batches up to rounding. The first loop ends far above them. The second one looks
-# harmless, and that is what makes it hard to find: it is a little worse at almost every step, and nothing tells you.
+# The right loop follows the big batches up to rounding. The first loop ends far above them. The second is a little
+# worse at almost every step, and nothing tells you.
 
-# %%
+# %% [figure]
 import matplotlib.pyplot as plt  # only for this figure: pip install matplotlib
 
 figure, (left, right) = plt.subplots(

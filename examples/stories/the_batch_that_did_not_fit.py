@@ -7,21 +7,18 @@ python examples/stories/the_batch_that_did_not_fit.py    (on Linux, or with a CU
 # %% [markdown]
 # # The batch that did not fit
 #
-# You want to train with a batch of 64 texts, but only a few of them fit into memory. In this story we give the
-# program a real memory limit, see the batch fail, and then train on it anyway. In the end we measure what
-# each way of cutting costs: in memory, and in work wasted on padding.
+# You want to train with a batch of 64 texts, but only a few of them fit into memory. This story gives the program a
+# real memory limit, sees the batch fail, and trains on it anyway. Then it measures what each way of cutting costs.
 #
 # ## A batch of very different lengths
 #
-# 64 texts of random words, most of them short, and a few long ones: that is how sentences, chats and documents are,
-# too. To make one tensor of them, all are padded to the longest.
+# 64 texts of random words, most of them short, a few long, as in most real data. All are padded to the longest.
 
 # %%
 from pathlib import Path
 from typing import Any
 
 import torch
-from memory import MIB, PeakMemory  # examples/stories/memory.py: counts the bytes of all tensors that are alive
 from torch import Tensor, nn
 
 from macrobatch import MacroStep, StepResult, by_tokens, causal_lm_loss
@@ -29,7 +26,7 @@ from macrobatch import MacroStep, StepResult, by_tokens, causal_lm_loss
 torch.set_default_dtype(torch.float64)  # to compare gradients to the last digit
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-TEXTS, LONGEST, WORDS, WIDTH = 64, 160, 200, 64
+TEXTS, LONGEST, WORDS, WIDTH, MIB = 64, 160, 200, 64, 2**20
 generator = torch.Generator().manual_seed(0)
 lengths = (3.4 + 0.8 * torch.randn(TEXTS, generator=generator)).exp().long().clamp(4, LONGEST)
 mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -40,8 +37,7 @@ print(f"{TEXTS} texts of {lengths.min()} to {lengths.max()} words, half of them 
 print(f"{real:,} words; padded {padded:,}: {1 - real / padded:.0%} of the batch is padding")
 
 # %% [markdown]
-# The model is a small transformer that predicts the next word. It is small so that this runs anywhere; the limit
-# below is small, too.
+# The model is a small transformer that predicts the next word.
 
 
 # %%
@@ -80,9 +76,8 @@ def train_one_batch(micro: Any) -> StepResult:
 # %% [markdown]
 # ## A real limit
 #
-# From here on the program gets 96 MiB more than it has now, and no more. On a GPU, torch can set such a limit for its
-# own process. On a CPU, Linux can: an allocation beyond the limit fails, instead of making the machine slow or the
-# kernel kill the program.
+# From here on the program gets 96 MiB more than it has now. On a GPU, torch can set such a limit for its own process;
+# on a CPU, Linux can.
 
 
 # %%
@@ -117,17 +112,16 @@ except RuntimeError as failure:
 # %% [markdown]
 # ## Cut it
 #
-# `MacroStep` takes the whole batch and cuts it into micro-batches: here, 8 texts each. It adds up their gradients,
-# and takes one optimizer step. The limit is still the same.
+# `MacroStep` cuts the whole batch into micro-batches, here of 8 texts, adds up their gradients, and takes one
+# optimizer step. The limit is still the same.
 
 # %%
 result = train_one_batch(8)
 print(f"8 texts at a time: {result.micro_batches} micro-batches, loss {result.loss.item():.4f}")
 
 # %% [markdown]
-# Who knows that 8 is a good number? With `micro="auto"`, `MacroStep` finds one: it begins with all 64 texts. Where
-# memory runs out, it puts everything back as it was, and tries again with half as many. (Which number it finds
-# depends on the machine, so this page does not print it. In a terminal you see each try.)
+# With `micro="auto"`, `MacroStep` finds the number: it begins with all 64 texts. If memory runs out, it puts everything
+# back as it was, and tries again with half as many. (Which number it finds depends on the machine.)
 
 # %%
 result = train_one_batch("auto")
@@ -137,10 +131,9 @@ print(f"loss {result.loss.item():.4f}")
 # %% [markdown]
 # ## Less padding
 #
-# In a micro-batch of 8 texts, one long text makes 7 short ones long. `by_tokens` sorts the texts of the batch by
-# length first. Then it puts as many of them together as a budget of words allows, padding included, and trims the
-# padding that is no longer needed: a few long texts in one micro-batch, many short ones in another.
-# (`by_tokens("auto")` finds the budget by itself.)
+# In a micro-batch of 8 texts, one long text makes 7 short ones long. `by_tokens` sorts the texts by length first. Then
+# it puts together as many as a budget of words allows, padding included, and trims the padding that is no longer
+# needed. (`by_tokens("auto")` finds the budget by itself.)
 
 # %%
 result = train_one_batch(by_tokens(1200))
@@ -148,17 +141,19 @@ print(f"1,200 words at a time: {result.micro_batches} micro-batches, loss {resul
 lift_limit()
 
 # %% [markdown]
-# The loss is the same in each case, as it should be. And the gradient?
-#
 # ## The same gradient
 #
-# We lift the limit and compute the gradient of one big batch in plain torch, without Macrobatch. Then we compare
-# every way of cutting with it. (`MacroStep` without an optimizer leaves the gradient of the batch in `.grad`.) The
-# error is the largest difference anywhere, divided by the largest gradient. While we are at it, we count two things:
-# the peak of memory that tensors take, and the words that go through the model, padding included.
+# The loss is the same in each case. And the gradient? We compare every way of cutting with one big batch in plain
+# torch. (`MacroStep` without an optimizer leaves the gradient of the batch in `.grad`.) The error is the largest
+# difference anywhere, divided by the largest gradient. We also count the words that go through the model, and the peak
+# of memory: [`memory.py`](../../examples/stories/memory.py) counts the bytes of all tensors that are alive. Save it
+# beside your script.
 
 
 # %%
+from memory import PeakMemory
+
+
 def one_big_batch(model: nn.Module) -> None:
     scores = model(**{name: tensor.to(device) for name, tensor in batch.items()})
     targets = batch["input_ids"].masked_fill(~mask, -100).to(device)
@@ -202,11 +197,8 @@ for name, micro in CHOICES.items():
 # Every cut has the gradient of the big batch. A cut by number needs less memory the smaller its pieces are, but
 # computes the same padding every time. A cut by words computes about a third of that, in no more memory: most of the
 # work that is left is real.
-#
-# (By this table, 32 texts would just fit into 96 MiB. Under the limit, `"auto"` may settle for fewer: the limit
-# counts addresses, also those that torch and the system keep for later. The table counts tensors alone.)
 
-# %%
+# %% [figure]
 import matplotlib.pyplot as plt  # only for this figure: pip install matplotlib
 
 figure, (left, right) = plt.subplots(

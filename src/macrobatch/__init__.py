@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from macrobatch._cut.policies import by_count, by_tokens
     from macrobatch.accumulator import Accumulator
+    from macrobatch.auditing import audit
     from macrobatch.contrastive import contrastive_loss
     from macrobatch.errors import MacrobatchError
     from macrobatch.losses import causal_lm_loss
@@ -22,6 +23,7 @@ __all__ = [
     "MacrobatchError",
     "StepResult",
     "Sum",
+    "audit",
     "by_count",
     "by_tokens",
     "causal_lm_loss",
@@ -37,6 +39,7 @@ _MODULES = {
     "MacrobatchError": "errors",
     "StepResult": "types",
     "Sum": "types",
+    "audit": "auditing",
     "by_count": "_cut.policies",
     "by_tokens": "_cut.policies",
     "causal_lm_loss": "losses",

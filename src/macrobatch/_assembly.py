@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, Unpack
 
-import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -15,30 +14,16 @@ from macrobatch._checks import catalogue
 from macrobatch._engine.closing import Closing, LeaveMean, TakeStep
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
-from macrobatch._engine.objectives import Mean, Objective
+from macrobatch._engine.objective import Objective
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.select import select_backend
+from macrobatch._terms.mean import Mean
 from macrobatch._torch.contract import warn_about_unknown_torch
 from macrobatch.errors import UsageError
 from macrobatch.types import NonFinite, Options, Reduction
 
 E = TypeVar("E", bound=Engine)
 MakeObjective = Callable[[Reduction, GradScaler | None, Local, Sequence[nn.Module]], Objective]
-
-
-def mean_of(
-    reduction: Reduction,
-    scaler: GradScaler | None,
-    backend: Local,
-    models: Sequence[nn.Module],
-    *,
-    reads: bool = False,
-    steps: int | None = None,
-) -> Objective:
-    """The objective of a plain loss. `reads`: what it is a mean over is read from its graph, if items are not given."""
-    is_half = any(p.dtype == torch.float16 for model in models for p in model.parameters())
-    shrinks = is_half or backend.uses_float16()
-    return Mean(reduction, scaler, backend, shrinks=shrinks, reads=reads, steps=steps)
 
 
 def checks_of_engines() -> list[Check]:
@@ -53,16 +38,17 @@ def engine_for(
     *,
     steps: int | Callable[[int], int] = 1,
     drops_short: bool = False,
-    objective: MakeObjective = mean_of,
+    objective: MakeObjective = Mean,
     checks: Sequence[Check] = (),
+    narrows: bool = True,
     **options: Unpack[Options],
 ) -> E:
     """Check the arguments, and make an engine. Without an optimizer, it leaves the mean gradient in ``.grad``."""
     warn_about_unknown_torch()
     arguments.require_options(options, Options.__annotations__)
-    models = arguments.all_of(nn.Module, model, "model")
+    models = arguments.checked_models(model)
     arguments.require_gradients_of_samples(models)
-    optimizers = () if optimizer is None else arguments.all_of(Optimizer, optimizer, "optimizer")
+    optimizers = () if optimizer is None else arguments.checked_optimizers(optimizer)
     steps = steps if callable(steps) else arguments.checked_steps(steps, "steps")
     scaler = arguments.checked_scaler(options.get("scaler"))
     reduction = arguments.checked_choice("reduction", options.get("reduction", "mean"), Reduction)
@@ -73,14 +59,15 @@ def engine_for(
         gather=options.get("gather", "micro"),
         process_group=options.get("process_group"),
         accumulate_dtype=accumulate_dtype,
+        leaves_mean=optimizer is None,
     )
     closing: Closing
     if optimizer is None:
         _refuse_step_options(options)
-        closing = LeaveMean([], scaler)
+        closing = LeaveMean([], scaler, narrows=narrows)
     else:
         closing = TakeStep(
-            arguments.checked_optimizers(optimizers),
+            optimizers,
             arguments.checked_schedulers(options.get("scheduler"), optimizers),
             scaler=scaler,
             max_norm=arguments.checked_norm(options.get("max_norm")),

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from macrobatch._assembly import engine_for, mean_of
+from macrobatch._assembly import engine_for
 from macrobatch._border.arguments import checked_choice, checked_counts, checked_switch, refuse_total
 from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
@@ -25,9 +25,10 @@ from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._loop.epochs import Epochs
 from macrobatch._terms.denominators import TermCounter
+from macrobatch._terms.mean import Mean
 from macrobatch._terms.objective import Terms as SeveralTerms
 from macrobatch.errors import UsageError
-from macrobatch.types import Counts, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
+from macrobatch.types import Counts, Gather, Items, NonFinite, Reduction, Remainder, StepResult, Terms, When
 
 Batch = TypeVar("Batch")
 
@@ -60,11 +61,14 @@ class Accumulator(Uncopied):
 
     Args:
         model: the module to train, or a list of modules. They may be compiled, or wrapped in DDP or FSDP.
-        optimizer: an optimizer, or a list of optimizers. They may hold only parameters of the given models.
+        optimizer: an optimizer, or a list of optimizers: of torch, or any object with ``step``, ``zero_grad`` and
+            ``param_groups``. They may hold only parameters of the given models, and leaf tensors that are no
+            parameters, such as a temperature.
         steps: the number of micro-batches in a window. To change it during training, pass a function
             ``f(optimizer_step) -> int``; its argument is the number of optimizer steps taken so far.
         scheduler: a learning-rate scheduler, or a list of schedulers. `step` steps them once for each optimizer step
-            that it takes, so do not step them yourself. Default: none.
+            that it takes, so do not step them yourself. (Of timm's, it calls ``step_update``; ``step(epoch)`` stays
+            yours.) Default: none.
         max_norm: clip the gradients to this norm, taken over all parameters of all given models together. ``math.inf``
             only measures the norm. Default: do not clip, and do not measure.
         scaler: a ``torch.amp.GradScaler`` for float16. Its scale stays constant inside a window. If the gradients
@@ -74,7 +78,8 @@ class Accumulator(Uncopied):
         sync: when ranks exchange gradients: once per window ("window"), or in every micro-batch ("micro", which needs
             less memory under FSDP). It has no effect in a single process.
         gather: for FSDP2 only: gather the parameters for every micro-batch ("micro"), or keep them gathered until the
-            window closes ("window", which communicates less but needs more memory).
+            window closes ("window", which communicates less but needs more memory). "auto" measures the free memory,
+            keeps them where all ranks have enough, and writes to the log what it chose.
         remainder: what to do with a last window that has fewer than ``steps`` micro-batches: take its step, with the
             right divisor ("step"), drop its gradients ("drop"), or complete it in the next epoch ("carry").
         accumulate_dtype: the dtype in which the gradients of lower-precision parameters are summed, e.g.
@@ -106,7 +111,7 @@ class Accumulator(Uncopied):
         scaler: GradScaler | None = None,
         reduction: Reduction = "mean",
         sync: When = "window",
-        gather: When = "micro",
+        gather: Gather = "micro",
         remainder: Remainder = "step",
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: NonFinite = "raise",
@@ -150,7 +155,7 @@ class Accumulator(Uncopied):
             accumulate_dtype=accumulate_dtype,
             nonfinite=nonfinite,
             process_group=process_group,
-            objective=SeveralTerms if self._has_terms else partial(mean_of, reads=True, steps=fixed_steps),
+            objective=SeveralTerms if self._has_terms else partial(Mean, reads=True, steps=fixed_steps),
             checks=() if weights is None else (weights,),
         )
         counter = None if counts is None else TermCounter(counts, self._engine)
@@ -227,10 +232,36 @@ class Accumulator(Uncopied):
             )
         return self._engine.close(now)
 
+    def skip(self) -> None:
+        """Leave the current batch out of its window, in place of its `backward`. Call `step` after it as usual.
+
+        Use it for a bad sample, or after an exception in the forward, such as out of memory. The batch adds nothing,
+        but its turn counts, and the window is exact over the others. A window in which every batch was skipped takes no
+        step, and its result says so. On several ranks, each rank skips on its own.
+
+        >>> model = nn.Linear(2, 1)
+        >>> acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        >>> for x in acc.batches([torch.ones(4, 2), torch.full((3, 2), torch.nan)]):
+        ...     if x.isfinite().all():
+        ...         acc.backward(model(x).square().mean())
+        ...     else:
+        ...         acc.skip()
+        ...     result = acc.step()
+        >>> result.micro_batches, result.items.item()
+        (1, 4)
+
+        Raises:
+            UsageError: there is no current batch, it has had its `backward`, a `backward` failed half-way (then call
+                `discard`), or the Accumulator has ``counts``.
+            BackendError: under FSDP, where forwards are collective: call `discard` on all ranks.
+        """
+        self._engine.skip()
+
     def discard(self) -> None:
         """Drop the open window and its gradients.
 
-        If the current micro-batch has had no `backward` yet, it becomes the first one of a new window.
+        If the current micro-batch has had no `backward` yet, it becomes the first one of a new window: call `backward`
+        for it (again), or go on with the next one, for example with ``continue``.
         """
         self._engine.discard()
         self._epochs.recount()

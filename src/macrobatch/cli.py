@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
 UNREAD = 128 + signal.SIGPIPE  # nobody reads what is printed, as with `| head`
-EXTRA = ("tyro", "transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
+EXTRA = ("transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     try:
         status = _run(given)
         sys.stdout.flush()
@@ -46,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNUSABLE
     except BrokenPipeError:
         return UNREAD
+    except OSError as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        named = f": {error.filename}" if error.filename else ""
+        _print_error(f"{error.strerror or error}{named}.")
+        return UNUSABLE
     except SystemExit:  # of whoever printed help
         if not _can_print():
             return UNREAD
@@ -83,6 +90,9 @@ def _run(given: list[str]) -> int:
         return _train(given[1:])
     if given[:1] == ["bench"]:
         return _bench(given[1:])
+    if not given:
+        _parser().print_help()
+        return RIGHT
     parsed = _parser().parse_args(given)
     status: int = parsed.run(parsed)
     return status
@@ -94,6 +104,17 @@ def _can_print() -> bool:
     except OSError:
         return False
     return True
+
+
+def _open_closed_streams() -> None:
+    """Connect standard streams that are closed, as with `>&-`, to the null device, before a file takes their place."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the smallest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _has_group() -> bool:
@@ -123,8 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument(
         "folder", metavar="RUN", type=Path, help="a run folder, or any folder with a model and its tokenizer"
     )
-    text.add_argument("--prompt", default="", help="the beginning of the text; with --chat, the question")
-    text.add_argument("--chat", action="store_true", help="answer the prompt, with the model's chat template")
+    text.add_argument("--prompt", help="the beginning of the text; with --chat, the question")
+    text.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer with the model's chat template: the prompt, or without one a conversation, line by line",
+    )
     text.add_argument("--tokens", type=_count, default=200, help="the largest number of tokens to add; default: 200")
     text.add_argument(
         "--temperature",
@@ -150,9 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a training step with one big batch",
         description="Compares the gradient that a training step accumulates with the gradient of one big batch. If "
-        "they differ, it names the cause. The exit status is 0 if the step is exact, 1 if it is wrong, and 2 if it "
-        "could not be verified. Under torchrun, FUNCTION runs on every rank and returns that rank's share of the "
-        "batch.",
+        "they differ, it names the cause. The exit status is 0 if the step is exact, 1 if it is wrong, and 2 if that "
+        "is unknown or the program failed. Under torchrun, FUNCTION runs on every rank and returns that "
+        "rank's share of the batch.",
     )
     check.add_argument(
         "target",
@@ -166,6 +191,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_verify)
 
+    watch = commands.add_parser(
+        "audit",
+        help="run a training program as it is, and say how often each item counted",
+        description="Runs a program as it is, and watches its backwards and optimizer steps: how often did each item "
+        "of a window count, beside how often it should have? The exit status is 0 if the program is exact, 1 if it is "
+        "wrong, and 2 if that cannot be told. On ranks: torchrun ... -m macrobatch audit PROGRAM.",
+    )
+    watch.add_argument(
+        "--windows", type=_count_or_none, default=20, metavar="N",
+        help="end the program after so many optimizer steps; 0: let it run to its end; default: 20",
+    )  # fmt: skip
+    watch.add_argument("--json", metavar="FILE", help="write the report as JSON; -: to standard output, alone")
+    watch.add_argument("--html", metavar="FILE", type=Path, help="write the report as a page with a plot")
+    watch.add_argument(
+        "--no-compile", action="store_true", help="run without torch.compile, whose losses cannot be read"
+    )
+    module_help = "a module to run, and its own arguments"
+    watch.add_argument("-m", dest="run_module", metavar="MODULE", nargs=argparse.REMAINDER, help=module_help)
+    watch.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a file, and its own arguments")
+    watch.set_defaults(run=_audit)
+
+    show = commands.add_parser("demo", help="see the mistake, the cure and the memory, in a few seconds")
+    show.set_defaults(run=_demo)
     commands.add_parser("bench", help="run the benchmarks, which compare Macrobatch with other libraries")
     return parser
 
@@ -176,6 +224,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more: got {text}")
     return int(text)
+
+
+def _count_or_none(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _not_negative(text: str) -> float:
@@ -245,16 +297,37 @@ def _short_messages() -> Iterator[None]:
 
 
 def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    """Whether this is the first rank of a launcher, or no rank."""
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def _generate(parsed: argparse.Namespace) -> int:
     from macrobatch.train import generate
 
-    options = {name: getattr(parsed, name) for name in ("chat", "tokens", "temperature", "top_k", "seed")}
-    text = generate.text_from(parsed.folder, parsed.prompt, **options)
-    print(printable(text) if sys.stdout.isatty() else text)
+    options = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    if parsed.chat:
+        questions = _questions() if parsed.prompt is None else [parsed.prompt]
+        texts = generate.conversation(parsed.folder, questions, **options)
+    else:
+        texts = iter([generate.text_from(parsed.folder, parsed.prompt or "", **options)])
+    for text in texts:
+        print(printable(text) if sys.stdout.isatty() else text, flush=True)
     return RIGHT
+
+
+def _questions() -> Iterator[str]:
+    """What the user says: the lines of the input, until it ends."""
+    if sys.stdin.isatty():
+        print("Say something; an empty line or Ctrl-D ends the conversation.")
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+        elif sys.stdin.isatty():
+            return
 
 
 def _report(parsed: argparse.Namespace) -> int:
@@ -264,7 +337,14 @@ def _report(parsed: argparse.Namespace) -> int:
     return RIGHT
 
 
-# ----------------------------------------------------------------------------------------------- macrobatch bench
+# -------------------------------------------------------------------------------------- macrobatch demo and bench
+
+
+def _demo(_: argparse.Namespace) -> int:
+    from macrobatch import demo
+
+    demo.run()
+    return RIGHT
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -301,7 +381,7 @@ def _verify(parsed: argparse.Namespace) -> int:
         return UNUSABLE
     if not _has_group() or dist.get_rank() == 0:
         print(json.dumps(report.to_dict(), indent=2) if parsed.json else report)
-    return RIGHT if report.ok else WRONG
+    return {"exact": RIGHT, "wrong": WRONG, "unknown": UNUSABLE}[report.verdict]
 
 
 def _report_of(target: str, windows: int | None) -> Report | None:
@@ -338,3 +418,25 @@ def _returned(returned: object, target: str) -> tuple[Any, Any, Any, Any]:
         raise UsageError(f"{target} must return model, loss_fn, batch and, if need be, step: got {found}.")
     model, loss_fn, batch, *step = returned
     return model, loss_fn, batch, step[0] if step else None
+
+
+# ----------------------------------------------------------------------------------------------- macrobatch audit
+
+
+def _audit(parsed: argparse.Namespace) -> int:
+    program = parsed.run_module or parsed.program
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if not program:
+        raise UsageError("macrobatch audit needs a program: macrobatch audit train.py, or macrobatch audit -m module.")
+    if parsed.no_compile:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch reads it when it is imported
+    from macrobatch.auditing.running import audit_program
+
+    return audit_program(
+        program,
+        is_module=bool(parsed.run_module),
+        windows=parsed.windows,
+        json_file=parsed.json,
+        html_file=parsed.html,
+    )

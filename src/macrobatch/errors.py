@@ -19,9 +19,11 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sysconfig
 import warnings
+from collections.abc import Iterator, Mapping
 
 
 class MacrobatchError(Exception):
@@ -69,6 +71,19 @@ def printable(text: str) -> str:
 def pip_install(extra: str) -> str:
     """The command that installs one of the package's extras."""
     return f"pip install 'macrobatch[{extra}]' (in a checkout '.[{extra}]')"
+
+
+@contextlib.contextmanager
+def rewording(words: Mapping[str, str]) -> Iterator[None]:
+    """A context in which errors are worded for programs that do not call the library themselves."""
+    try:
+        yield
+    except MacrobatchError as error:
+        message = str(error)
+        for ours, theirs in words.items():
+            message = message.replace(ours, theirs)
+        error.args = (message, *error.args[1:])
+        raise
 
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from macrobatch._assembly import MakeObjective, engine_for, mean_of
+from macrobatch._assembly import MakeObjective, engine_for
 from macrobatch._batch.attempts import Attempts
 from macrobatch._batch.cutting import Cutter
 from macrobatch._batch.engine import BatchEngine
@@ -23,9 +23,10 @@ from macrobatch._batch.feed import Feed
 from macrobatch._batch.one_pass import OnePass
 from macrobatch._batch.two_passes import JointChecks, TwoPasses
 from macrobatch._border import arguments
+from macrobatch._border.spans import Observer
 from macrobatch._border.uncopied import Uncopied
 from macrobatch._checks import catalogue
-from macrobatch._checks.weights import UnevenLabels
+from macrobatch._checks.weights import SampleWeights
 from macrobatch._cudagraph.cache import RecordingCache, capturer_or_warning
 from macrobatch._cudagraph.eligibility import without_ddp
 from macrobatch._cudagraph.two_passes import JointRecordings, joint_recordings
@@ -34,11 +35,12 @@ from macrobatch._cut.memory import FittingSizes
 from macrobatch._cut.policies import Cut, Policy
 from macrobatch._cut.samples import Collate
 from macrobatch._engine.closing import LeaveMean
-from macrobatch._engine.events import Observer
 from macrobatch._joint.kept_graphs import kept_graphs_for
 from macrobatch._joint.objective import Joint as WholeBatchLoss
 from macrobatch._ranks.placements import sharing_ranks
+from macrobatch._ranks.select import common_wrapper
 from macrobatch._terms.denominators import BatchTerms
+from macrobatch._terms.mean import Mean
 from macrobatch._terms.objective import Terms as SeveralTerms
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.types import Counts, Encoded, Items, Joint, Options, StepResult, Terms
@@ -81,7 +83,9 @@ class MacroStep(Uncopied):
     Args:
         model: the module to train, or a list of modules. `loss_fn` gets the same object.
         optimizer: an optimizer, or a list of optimizers. None: take no step, and leave the mean gradient of the batch
-            in ``.grad``, for programs that clip and step themselves. With a ``scaler``, that gradient is still scaled.
+            in ``.grad``, for programs that clip and step themselves. On several ranks, such a program may use a model
+            without a wrapper, and take the mean of ``.grad`` over the ranks itself, which is exact for unequal shares
+            too. With a ``scaler``, that gradient is still scaled.
         loss_fn: a function ``loss_fn(model, micro_batch)`` that returns ``(loss, items)``. The loss is a mean over so
             many items, or with ``reduction="sum"`` their sum. ``items`` is a number, or a tensor with one element,
             which stays on the device. If it returns the loss alone, the items are read from its graph. If the graph
@@ -103,17 +107,21 @@ class MacroStep(Uncopied):
         cuda_graph: record the forward and backward of a micro-batch as a CUDA graph, once for each shape, and replay
             it. This helps if micro-batches are so small that the GPU waits for Python. If recording is not possible,
             for example on a CPU, everything runs as without it, and you get a warning.
+        fuse: let recorded micro-steps add the gradients of linear layers to the sums of the window inside the matrix
+            product, and cast weights once a window instead of in every micro-batch. False turns it off. It has no
+            effect without ``cuda_graph``.
         fit_file: a file in which "auto" keeps the sizes that did not fit, so that the next run starts with smaller
             ones. Default: sizes are forgotten when the program ends.
         options: ``scheduler``, ``max_norm``, ``scaler``, ``reduction``, ``sync``, ``gather``, ``accumulate_dtype``,
-            ``nonfinite`` and ``process_group``, as described for `Accumulator`.
+            ``nonfinite`` and ``process_group``, as described for `Accumulator`. With ``cuda_graph``, the default of
+            ``gather`` is "auto", and "micro" is an error under FSDP2.
 
     Raises:
         UsageError: an argument is invalid, or two arguments contradict each other.
         BackendError: the model, the optimizer or the installed torch does not support what you asked for.
     """
 
-    reads = True  # whether items are read from the graphs of losses, and compared with those given
+    leaves_wide = True  # whether, without an optimizer, gradients are left in `accumulate_dtype`
 
     def __init__(
         self,
@@ -126,35 +134,50 @@ class MacroStep(Uncopied):
         counts: Counts | None = None,
         joint: Joint | None = None,
         cuda_graph: bool = False,
+        fuse: bool = True,
         fit_file: str | os.PathLike[str] | None = None,
         **options: Unpack[Options],
     ) -> None:
         _require_arguments(loss_fn, collate, options)
         has_terms = arguments.checked_counts(counts) is not None
         has_joint = arguments.checked_joint(joint, counts) is not None
-        records = arguments.checked_switch("cuda_graph", cuda_graph)
+        records, fuses = arguments.checked_switch("cuda_graph", cuda_graph), arguments.checked_switch("fuse", fuse)
         has_scaler = options.get("scaler") is not None
         checks = JointChecks.new() if has_joint and catalogue.are_on() else None
         if has_terms or has_joint:
             arguments.refuse_total(options.get("reduction"), "counts=" if has_terms else "joint=")
-        objective: MakeObjective = SeveralTerms if has_terms else partial(mean_of, reads=self.reads)
+        objective: MakeObjective = SeveralTerms if has_terms else partial(Mean, reads=True)
         if has_joint:
             objective = partial(WholeBatchLoss, passes=None if checks is None else checks.passes)
+        if records:
+            options.setdefault("gather", "auto")
         engine = self._engine = engine_for(
-            BatchEngine, model, optimizer, objective=objective, checks=checks or (), **options
+            BatchEngine,
+            model,
+            optimizer,
+            objective=objective,
+            checks=checks or (),
+            narrows=not self.leaves_wide,
+            **options,
         )
+        if records and options.get("gather") == "micro" and common_wrapper(engine.models) == "FSDPModule":
+            raise UsageError(
+                'gather="micro" gathers the parameters of fully_shard in every micro-batch, which no recording can '
+                'contain. With cuda_graph=True, leave gather= out, or pass "window" or "auto".'
+            )
         sharing = sharing_ranks((p for one in engine.models for p in one.parameters()), engine.backend.group)
         self._terms = None if counts is None else BatchTerms(counts, engine)
         watches = catalogue.are_on() and options.get("reduction", "mean") == "mean" and not (has_terms or has_joint)
-        labels = UnevenLabels() if watches else None
-        self._one_pass = OnePass(engine, model, loss_fn, self._terms, labels, has_scaler=has_scaler)
+        weights = SampleWeights() if watches else None
+        self._one_pass = OnePass(engine, model, loss_fn, self._terms, weights, has_scaler=has_scaler)
         self._graphs: RecordingCache | JointRecordings | None = None
         bare = without_ddp(model)
         if records and (capturer := capturer_or_warning(engine, shares_model=bool(sharing))) is not None:
             if has_joint:
-                self._graphs = joint_recordings(engine, partial(loss_fn, bare), capturer, has_scaler=has_scaler)
+                encode = partial(loss_fn, bare)
+                self._graphs = joint_recordings(engine, encode, capturer, has_scaler=has_scaler, fuses=fuses)
             else:
-                self._graphs = self._one_pass.recordings(capturer)
+                self._graphs = self._one_pass.recordings(capturer, fuses=fuses)
         recorded = self._graphs is not None
         self._sizes = FittingSizes(fit_file)
         self._cutter = Cutter(
@@ -301,7 +324,7 @@ class MacroStep(Uncopied):
         result = self._engine.close(now=cut.is_held)
         assert result is not None, "the window is complete"
         self._attempts.note_success(cut, self._kept)
-        self._one_pass.warn_of_uneven_labels()
+        self._one_pass.warn_of_sizes()
         return result
 
 
@@ -309,7 +332,7 @@ def _require_arguments(loss_fn: object, collate: object, options: Options) -> No
     for name in ("steps", "remainder"):
         if name in options:
             raise UsageError(f"{name} is not for MacroStep: every batch is one window. Say how to cut it: micro=.")
-    own = ("micro", "collate", "counts", "joint", "cuda_graph", "fit_file")
+    own = ("micro", "collate", "counts", "joint", "cuda_graph", "fuse", "fit_file")
     arguments.require_options(options, [*own, *Options.__annotations__])
     if not callable(loss_fn):
         raise UsageError(f"loss_fn must be a function of the model and a batch: got {type(loss_fn).__name__}.")

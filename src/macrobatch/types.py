@@ -17,6 +17,7 @@ Counts = Callable[[Any], Mapping[str, int | float | Tensor]]  # of a batch: the 
 Joint = Callable[[Any, Any], Tensor]  # of the model and an `Encoded` of the whole batch: its loss
 Reduction = Literal["mean", "sum", "total"]
 When = Literal["window", "micro"]
+Gather = Literal["micro", "window", "auto"]
 Remainder = Literal["step", "drop", "carry"]
 NonFinite = Literal["raise", "skip", "keep"]
 
@@ -29,7 +30,7 @@ class Options(TypedDict, total=False):
     scaler: GradScaler | None
     reduction: Reduction
     sync: When
-    gather: When
+    gather: Gather
     accumulate_dtype: torch.dtype | None
     nonfinite: NonFinite
     process_group: object

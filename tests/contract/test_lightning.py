@@ -15,8 +15,16 @@ from macrobatch.lightning.rehearsal import LEFT_OUT
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OVERRIDDEN = [name for name, value in vars(ExactStrategy).items() if inspect.isfunction(value) and name[:2] != "__"]
-OWN = {"_check", "_is_at_last_batch", "_is_at_first_batch"}
+OWN = {"_check", "_is_at_last_batch", "_is_at_first_batch", "_is_stock", "_computed_again"}
+OWN |= {"_windows_for", "_begin_windows", "_forget_fit", "_require_no_own_backward"}
 NAMES = [name for name in OVERRIDDEN if name not in OWN]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_of_our_own_are_none_of_lightnings(package):
+    strategies = importlib.import_module(f"{package}.strategies")
+    for kind in (strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy):
+        assert not [name for name in (*OWN, "_longest", "_package") if hasattr(kind, name)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -37,7 +37,20 @@ from torch.overrides import TorchFunctionMode
 import macrobatch._torch.contract as contract
 from harness.ranks import Outcome, all_well, run
 from macrobatch import Accumulator
-from macrobatch._torch import autograd, cuda, ddp, distributed, fsdp1, fsdp2, loss_nodes, modules, optimizers, tensors
+from macrobatch._torch import (
+    autograd,
+    cuda,
+    ddp,
+    distributed,
+    draws,
+    fsdp1,
+    fsdp2,
+    loss_nodes,
+    modules,
+    optimizers,
+    tensors,
+    watching,
+)
 from macrobatch._torch.autograd import run_backward
 from macrobatch._torch.contract import CONTRACT, PrivateName, is_there, warn_about_unknown_torch
 
@@ -159,6 +172,12 @@ def test_arithmetic_on_many_is_that_on_each():
     assert not any(x.any() for x in some)
 
 
+@probes("flatten_dense_tensors")
+def test_many_tensors_become_one_vector():
+    some = [torch.randn(3, 2).T, torch.randn(()), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+    assert torch.equal(tensors.flat(some), torch.cat([x.reshape(-1) for x in some]))
+
+
 @probes("_amp_foreach_non_finite_check_and_unscale_")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_unscaling_keeps_the_digits_of_its_factor_and_sees_infinity(dtype):
@@ -171,7 +190,7 @@ def test_unscaling_keeps_the_digits_of_its_factor_and_sees_infinity(dtype):
     assert found
 
 
-@probes("DisableTorchFunction")
+@probes("DisableTorchFunction", "_is_torch_function_mode_enabled")
 def test_unobserved_functions_pass_by_modes():
     class Watching(TorchFunctionMode):
         seen = 0
@@ -181,7 +200,9 @@ def test_unobserved_functions_pass_by_modes():
             return function(*args, **(kwargs or {}))
 
     x = torch.ones(())
+    assert not tensors.is_observed()
     with Watching() as watching:
+        assert tensors.is_observed()
         with tensors.unobserved():
             x.data_ptr()
         assert watching.seen == 0
@@ -284,6 +305,28 @@ def test_graphs_end_in_nodes_that_know_their_leaf():
     assert end.variable is x
 
 
+@probes("_clip_grads_with_norm_")
+def test_functions_of_torch_are_watched_and_put_back():
+    """`clip_grad_norm_` and `Tensor.backward` go through the functions that `audit` replaces."""
+    seen = []
+
+    def around(name):
+        def run(original, *args, **kwargs):
+            seen.append(name)
+            return original(*args, **kwargs)
+
+        return run
+
+    before = torch.autograd._engine_run_backward, nn.utils.clip_grad_value_
+    names = ("backward", "clip", "clip_values", "scaler_step", "scheduler_step")
+    with watching.watched(**{name: around(name) for name in names}):
+        x = nn.Parameter(torch.ones(2))
+        x.sum().backward()
+        nn.utils.clip_grad_norm_([x], 0.1)
+    assert seen == ["backward", "clip"]
+    assert before == (torch.autograd._engine_run_backward, nn.utils.clip_grad_value_)
+
+
 @probes("_engine_run_backward")
 @pytest.mark.parametrize("has_engine", [True, False])
 def test_a_backward_by_its_last_line_is_a_backward(monkeypatch, has_engine):
@@ -295,6 +338,38 @@ def test_a_backward_by_its_last_line_is_a_backward(monkeypatch, has_engine):
     for inputs, expected in ((None, (6.0, 4.0)), ([x], (12.0, 4.0))):
         run_backward(x * y, torch.tensor(2.0), inputs)
         assert (x.grad.item(), y.grad.item()) == expected
+
+
+@probes("_engine_run_backward")
+def test_backwards_of_a_program_are_seen_before_they_run():
+    x, seen = torch.tensor(2.0, requires_grad=True), []
+
+    def see(losses, seeds):
+        seen.append((losses[0].grad_fn.name(), seeds[0].item(), x.grad))
+
+    with autograd.watching_backwards(see):
+        (x * x).backward()
+        torch.autograd.backward([3 * x], [torch.tensor(5.0)])
+        torch.autograd.grad(x * x, x)
+        run_backward(x * x, torch.tensor(1.0))
+    (x * x).backward()
+    assert [(name, seed) for name, seed, _ in seen] == [("MulBackward0", 1.0), ("MulBackward0", 5.0)]
+    assert [None if grad is None else grad.item() for *_, grad in seen] == [None, x.grad.item()]  # the same tensor
+
+
+@probes("TorchDispatchMode")
+def test_random_operations_are_seen_and_replaced():
+    seen, ones = [], torch.ones(3)
+
+    def draw(drawing):
+        seen.append(drawing.name)
+        return ones
+
+    with draws.RandomOperations(draw):
+        results = [torch.rand(3), torch.empty(3).normal_(), F.dropout(ones, 0.5), torch.randn_like(ones) + 0 * ones]
+        assert F.dropout(ones, 0.0) is ones
+    assert seen == ["rand", "normal_", "bernoulli_", "randn_like"]
+    assert [result.tolist() for result in results] == [[1.0] * 3, [1.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
 @probes("Variable._execution_engine", "_current_graph_task_id")
@@ -377,6 +452,14 @@ def test_cross_entropy_knows_its_total_weight(reduction):
             assert (total.item(), total.requires_grad) == (expected, False)
 
 
+@probes("NllLossBackward0._saved_weight", "NllLossBackward0._raw_saved_weight")
+def test_cross_entropy_knows_its_class_weights():
+    for x, labels in ((X, LABELS), (X.view(2, 3, 2), LABELS.view(2, 2))):
+        for weight in (None, torch.ones(3)):
+            loss = F.cross_entropy(x, labels, weight=weight, reduction="sum")
+            assert loss_nodes.has_class_weights(loss.grad_fn) is (weight is not None)
+
+
 @probes("SavedTensor.unpack_hook", "MseLossBackward0._saved_self", "MseLossBackward0._raw_saved_self")
 def test_what_hooks_have_packed_is_not_unpacked():
     loss = F.mse_loss(X, X.detach())
@@ -433,7 +516,7 @@ def test_constants_are_saved():
 def test_the_nodes_of_losses_exist():
     existing = set(dir(torch._C._functions))
     known = [value for value in vars(loss_nodes).values() if isinstance(value, frozenset)]
-    assert not frozenset().union(*known) - existing
+    assert frozenset().union(*known) - existing == {loss_nodes.LEAF}, "the class of leaves has another name"
 
 
 @probes("get_interpreter_stack", "TransformType")

@@ -60,7 +60,8 @@ class Program:
     @property
     def is_read(self) -> bool:
         """Whether the library reads the items, which the program does not give."""
-        return self.items == "none" and self.readable and self.reduction == "mean"
+        picks = self.offset == "expand"  # one of several elements, which data might choose: no regulariser for sure
+        return self.items == "none" and self.readable and self.reduction == "mean" and not picks
 
     @property
     def is_sequence(self) -> bool:

@@ -38,8 +38,8 @@ CASES = {
     "float32": ({}, {}),
     "float64": ({"dtype": torch.float64}, {}),
     "bfloat16": ({"dtype": torch.bfloat16}, {}),
-    "wide gradients": ({"dtype": torch.bfloat16}, {"accumulate_dtype": torch.float32}),
-    "autocast": ({}, {"loss_fn": autocast(torch.bfloat16)}),
+    "wide gradients": ({"dtype": torch.bfloat16}, {"accumulate_dtype": torch.float32, "fuse": False}),
+    "autocast": ({}, {"loss_fn": autocast(torch.bfloat16), "fuse": False}),
     "batch norm": ({"batch_norm": True}, {}),
     "sums": ({}, SUMS),
     "samples as items": ({}, SAMPLES),
@@ -194,6 +194,7 @@ WEIGHED = {  # what a loss is a mean over, and how many recordings 4 samples and
 }
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn returned a loss without its items")
 @pytest.mark.parametrize("kind", WEIGHED)
 def test_samples_count_where_no_shape_shows_them(kind):
     """Packed into one row of a fixed length, as many samples as there are."""

@@ -109,6 +109,7 @@ def test_hooks_are_not_left_out(hook):
     assert not recordings(train)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes inside a window")  # that is seen too
 def test_a_buffer_that_is_replaced_is_seen():
     class Counting(Decoder):
         def __init__(self):

@@ -16,7 +16,6 @@ IMPORTED = [
     "macrobatch.train.trainer",
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
-    "tyro",
 ]
 TEXT = "the quick brown fox jumps over a lazy dog while seven wizards box with liquor jugs and drink tea"
 

@@ -145,6 +145,27 @@ class PretendedCapturer(Capturer):
             self.under_way.remove(what)
 
 
+class TwinsCapturer(PretendedCapturer):
+    """Under DDP, recordings are of twins of the parameters: what is run again must find them in the `model`."""
+
+    model: ClassVar[nn.Module]
+
+    def capture(self, run: Callable[[], T], pool: object) -> tuple[Graph, T]:
+        places = [(part._parameters, dict(part._parameters)) for part in self.model.modules()]
+
+        def run_with_twins() -> T:
+            before = [(own, dict(own)) for own, _ in places]
+            for own, twins in places:
+                own.update(twins)
+            try:
+                return run()
+            finally:
+                for own, parameters in before:
+                    own.update(parameters)
+
+        return super().capture(run_with_twins, pool)
+
+
 class PretendedClaim:
     allocating = staticmethod(contextlib.nullcontext)
 

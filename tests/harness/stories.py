@@ -24,9 +24,10 @@ SECONDS = 180  # on a busy machine; each takes less than 30 alone
 
 @dataclass(frozen=True)
 class Cell:
-    """A part of a script: text in Markdown, or code."""
+    """A part of a script: text in Markdown, or code. The page of a figure does not show the code that draws it."""
 
     is_text: bool
+    is_figure: bool
     line: int  # of the script: where it begins
     source: str
 
@@ -45,11 +46,16 @@ class Shown:
 
 
 def cells_of(script: str) -> list[Cell]:
-    """Split a script at its lines ``# %%`` (code) and ``# %% [markdown]``; what comes before the first is left out."""
+    """Split a script at its lines ``# %%`` (code), ``# %% [markdown]`` and ``# %% [figure]``, from the first on."""
     marks = list(re.finditer(r"^# %%(.*)\n", script, re.MULTILINE))
     ends = [mark.start() for mark in marks[1:]] + [len(script)]
     return [
-        Cell("[markdown]" in mark[1], script[: mark.end()].count("\n") + 1, script[mark.end() : end].strip("\n"))
+        Cell(
+            is_text="[markdown]" in mark[1],
+            is_figure="[figure]" in mark[1],
+            line=script[: mark.end()].count("\n") + 1,
+            source=script[mark.end() : end].strip("\n"),
+        )
         for mark, end in zip(marks, ends, strict=True)
     ]
 
@@ -61,15 +67,14 @@ def page_of(path: Path, shown: list[Shown]) -> str:
         if cell.is_text:
             parts.append(cell.text)
             continue
-        parts.append(f"```python\n{cell.source}\n```")
+        if not cell.is_figure:
+            parts.append(f"```python\n{cell.source}\n```")
         result = next(results)
         if result.output:
             parts.append(f"```text\n{result.output.rstrip()}\n```")
         parts += [f"![{label}]({name})" for name, label in result.figures]
-    script = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    parts.append(
-        f"*This page is the output of `{script}`, written by `make stories`. Run it, or open it as a notebook.*"
-    )
+    script = f"[`{path.name}`]({os.path.relpath(path, PAGES)})" if path.is_relative_to(ROOT) else path.name
+    parts.append(f"*This page is the output of {script}, which is also a notebook in cells. `make stories` writes it.*")
     return "\n\n".join(parts) + "\n"
 
 

@@ -71,7 +71,7 @@ class Losses:
     """A `loss_fn` of some terms, with its `counts`.
 
     `items` is "int", "tensor" or "mixed". `without` says what becomes of a term without items, where they are ints: it
-    is "absent", or "nan": 0 / 0 as people write it. `wrong` is added to what is counted of a term.
+    is "absent", or "nan": a mean of 0 / 0 as people write it. `wrong` is added to what is counted of a term.
     """
 
     names: tuple[str, ...] = NAMES[:2]
@@ -86,7 +86,7 @@ class Losses:
             total, count = found[name]
             items = self._given(count, index)
             if not isinstance(items, Tensor) and not items:
-                if self.without == "nan":
+                if self.without == "nan" and self.reduction == "mean":
                     terms[name] = (total * torch.nan, items)
                 continue
             if self.reduction == "mean":

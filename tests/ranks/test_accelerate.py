@@ -216,8 +216,8 @@ def counted(
     return {"weights": weights, "collectives": dict(collectives.counts), "norms": norms}
 
 
-def unweighed(kind: str) -> Outcome:
-    """The same without items: every micro-batch weighs the same, also in the short last window."""
+def unsaid(kind: str) -> Outcome:
+    """The same without items: they are read from the loss, also in the short last window."""
     accelerator = accelerator_for(kind, gradient_accumulation_steps=4)
     model = fsdp1(made(Tower)) if kind == "fsdp1" else made(Tower)
     loader = DataLoader(sentences(5), batch_size=1, collate_fn=lambda batch: batch[0])
@@ -248,17 +248,17 @@ COUNTED = {
     "fsdp1, tensors": partial(counted, kind="fsdp1", as_tensor=True),
     "fsdp1, each": partial(counted, kind="fsdp1", each=True),
 }
-UNWEIGHED = {f"{kind}, unweighed": partial(unweighed, kind) for kind in ("ddp", "fsdp1", "fsdp2")}
-for name, function in (COUNTED | UNWEIGHED).items():
+UNSAID = {f"{kind}, unsaid": partial(unsaid, kind) for kind in ("ddp", "fsdp1", "fsdp2")}
+for name, function in (COUNTED | UNSAID).items():
     function.__name__ = name
     scenario(function)
 
 
-def whole_steps(make: Callable[[], nn.Module], steps: int, counting: reference.Counting) -> list[dict[str, Any]]:
+def whole_steps(make: Callable[[], nn.Module], steps: int) -> list[dict[str, Any]]:
     """The gradients of the windows, one process with all that both have in them."""
     model, batches, gradients = made(make), sentences(5), []
     for begin in range(0, len(batches), 2 * steps):
-        gradient = reference.whole_batch_gradient(model, batches[begin : begin + 2 * steps], counting)
+        gradient = reference.whole_batch_gradient(model, batches[begin : begin + 2 * steps])
         gradients.append(
             {
                 name: torch.zeros_like(dict(model.named_parameters())[name]) if g is None else g
@@ -271,14 +271,13 @@ def whole_steps(make: Callable[[], nn.Module], steps: int, counting: reference.C
     return gradients
 
 
-@pytest.mark.parametrize("name", COUNTED | UNWEIGHED)
+@pytest.mark.parametrize("name", COUNTED | UNSAID)
 def test_gradients_are_those_of_the_big_batch(ran, name):
     outcomes = all_well(ran[name])
     same_on_all(outcomes, "weights")
     make = Experts if "unused" in name else Tower
-    counting = reference.Counting("none" if name in UNWEIGHED else "int")
-    steps = 4 if "gathered" in name or name in UNWEIGHED else 2
-    expected, weights = whole_steps(make, steps, counting), outcomes[0]["weights"]
+    steps = 4 if "gathered" in name or name in UNSAID else 2
+    expected, weights = whole_steps(make, steps), outcomes[0]["weights"]
     assert len(weights) - 1 == len(expected) == (2 if steps == 4 else 3)
     for before, after, gradient in zip(weights, weights[1:], expected, strict=False):
         found = {parameter: before[parameter] - after[parameter] for parameter in before}

@@ -1,6 +1,7 @@
 """Sharded models on real ranks: FSDP1 and FSDP2 on two, HSDP and data-parallel subgroups on four."""
 
 import contextlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -55,6 +56,7 @@ from harness.reference import (
     weights_of,
 )
 from macrobatch import Accumulator, MacroStep, verify
+from macrobatch._ranks import gathering
 
 Wrap = Callable[..., nn.Module]
 
@@ -179,6 +181,56 @@ everywhere("looked_at_first", looked_at_first, FSDP2)
 @pytest.mark.parametrize("mode", FSDP2)
 def test_a_forward_before_the_first_window(ran, mode):
     assert all(outcome["same"] for outcome in all_well(ran[f"looked_at_first-{mode}"]))
+
+
+# ------------------------------------------------------------------------------------------------- gather="auto"
+
+AUTO = Plan(counts=(6, 7), steps=3)
+FREE = {"enough": (2**30, 2**30), "too little on one rank": (2**30, 1000)}
+
+
+def gathered_by_memory(free: tuple[int, int]) -> Outcome:
+    """Exact whichever is chosen, and the same is chosen on all ranks."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("macrobatch")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    measure = gathering.free_memory
+    gathering.free_memory = lambda device: free[dist.get_rank()]
+    try:
+        measured = measure(torch.device("cpu"))
+        return AUTO.run(fsdp2, gather="auto") | {"lines": lines, "measured": measured}
+    finally:
+        gathering.free_memory = measure
+        logger.removeHandler(handler)
+
+
+SCENARIOS |= {f"auto-{name}": partial(gathered_by_memory, free) for name, free in FREE.items()}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_weights_stay_gathered_where_every_rank_has_the_memory(on_two, name):
+    outcomes = all_well(on_two[f"auto-{name}"])
+    AUTO.check(outcomes)
+    chosen = "window" if name == "enough" else "micro"
+    assert [len(outcome["lines"]) for outcome in outcomes] == [1, 0]
+    assert outcomes[0]["lines"][0].startswith(f'gather="auto" is gather="{chosen}": the gathered weights take')
+    assert all(outcome["measured"] > 2**20 for outcome in outcomes)
+
+
+def recorded_in_every_micro_batch() -> Outcome:
+    model = fsdp2(made(Tower))
+    MacroStep(model, optimizer_for(model), mean_loss, micro=1, cuda_graph=True, gather="micro")
+    return {}
+
+
+SCENARIOS["recorded gather"] = recorded_in_every_micro_batch
+
+
+def test_no_recording_contains_a_gather(on_two):
+    all_refused(on_two["recorded gather"], 'gather="micro"', "which no recording can contain")
 
 
 # ------------------------------------------------------------------------------------------------- closed at once
@@ -595,6 +647,39 @@ def test_ranks_that_use_different_modules(ran, mode, what):
     all_refused(ran[f"{what}_other_modules-{mode}"], "different modules", "no step was taken", "0 * output.sum()")
 
 
+class Tasks(nn.Module):
+    """Two heads of different sizes; a micro-batch uses one of them, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, size * VOCABULARY) for size in (1, 40))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        hidden = self.embedding(x)
+        return self.heads[task](hidden)[..., :VOCABULARY] if task < 2 else hidden.sum(-1, keepdim=True)
+
+
+def uses_another_head(wrap: Wrap, first: int, second: int) -> Outcome:
+    model, own = wrap(made(Tasks)), dist.get_rank()
+    acc = Accumulator(model, optimizer_for(model), steps=2)
+    for _, micro in acc.batches(share(own, 4)):
+        acc.backward(model(micro.x, (first, second)[own]).square().mean())
+        acc.step()
+    return {}
+
+
+HEADS = {"other_heads": (0, 1), "a_head_and_none": (1, 2), "none_and_a_head": (2, 0)}
+for _name, _heads in HEADS.items():
+    SCENARIOS[_name] = partial(uses_another_head, fsdp2, *_heads)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_ranks_that_use_other_heads_of_other_sizes(on_two, name):
+    """Plain torch ends in a connection reset here."""
+    all_refused(on_two[name], "different modules", "nothing was gathered", "no step was taken")
+
+
 PENALISED = Plan(counts=(5,), steps=3)
 
 
@@ -711,6 +796,7 @@ def test_a_parameter_that_is_not_sharded_is_unfrozen(on_two):
 # ------------------------------------------------------------------------------------------------ calls of Python
 
 PART = (f"{Path(macrobatch.__file__).parent}/_ranks/", f"{Path(macrobatch.__file__).parent}/_torch/")
+READS_LOSSES = "loss_nodes.py"  # this one knows nothing of models; tests/unit/test_calls.py counts its calls
 
 
 def counts_calls(wrap: Wrap, **options: Any) -> Outcome:
@@ -719,7 +805,8 @@ def counts_calls(wrap: Wrap, **options: Any) -> Outcome:
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PART):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PART) and not file.endswith(READS_LOSSES):
             calls[frame.f_code.co_qualname] += 1
 
     acc = Accumulator(model, optimizer_for(model), steps=6, **options)

@@ -4,7 +4,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import reference
 from harness.lightnings import Task, Unsized, fit
 from harness.ranks import Collectives, Outcome, all_refused, all_well, full_weights, run, same_on_all, share
-from harness.recorded import PretendedCapturer
+from harness.recorded import TwinsCapturer, is_capturing
 from harness.reference import Batch, Counting, Experts, relative_error
 from macrobatch._cudagraph.capture import CAPTURERS
 from macrobatch.lightning import ExactStrategy
@@ -124,7 +124,7 @@ PLANS = [
     (kind, steps, items, name, max_norm)
     for kind in ("ddp", "fsdp2")
     for steps in (1, 4)
-    for items, name, max_norm in (("int", "SGD", None), ("tensor", "AdamW", 0.05), ("none", "SGD", 0.05))
+    for items, name, max_norm in (("int", "SGD", None), ("tensor", "AdamW", 0.05), ("read", "SGD", 0.05))
 ] + [("auto", 4, "int", "SGD", None), ("unused", 4, "int", "SGD", None), ("sharded", 4, "int", "SGD", None)]
 for plan in PLANS:
     kind, steps, items, name, max_norm = plan
@@ -175,31 +175,6 @@ def test_windows_that_are_cut_anew(ran, plan):
     assert outcomes[0]["losses"][-1] == pytest.approx(taken[-1].loss.item())
 
 
-class Twins(PretendedCapturer):
-    """Under DDP, recordings are of twins of the parameters: what is run again must find them in the model."""
-
-    model: ClassVar[Task]
-
-    @classmethod
-    def is_capturing(cls) -> bool:
-        return "capturing" in cls.under_way
-
-    def capture(self, run: Callable[[], Any], pool: object) -> Any:
-        places = [(part._parameters, dict(part._parameters)) for part in self.model.modules()]
-
-        def again() -> Any:
-            before = [(own, dict(own)) for own, _ in places]
-            for own, twins in places:
-                own.update(twins)
-            try:
-                return run()
-            finally:
-                for own, parameters in before:
-                    own.update(parameters)
-
-        return super().capture(again, pool)
-
-
 class Recorded(Task):
     """How often its training_step was captured."""
 
@@ -207,10 +182,10 @@ class Recorded(Task):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        Twins.model = self
+        TwinsCapturer.model = self
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        Recorded.captured += Twins.is_capturing()
+        Recorded.captured += is_capturing()
         return super().training_step(batch, batch_idx)
 
 
@@ -222,11 +197,11 @@ def recorded_cut() -> Outcome:
     forward, through_ddp = DistributedDataParallel.forward, []
 
     def note(self: Any, *args: Any) -> Any:
-        through_ddp.append(Twins.is_capturing())
+        through_ddp.append(is_capturing())
         return forward(self, *args)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setitem(CAPTURERS, "cpu", Twins)
+        patch.setitem(CAPTURERS, "cpu", TwinsCapturer)
         patch.setattr(DistributedDataParallel, "forward", note)
         patch.setattr("macrobatch._cudagraph.cache.MAX_TIME_SHARE", 1e9)
         warnings.filterwarnings("error", message="cuda_graph=True")
@@ -263,7 +238,8 @@ def test_equal_batches_train_as_with_lightning(ran, kind):
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
         assert ours["metrics"] == pytest.approx(theirs["metrics"], abs=1e-6)
         assert ours["steps"] == theirs["steps"]
-        assert relative_error(ours["weights"], theirs["weights"]) <= 1e-12
+        # Counts and steps are powers of two. Sharded, Lightning adds up the gradients in another order.
+        assert relative_error(ours["weights"], theirs["weights"]) <= (0 if kind == "ddp" else 1e-12)
 
 
 class Counted(Callback):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,7 +14,7 @@ import harness
 from harness import programs
 from harness.processes import end_family, started
 from harness.ranks import Collectives, Outcome, all_well, run
-from harness.trainers import MeanOverPositions, Sample, apart, one_big_batch, samples, train, trainer
+from harness.trainers import Sample, apart, one_big_batch, samples, train, trainer
 from macrobatch import by_tokens, verify
 from macrobatch.errors import UsageError
 from macrobatch.transformers import exact
@@ -50,7 +49,7 @@ def as_it_is() -> Outcome:
 
 
 def all_reduces() -> Outcome:
-    """How many a run of five windows has, and one of seven; in the first, second and fourth the loss is looked at."""
+    """How many a run of five windows has, and one of seven."""
     counts = {}
     for windows in (5, 7):
         made = trainer("bert", exact(Trainer), samples("bert", 16 * windows), logging_strategy="no")
@@ -88,37 +87,39 @@ def tokens_of_each_rank() -> Outcome:
     return {"losses": train(made), "weights": made.model.state_dict()}
 
 
-def widths_of_each_rank() -> Outcome:
-    """Each rank's batches have one width: whether it is that of the other rank decides."""
-    told = {}
-    for name, lengths in {"different": (4, 4, 8, 8), "equal": (4, 8, 4, 8)}.items():
-        data = [{"input_ids": torch.arange(1, n + 1), "labels": torch.arange(1, n + 1)} for n in lengths * 4]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(trainer("bert", exact(MeanOverPositions), data))
-        told[name] = ["depends on padding" in str(one.message) for one in caught].count(True)
-    return told
-
-
 class TimesRanks(Trainer):
     """As `Trainer.compute_loss` does, which its own caller has to know of."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = model(**inputs).loss
-        loss = loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+        loss = loss * self.accelerator.num_processes if model.training else loss
         return (loss, None) if return_outputs else loss
 
 
 def times_ranks() -> Outcome:
     try:
-        trainer("bert", exact(TimesRanks), samples("bert", COUNT))
+        train(trainer("bert", exact(TimesRanks), samples("bert", COUNT)))
     except UsageError as error:
         return {"told": str(error)}
     return {"told": "nothing"}
 
 
+class Doubled(Trainer):
+    """A factor of its own, which happens to be the number of processes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = 2 * model(**inputs).loss
+        return (loss, None) if return_outputs else loss
+
+
+def doubled() -> Outcome:
+    made = trainer("bert", exact(Doubled), samples("bert", COUNT), learning_rate=0.05)
+    train(made)
+    return {"weights": made.model.state_dict()}
+
+
 SCENARIOS["times ranks"] = partial(alone, times_ranks)
-SCENARIOS["widths of each rank"] = partial(alone, widths_of_each_rank)
+SCENARIOS["doubled"] = partial(alone, doubled)
 SCENARIOS["tokens of each rank"] = partial(alone, tokens_of_each_rank)
 SCENARIOS["stream"] = partial(alone, stream_that_ends)
 SCENARIOS["as it is"] = partial(alone, as_it_is)
@@ -199,12 +200,13 @@ def test_under_accelerate_launch(tmp_path):
 
 def test_a_loss_that_is_multiplied_by_the_ranks(ran):
     for outcome in all_well(ran["times ranks"]):
-        assert "changes with the number of processes: with twice as many it is 2 times as large" in outcome["told"]
+        assert "the loss is multiplied by 2, the number of processes" in outcome["told"]
 
 
-def test_a_loss_that_depends_on_padding_of_another_rank(ran):
-    for outcome in all_well(ran["widths of each rank"]):
-        assert (outcome["different"], outcome["equal"]) == (1, 0)
+def test_a_factor_of_ones_own(ran):
+    expected, _ = one_big_batch("bert", samples("bert", COUNT), 16)
+    for outcome in all_well(ran["doubled"]):
+        assert apart(outcome["weights"], expected) <= 1e-14
 
 
 def test_verify_on_ranks(ran):

@@ -1,5 +1,6 @@
 """Conversations: the tokens are those of transformers, and only what the assistant said is learnt, in every format."""
 
+import io
 import json
 import random
 from pathlib import Path
@@ -429,6 +430,37 @@ def test_generate_answers_as_transformers_does(tmp_path, capsys):
         assert said.strip() in asked.values()
 
 
+def test_a_conversation_goes_on_line_by_line(tmp_path, capsys, monkeypatch):
+    """Each answer is that of transformers to the whole conversation so far; what no longer fits is left out."""
+    records = [{"messages": [*turn("a", "b"), *turn("c", "d")]}] * 40
+    data = json_lines(tmp_path / "chat.jsonl", records)
+    assert main(arguments(data, tmp_path / "run", "--steps", 3, "--lr", 0.02)) == 0
+    capsys.readouterr()
+    folder, said = tmp_path / "run" / "model", ["the first", "the second", "the third", "the fourth"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([said[0], "", *said[1:]])))
+    options = ["--temperature", "0", "--tokens", "12"]
+    assert main(["generate", str(tmp_path / "run"), "--chat", *options]) == 0
+    printed = capsys.readouterr().out
+    theirs, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    messages, expected, left_out = [], [], 0
+    for question in said:
+        messages.append({"role": "user", "content": question})
+        while True:
+            ids = theirs.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+            )
+            if ids.shape[1] + 12 <= 64:
+                break
+            messages, left_out = messages[2:], left_out + 1
+        with torch.no_grad():
+            added = model.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, max_new_tokens=12)
+        answer = theirs.decode(added[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        messages.append({"role": "assistant", "content": answer})
+        expected.append(answer)
+    assert printed == "".join(f"{answer}\n" for answer in expected)
+    assert left_out, "the conversation has always fitted"
+
+
 def test_an_answer_ends_where_the_template_says_so_in_plain_text(tmp_path, capsys):
     texts = json_lines(tmp_path / "texts.jsonl", [{"text": "the rose is red, the violet blue"}] * 40)
     assert main(arguments(texts, tmp_path / "base", "--steps", 1)) == 0
@@ -439,8 +471,6 @@ def test_an_answer_ends_where_the_template_says_so_in_plain_text(tmp_path, capsy
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "tuned"), "--chat", "--prompt", "the rose", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "is red\n"
-    assert main(["generate", str(tmp_path / "tuned"), "--chat"]) == 2
-    assert "--chat answers a --prompt, and there is none" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "base"), "--chat", "--prompt", "the rose"]) == 2
     assert "--chat needs a chat template, and its tokenizer has none" in capsys.readouterr().err
 

@@ -80,6 +80,38 @@ def test_weights_without_a_tokenizer(model, begins, capsys, tmp_path):
     assert main(begins(model, "--tokenizer", kept)) == 0
 
 
+@pytest.fixture(scope="module")
+def other_tokenizer(tmp_path_factory) -> Path:
+    """As many tokens, and other ones."""
+    folder = tmp_path_factory.mktemp("other")
+    data = json_lines(folder / "data.jsonl", [{"text": text[::-1]} for text in sentences(100)])
+    assert main(arguments(data, folder / "run", "--steps", 1)) == 0
+    return folder / "run" / "model"
+
+
+def test_a_tokenizer_of_another_model_is_noticed(model, begins, capsys, other_tokenizer, tmp_path):
+    assert main(begins(model, "--tokenizer", other_tokenizer)) == 0
+    said = capsys.readouterr().err
+    assert "seems to be that of another model" in said
+    assert "of its 300 tokens are other ones there" in said
+    same = shutil.copytree(model, tmp_path / "same")
+    assert main(begins(model, "--tokenizer", same, "--out", tmp_path / "again")) == 0
+    assert "seems to be" not in capsys.readouterr().err
+
+
+def test_a_tokenizer_far_smaller_than_the_model_is_noticed(model, begins, capsys, tmp_path):
+    weights = load_file(model / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = torch.cat([rows, rows])
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": 2 * len(rows)}
+    (model / "config.json").write_text(json.dumps(config))
+    assert main(begins(model)) == 0
+    assert "tokens, and the model has" in capsys.readouterr().err
+    derived = json.loads((tmp_path / "out" / "run.json").read_text())["derived"]
+    assert derived["vocabulary"].endswith(f"; the model has {2 * len(rows)}")
+
+
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.filterwarnings("default")
 def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
@@ -96,26 +128,6 @@ def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
         assert "--model" not in said
     (folder / "config.json").write_text(json.dumps(BERT | {"is_decoder": True}))
     assert main(begins(folder)) == 0
-
-
-MIXTURE = {
-    "model_type": "mixtral",
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "router_aux_loss_coef": 0.5,
-}
-
-
-def test_a_balance_loss_is_not_left_out_in_silence(begins, capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"output_router_logits": True}))
-    refused(begins(tmp_path / "config.json"), capsys, "not only that of predicting the next token", "exact(Trainer)")
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
-    assert main(begins(tmp_path / "config.json")) == 0
 
 
 def test_weights_that_are_not_all_there(model, begins, capsys):

@@ -12,8 +12,9 @@ import harness
 
 PAGE = (harness.ROOT / "docs" / "train.md").read_text()
 SECTION = PAGE.partition("## Recipes\n")[2].partition("\n## ")[0]
-COMMANDS = re.findall(r"^\$ (.*)$", SECTION, re.MULTILINE)
-MADE = ("runs/base", "runs/chat", "runs/lora/adapter", "runs/packed", "runs/ranks")
+# Each command, with the output that the page shows.
+COMMANDS = re.findall(r"^\$ (.*)\n((?:(?!\$ |```).*\n)*)", SECTION, re.MULTILINE)
+MADE = ("runs/base", "runs/before", "runs/chat", "runs/lora/adapter", "runs/packed", "runs/ranks")
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +22,18 @@ def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("recipes")
     binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = harness.environment(PATH=binaries, MACROBATCH_CACHE=str(place / "cache"), OMP_NUM_THREADS="1")
-    for command in COMMANDS:
+    for command, expected in COMMANDS:
         done = subprocess.run(
-            command, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert not expected or done.stdout.endswith(expected), f"{command}\n{done.stdout[-2000:]}"
     return place
 
 
 def test_there_is_a_recipe_of_each_kind():
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 12
+    assert sum(bool(expected) for _, expected in COMMANDS) == 3
     assert {word for word in ("--lora", "--pack", "torchrun", "--chat-template") if word in SECTION} == {
         "--lora", "--pack", "torchrun", "--chat-template"
     }  # fmt: skip

@@ -223,9 +223,9 @@ def test_without_tensorboard_there_are_lines(tmp_path, monkeypatch, caplog):
 
 def test_a_log_file_gets_a_line_now_and_then(tmp_path):
     printed = recorded(tmp_path, range(1, 1001), total=1000).splitlines()
-    assert record.LINES <= len(printed) <= record.LINES + 2
+    assert record.LINES - 1 <= len(printed) <= record.LINES + 1
     assert printed[0].startswith("step 1/1000  loss 5.0000  400 tokens/s")
-    assert printed[-1].startswith("step 1000/1000")
+    assert printed[-1].startswith("step 950/1000")  # the line of the last step comes when the run has ended
     assert "left" in printed[1]
 
 

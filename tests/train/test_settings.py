@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
-from macrobatch.train.flags import loaded, parsed
+from macrobatch.train.flags import ADVICE, NAMES, SYNONYMS, loaded, parsed
 from macrobatch.train.models import learning_rate
 from macrobatch.train.schedule import Ramp, Rate, rate_of, scale_of
-from macrobatch.train.settings import ONCE, RANGES, Settings
+from macrobatch.train.settings import GROUPS, ONCE, RANGES, Settings
 
 
 def test_no_argument_is_the_default():
@@ -56,11 +57,43 @@ def test_which_number_tells_the_best(best, found):
     assert Settings(best=best).best_number == found
 
 
-def test_what_tyro_refuses_ends_with_status_2(capsys):
-    for flags in (["--steps", "many"], ["--precision", "int4"], ["free"]):
-        with pytest.raises(SystemExit) as ended:
-            parsed(flags)
-        assert ended.value.code == 2
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "many"], "--steps must be a whole number: got 'many'"),
+        (["--batch-size", "abc"], "--batch-size must be a whole number: got 'abc'"),
+        (["--lr", "1e-"], "--lr must be a number: got '1e-'"),
+        (["--precision", "int4"], "--precision must be one of auto, float32, bf16, fp16, pure-bf16, float64: got"),
+        (["free"], "'free' belongs to no flag"),
+        (["--steps"], "--steps: expected one argument"),
+        (["--resume", "runs/x"], "--resume takes no folder: say --resume --out runs/x"),
+        (["--learning_rate", "1", "--load-in-4bit"], "--lr?\nthere is no --load-in-4bit: quantized weights are not"),
+    ],
+)
+def test_flags_that_are_refused(flags, said):
+    with pytest.raises(UsageError) as raised:
+        parsed(flags)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [*SYNONYMS, *ADVICE])
+def test_names_of_other_trainers_have_a_hint_that_holds(name):
+    with pytest.raises(UsageError) as raised:
+        parsed([f"--{name}", "1"])
+    flags = re.findall(r"--[a-z][a-z0-9-]*", str(raised.value))[1:]
+    assert all(flag.removeprefix("--").replace("-", "_") in NAMES for flag in flags)
+    assert "did you mean" in str(raised.value) or name in ADVICE
+
+
+def test_help_is_in_groups_and_every_flag_is_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        parsed(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    groups = [line.removesuffix(":") for line in lines if re.fullmatch(r"\w+:", line)]
+    assert groups == ["options", *GROUPS]
+    assert any("--batch-size N " in line and "number of samples" in line for line in lines)
+    assert any(line.endswith("Default: 1e-08.") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +189,7 @@ def test_large_numbers_are_told_with_their_digits():
         ({"lr": float("nan")}, "--lr must be a number"),
         ({"lr": "fast"}, "--lr must be a number"),
         ({"compile": 1}, "--compile must be true or false"),
-        ({"precision": "int4"}, "--precision must be one of float32"),
+        ({"precision": "int4"}, "--precision must be one of auto, float32"),
         ({"data": "text.txt"}, "--data must be a list"),
         ({"data": (3,)}, "--data must be a list"),
         ({"track": ("wandb", "excel")}, "--track must be some of tensorboard, wandb, mlflow, trackio, none: got"),
@@ -223,7 +256,7 @@ def test_flags_count_more_than_the_file(tmp_path):
     ("content", "said"),
     [
         ("lr = ", "is not TOML"),
-        ("xyzzy = 3", "has no setting 'xyzzy'. There are model, data"),
+        ("xyzzy = 3", "has no setting 'xyzzy'. There are model, tokenizer"),
         ("learning_rate = 3", "has no setting 'learning_rate': did you mean 'lr'?"),
         ("lerning_rate = 3", "has no setting 'lerning_rate': did you mean 'lr'?"),
         ("stepz = 3", "has no setting 'stepz': did you mean 'steps'?"),
@@ -238,6 +271,55 @@ def test_a_bad_file(tmp_path, content, said):
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError) as raised:
         parsed(["--config", str(file)])
+    assert said in str(raised.value)
+
+
+YAML = """
+# a comment
+data: [a.jsonl, b.jsonl]
+model: runs/base
+lr: 1e-4
+epochs: 2
+micro: 4
+lora: true
+checkpoint-activations: yes
+"""
+
+
+def test_a_file_in_yaml_says_the_same_as_flags(tmp_path):
+    (tmp_path / "config.yaml").write_text(YAML)
+    flags = "--data a.jsonl b.jsonl --model runs/base --lr 1e-4 --epochs 2 --micro 4 --lora --checkpoint-activations"
+    assert loaded(tmp_path / "config.yaml") == parsed(flags.split())
+    found = parsed(["--config", str(tmp_path / "config.yaml"), "--lr", "3", "--steps", "8"])
+    assert (found.lr, found.steps, found.epochs, found.micro) == (3, 8, None, "4")
+
+
+def test_an_empty_yaml_is_the_default(tmp_path):
+    (tmp_path / "config.yml").write_text("# nothing\n")
+    assert loaded(tmp_path / "config.yml") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("lr: [", "is not YAML"),
+        ("lr: 1\nsteps: 3\nlr: 2", "'lr' is given twice"),
+        ("a: &a [x, x]\ndata: *a", "aliases such as *a are not supported"),
+        ("- lr", "must hold one setting a line"),
+        ("lr: fast", "--lr must be a number: got 'fast'"),
+        ("out: 2026-01-01", "--out must be a text"),
+        ("data: {a: 1}", "--data must be a list of texts"),
+        ("!!python/object/apply:os.getcwd []", "is not YAML"),
+        ("base_model: x\nload_in_4bit: true\nsequence_len: 9", "'base_model': did you mean 'model'?"),
+        ("base_model: x\nload_in_4bit: true\nsequence_len: 9", "'load_in_4bit': quantized weights are not supported"),
+        ("base_model: x\nload_in_4bit: true\nsequence_len: 9", "'sequence_len': did you mean 'seq_len'?"),
+        ("a: " + "[" * 5000, "is not YAML"),
+    ],
+)
+def test_a_bad_file_in_yaml(tmp_path, content, said):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UsageError) as raised:
+        loaded(tmp_path / "config.yaml")
     assert said in str(raised.value)
 
 
@@ -256,8 +338,16 @@ def test_resuming_begins_with_the_settings_of_the_run(tmp_path):
 
 
 def test_resuming_nothing():
-    with pytest.raises(UsageError, match="--resume goes on with a run: say which, with --out RUN"):
-        parsed(["--resume"])
+    for flags, said in ((["--resume"], "--resume needs"), (["--resume", "auto"], "--resume auto needs")):
+        with pytest.raises(UsageError, match=f"{said} the folder of the run: add --out RUN"):
+            parsed(flags)
+
+
+def test_resuming_a_run_if_it_exists(tmp_path):
+    flags = ["--resume", "auto", "--out", str(tmp_path), "--micro", "5"]
+    assert (parsed([*flags, "--steps", "9"]).steps, parsed(flags).resume) == (9, "auto")
+    (tmp_path / "run.json").write_text(json.dumps({"settings": Settings(steps=7).lasting}))
+    assert (parsed(flags).steps, parsed(flags).micro) == (7, "5")
 
 
 def test_a_run_that_does_not_tell_its_settings(tmp_path):

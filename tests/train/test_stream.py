@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
-from macrobatch.train.stream import Stream, share
+from macrobatch.train.stream import Mixture, Stream, share
 
 quickly = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -32,6 +32,43 @@ def run_of(stream: Stream, steps: int = 10_000, start: int = 0) -> list[list[int
             break
         batches.append(batch)
     return batches
+
+
+# ----------------------------------------------------------------------------------------------------- a mixture
+
+
+@quickly
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.data(), seeds)
+def test_a_mixture_takes_its_shares_and_no_sample_twice_before_all_others(sizes, data, seed):
+    weights = data.draw(st.lists(st.floats(0.01, 10), min_size=len(sizes), max_size=len(sizes)))
+    bounds = [0, *itertools.accumulate(sizes)]
+    members = [list(range(first, last)) for first, last in itertools.pairwise(bounds)]
+    mixture = Mixture(members, weights)
+    total = sum(sizes)
+    assert sum(mixture.counts) == total
+    for count, weight in zip(mixture.counts, weights, strict=True):
+        assert abs(count - total * weight / sum(weights)) < 1
+    seen = Counter()
+    for epoch in range(3):
+        drawn = mixture.drawn(epoch, seed)
+        counted = Counter(drawn)
+        assert [sum(counted[sample] for sample in part) for part in members] == mixture.counts
+        seen.update(drawn)
+        for part in members:
+            assert max(seen[sample] for sample in part) - min(seen[sample] for sample in part) <= 1
+
+
+def test_a_mixture_goes_on_where_it_was():
+    lengths, mixture = [3] * 20, Mixture([list(range(15)), list(range(15, 20))], [1, 1])
+    whole = run_of(Stream(lengths, seed=5, batch_size=3, epochs=3, mixture=mixture))
+    for start in range(len(whole)):
+        first = Stream(lengths, seed=5, batch_size=3, epochs=3, mixture=mixture)
+        for step in range(start):
+            first.next(step)
+        again = Stream(lengths, seed=5, batch_size=3, epochs=3, mixture=mixture)
+        again.load_state_dict(first.state_dict())
+        assert run_of(again, start=start) == whole[start:]
+    assert Stream(lengths, seed=5, batch_size=3, mixture=mixture).extent(3) == (len(whole), len(whole[-1]))
 
 
 def tokens_of(batch: list[int], lengths: list[int]) -> int:
@@ -74,7 +111,8 @@ def test_a_batch_by_tokens_is_as_full_as_the_budget_allows(lengths, seed, budget
 @given(lengths=some_lengths, seed=seeds, size=sizes, ramp=ramps, epochs=st.integers(1, 4))
 def test_the_number_of_steps_is_the_number_of_batches(lengths, seed, size, ramp, epochs):
     stream = Stream(lengths, seed=seed, ramp=ramp, **size)
-    assert stream.num_steps(epochs) == len(run_of(Stream(lengths, seed=seed, ramp=ramp, epochs=epochs, **size)))
+    batches = run_of(Stream(lengths, seed=seed, ramp=ramp, epochs=epochs, **size))
+    assert stream.extent(epochs) == (len(batches), len(batches[-1]))
     assert stream.state_dict()["position"] == 0, "to count is not to take"
 
 
@@ -204,7 +242,7 @@ def test_a_ramp_outside_of_its_range_is_refused(fraction):
 
 def test_a_number_of_epochs_that_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="epochs must be"):
-        Stream([1], seed=0, batch_size=1).num_steps(0)
+        Stream([1], seed=0, batch_size=1).extent(0)
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks

@@ -292,6 +292,23 @@ def test_one_that_is_not_installed(data, tmp_path, capsys, monkeypatch, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("uri", ["http://me:se@cret@127.0.0.1:9", "http://me:se@cret@127.0.0.1:9/x"])
+def test_a_password_is_not_printed(data, tmp_path, capfd, monkeypatch, uri):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    assert main([*arguments(data, tmp_path / "run", "--track", "mlflow"), "--debug"]) == 2
+    said = "".join(capfd.readouterr())
+    assert "MLflow could not be opened: " in said
+    assert "cret" not in said
+
+
+def test_mlflow_without_a_database(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)  # as if it were not there
+    command = arguments(data, tmp_path / "run", "--track", "mlflow")
+    refused(command, capsys, "mlflow-skinny cannot keep runs on this machine", "pip install mlflow")
+
+
 def test_none_at_all(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path / "run", "--track", "none", "--steps", 1)) == 0
     assert not (tmp_path / "run" / "tensorboard").exists()

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -57,6 +60,7 @@ def test_the_run_folder(run):
         "checkpoints",
         "model",
         "report.html",
+        "config.toml",
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
@@ -220,6 +224,15 @@ def test_text_files_and_epochs(tmp_path):
     assert [row["samples"] for row in rows] == [8] * (sum(row["samples"] for row in rows) // 8) + [4]
 
 
+def test_the_table_has_the_epochs_that_run(tmp_path, capsys):
+    data = json_lines(tmp_path / "data.jsonl", [{"text": text} for text in sentences(30)])
+    flags = ("--epochs", 1, "--batch-size", 8, "--validation", 0, "--seq-len", 256)
+    command = arguments(data, tmp_path / "run", *flags)
+    place = command.index("--steps")
+    assert main(command[:place] + command[place + 2 :]) == 0
+    assert "4, 1 epoch; the last batch has 6 samples, all that are left" in capsys.readouterr().out
+
+
 def test_batches_by_tokens_that_grow(data, tmp_path):
     flags = ("--batch-tokens", 600, "--batch-ramp", 3, "--batch-ramp-start", 0.2, "--steps", 5)
     command = arguments(data, tmp_path / "run", *flags)
@@ -352,6 +365,7 @@ def test_the_last_line_has_the_last_numbers(data, tmp_path, capsys):
     (validation,) = validations(tmp_path / "run").values()
     loss = metrics(tmp_path / "run")[-1]["loss"]
     assert printed[-1].startswith("step 3/3  epoch 0.")
+    assert sum(line.startswith("step 3/3") for line in printed) == 1
     assert f"loss {loss:.4f}  validation {validation:.3f}" in printed[-1]
 
 
@@ -642,8 +656,77 @@ def test_a_prompt_does_not_command_the_terminal(data, tmp_path, capsys):
 
 
 def test_what_is_not_installed_is_named(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tyro", None)  # as if it were not there
-    refused(arguments(data, tmp_path / "run"), capsys, "tyro, which is not installed: pip install 'macrobatch[train]'")
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as if it were not there
+    (tmp_path / "config.yaml").write_text("steps: 3")
+    command = arguments(data, tmp_path / "run", "--config", tmp_path / "config.yaml")
+    refused(command, capsys, "needs PyYAML: pip install 'macrobatch[train]'")
+
+
+def test_the_command_alone_shows_its_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert "train" in shown
+    assert "generate" in shown
+
+
+@pytest.mark.parametrize(("redirection", "status"), [(">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), (">/dev/full", 2)])
+def test_an_output_that_is_closed_or_full(data, tmp_path, redirection, status):
+    words = [sys.executable, "-m", "macrobatch", *arguments(data, tmp_path / "run", "--steps", 1)]
+    done = subprocess.run(
+        f"{shlex.join(words)} {redirection}", shell=True, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert status == 0 or "No space left on device" in done.stderr
+    assert (tmp_path / "run" / "model").exists() == (status == 0)
+
+
+def test_a_report_where_nothing_can_be_written(run, capsys):
+    refused(["report", str(run), "--out", "/proc/report.html"], capsys, "/proc/report.html")
+
+
+def test_files_have_the_permissions_that_the_user_wants(data, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert main(arguments(data, tmp_path / "run", "--steps", 1)) == 0
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run" / "model").iterdir()}
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_validations_stay_on_the_screen(data, tmp_path, capsys):
+    assert main(arguments(data, tmp_path / "run", "--validate-every", 2)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines if "validation loss" in line] == ["step 2", "step 4"]
+
+
+def test_sources_are_mixed_in_their_shares(data, tmp_path, capsys):
+    other = json_lines(tmp_path / "other.jsonl", [{"text": "zzz"}] * 8)
+    command = arguments(f"{data}:3", tmp_path / "run", "--validation", 0)
+    place = command.index("--data") + 2
+    command[place:place] = [f"{other}:1"]
+    assert main(command) == 0
+    derived = json.loads((tmp_path / "run" / "run.json").read_text())["derived"]
+    shares = [int(part.split()[0]) for part in derived["mixture"].split("; ")]
+    assert shares[0] == pytest.approx(3 * shares[1], abs=3)
+    whole = losses(tmp_path / "run")
+    command[command.index("--out") + 1] = str(tmp_path / "two")
+    assert main([*command, "--save-every", "1"]) == 0
+    assert losses(tmp_path / "two") == whole
+    refused(["train", "--resume", "--out", str(tmp_path / "two"), "--data", str(data)], capsys, "mixture was")
+
+
+def test_weights_are_for_all_sources_or_none(data, tmp_path, capsys):
+    other = json_lines(tmp_path / "other.jsonl", [{"text": "zzz"}] * 8)
+    for sources, said in (
+        ([f"{data}:3", str(other)], "has no weight, and others have"),
+        ([f"{data}:0", f"{other}:1"], "weights must be above 0"),
+    ):
+        command = arguments(sources[0], tmp_path / "run")
+        place = command.index("--data") + 2
+        command[place:place] = [sources[1]]
+        refused(command, capsys, said)
 
 
 def test_debug_shows_where(data, tmp_path, capsys):

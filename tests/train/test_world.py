@@ -8,7 +8,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from macrobatch.errors import BackendError
-from macrobatch.train.world import agree_on_space
+from macrobatch.train.settings import Settings
+from macrobatch.train.world import agree_on_space, joined
 
 RANKS = 3
 SOON = timedelta(seconds=20)
@@ -42,6 +43,16 @@ def test_every_attempt_has_a_space_of_its_own(server, late):
     spaces = [attempt(server), attempt(server, late), attempt(server, late)]
     assert [len(set(names)) for names in spaces] == [1, 1, 1]
     assert len({names[0] for names in spaces}) == 3
+
+
+@pytest.mark.parametrize("left", [("MASTER_ADDR",), ("MASTER_ADDR", "MASTER_PORT"), ("RANK",)])
+def test_what_a_launcher_left_in_the_environment_is_no_launch(monkeypatch, left):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in left:
+        monkeypatch.setenv(name, "1")
+    with joined(Settings(device="cpu")) as world:
+        assert (world.rank, world.size) == (0, 1)
 
 
 def test_a_rank_that_never_comes(server):

@@ -54,6 +54,14 @@ def several():
     return model, loss_fn, batch, impatient
 
 
+def own_numbers(model, batch):
+    loop(model, (batch[0] + 1, batch[1] + 1))
+
+
+def unknown():
+    return model, loss_fn, batch, own_numbers
+
+
 def wrong():
     print("the wrong one")
     return model, loss_fn, batch, loop
@@ -289,6 +297,7 @@ def test_an_error_of_its_own_is_shown(here, capsys):
 def test_in_this_process(here, capsys):
     assert main(["verify", "my_training:right"]) == 0
     assert main(["verify", "my_training:wrong"]) == 1
+    assert main(["verify", "my_training:unknown"]) == 2
     assert "cause 1: mean of means" in capsys.readouterr().out
 
 
@@ -305,7 +314,9 @@ def test_the_number_of_optimizer_steps(here, capsys):
 
 
 def test_no_command_and_help(capsys):
-    for arguments, status in (([], 2), (["--help"], 0), (["verify"], 2)):
+    assert main([]) == 0
+    assert "usage: macrobatch" in capsys.readouterr().out
+    for arguments, status in ((["--help"], 0), (["verify"], 2)):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == status

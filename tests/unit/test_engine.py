@@ -10,12 +10,13 @@ from macrobatch import Accumulator, MacroStep
 from macrobatch._assembly import checks_of_engines
 from macrobatch._engine.closing import Closing, LeaveMean, result_of
 from macrobatch._engine.engine import Engine
-from macrobatch._engine.objectives import Mean
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._ranks.backend import Local
+from macrobatch._terms.mean import Mean
 from macrobatch.errors import UsageError
 
 SIZES = (5, 2, 7, 4)
+MEAN = Mean("mean", None, Local())
 
 
 def model_and_optimizer():
@@ -52,7 +53,7 @@ def close_to(found, expected):
 @pytest.mark.parametrize("items", [len, lambda x: torch.tensor(len(x))], ids=["ints", "tensors"])
 def test_a_program_that_steps_by_itself_finds_the_mean(items):
     model, optimizer = model_and_optimizer()
-    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), steps=len(SIZES))
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), MEAN, steps=len(SIZES))
     result = accumulate(engine, model, items)
     close_to([p.grad for p in model.parameters()], mean_gradients())
     assert (result.step, result.micro_batches, result.items.item()) == (1, len(SIZES), sum(SIZES))
@@ -65,7 +66,7 @@ def test_a_program_that_steps_by_itself_finds_the_mean(items):
 
 def test_a_program_that_steps_by_itself_must_wait_for_the_close():
     model, optimizer = model_and_optimizer()
-    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), steps=2, checks=checks_of_engines())
+    engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer]), MEAN, steps=2, checks=checks_of_engines())
     x, y = micro_batches()[0]
     with engine.micro_batch(MicroPlan()):
         engine.backward(nn.functional.mse_loss(model(x), y), len(x))
@@ -76,7 +77,7 @@ def test_a_program_that_steps_by_itself_must_wait_for_the_close():
 def test_the_mean_that_is_left_keeps_the_scale_of_a_scaler():
     model, optimizer = model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    mean = Mean("mean", scaler, Local(), shrinks=False)
+    mean = Mean("mean", scaler, Local())
     engine = Engine([model], [optimizer], Local(), LeaveMean([optimizer], scaler), mean, steps=len(SIZES))
     accumulate(engine, model)
     close_to([p.grad / 1024 for p in model.parameters()], mean_gradients())
@@ -85,32 +86,18 @@ def test_the_mean_that_is_left_keeps_the_scale_of_a_scaler():
 class Collect(Closing):
     """A policy of one's own: hands the mean gradients over, and steps nothing."""
 
-    def __init__(self):
-        self.taken, self.leaves_gradients, self.means = 0, False, []
-
-    taken = 0
-
-    def restore(self, taken):
-        self.taken = taken
-
-    def begin_window(self):
-        pass
-
-    def settle(self):
-        pass
-
     def close(self, window, store, flags, *, average, shared):
         store.gather()
         store.divide(window.divisor(average))
         self.means = [p.grad.clone() for p in store.parameters]
-        self.taken += 1
-        return result_of(window, step=self.taken, lr=(), skipped=False)
+        self._taken += 1
+        return result_of(window, step=self._taken, lr=(), skipped=False)
 
 
 def test_a_closing_policy_of_ones_own():
     model, optimizer = model_and_optimizer()
     closing = Collect()
-    accumulate(Engine([model], [optimizer], Local(), closing, steps=len(SIZES)), model)
+    accumulate(Engine([model], [optimizer], Local(), closing, MEAN, steps=len(SIZES)), model)
     close_to(closing.means, mean_gradients())
     assert all(p.grad is None for p in model.parameters())
 

@@ -481,6 +481,7 @@ class Expanded(Noisy):
 
 
 @pytest.mark.parametrize("kind", [Rebinding, Lazy, Expanded])
+@pytest.mark.filterwarnings("ignore:the buffer .seen. changes inside a window")  # it does
 def test_unusual_buffers(kind, monkeypatch):
     monkeypatch.setitem(globals(), "Noisy", kind)
     same(Run(Faults(larger_than(3))).over([batch(8)]), Run(micro=2).over([batch(8)]))

@@ -114,7 +114,7 @@ def test_verify_names_randomness():
     def joint(model, encoded):
         return CONTRAST.joint(model, encoded) * (1 + torch.rand(len(encoded.image), generator=own)).std()
 
-    assert one_cause(towers(), joint).name == "dropout that differs"
+    assert one_cause(towers(), joint).name == "random numbers that differ"
 
 
 def test_verify_takes_no_joint_for_wrong_that_draws():

@@ -249,11 +249,16 @@ def test_hooks_come_as_before_and_losses_add_up_to_the_windows(steps):
     assert [bool(loss) for loss in ours.losses[:3]] == [steps == 1, steps == 1, True]
 
 
-def test_what_training_step_logs_is_the_windows(tmp_path):
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_what_training_step_logs_is_the_windows(tmp_path, is_stated):
     """One value a step, the mean over its items; and the epoch's, over all of them."""
 
     class Still(Words):
         rate = 0.0
+
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return output if is_stated else output["loss"]
 
     steps, _ = train_words(WINDOWS, 0.0)
     strategy = ExactStrategy(steps=4, micro=by_tokens(24))

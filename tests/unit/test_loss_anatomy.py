@@ -16,10 +16,13 @@ from torch import nn
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.checkpoint import checkpoint
 
-import macrobatch._loss.anatomy as anatomy
 from harness.host_reads import HostReads
 from harness.losses import CLASSES, CUTS, LOSSES, Row, measure, new_batch, new_model
-from macrobatch._loss.anatomy import MOST_NODES, Part, anatomy_of
+from macrobatch._loss import below
+from macrobatch._loss.anatomy import MOST_NODES, Known, Part, anatomy_of
+from macrobatch._loss.below import MOST_NODES_BELOW, Below
+from macrobatch._loss.proportions import Kind
+from macrobatch._loss.weighing import weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # of kl_div
 
@@ -49,7 +52,7 @@ def test_the_names_of_losses_are_unique():
 # Each planted bug makes a loss known that is not exact, so the test above would fail.
 PLANTED = {
     "counts of the outer mean": ("_through_linear", lambda node, sums: (node, []), "mean of columns, sum"),
-    "nothing is looked for below": ("_below", lambda edges, has_sizes: anatomy._Below(None, False), "variance by hand"),
+    "nothing is looked for below": ("look_below", lambda edges, has_sizes: Below(None, False), "variance by hand"),
     "products are by one": ("_on_host", lambda constant: 1.0, "mean times samples"),
     "divisors are factors": (
         "_Reading.add_sum", lambda self, step, count, leaf_only=False: self.add_mean(step, 1), "masked mean"),
@@ -134,7 +137,7 @@ def test_no_random_expression_is_known_and_wrong(expression, cut):
 
 
 def test_a_wrong_random_expression_is_seen(monkeypatch):
-    monkeypatch.setattr("macrobatch._loss.anatomy._below", lambda edges, has_sizes: anatomy._Below(None, False))
+    monkeypatch.setattr("macrobatch._loss.anatomy.look_below", lambda edges, has_sizes: Below(None, False))
     expression = [("model.rows(batch)", ["x - x.mean(0) if x.ndim else x", "x.pow(2)"], "x.mean()", ["2 * x"])]
     assert error_of(expression, CUTS[0]) > 1e-3
 
@@ -423,6 +426,46 @@ def test_the_number_of_nodes_is_bounded(model, batch, monkeypatch):
     x, names = model.rows(batch), []
     for _ in range(100):
         x = x.exp().clamp(max=1)
-    monkeypatch.setitem(anatomy._MIXES, "ExpBackward0", lambda node, output: bool(names.append(node)))
+    monkeypatch.setitem(below._MIXES, "ExpBackward0", lambda node, output: bool(names.append(node)))
     assert only(x.mean()).count == 35
-    assert 0 < len(names) <= anatomy.MOST_NODES_BELOW
+    assert 0 < len(names) <= MOST_NODES_BELOW
+
+
+# ---------------------------------------------------------------------------------------------- what a caller knows
+
+
+def weight_of(loss, **known):
+    return weigh(loss, None, is_mean=True, steps=None, on_host=True, known=Known(**known))
+
+
+def test_a_sum_divided_by_the_number_that_the_program_was_given(model, batch):
+    given, other = torch.tensor(4), torch.tensor(4)
+    summed = entropy(model, batch, reduction="sum")
+    own = entropy(model, batch).grad_fn._saved_total_weight.item()
+    found = weight_of(summed / given, divisors=(given,))
+    assert (found.items, found.scale) == (own, pytest.approx(4 / own))
+    opaque = (model.tokens(batch).square() * 0.5).sum()
+    assert weight_of(opaque / given / 1, divisors=(given,)).items == 4
+    assert weight_of(opaque / other, divisors=(given,)).unread == "DivBackward0"  # equal, but not the same
+    assert weight_of(model.rows(batch).mean() / given, divisors=(given,)).unread == "DivBackward0"  # no sum
+
+
+def test_a_sum_so_divided_beside_another_mean(model, batch):
+    given = torch.tensor(4)
+    found = weight_of(entropy(model, batch, reduction="sum") / given + model.rows(batch).mean(), divisors=(given,))
+    assert found.items == 4
+    assert Kind.PARTS in [kind for kind, *_ in found.pairs]
+
+
+def test_a_mean_that_was_computed_for_the_program(model, batch):
+    mean = model.tokens(batch).square().sum() / 3
+    assert weight_of(mean).unread == "DivBackward0"
+    assert weight_of(mean / 1, means=((mean, 3),)).items == 3
+    assert weight_of(mean.float() + 0.5 * model.rows(batch).square().mean(), means=((mean, 3),)).items == 3
+
+
+def test_a_term_that_the_caller_computes(model, batch):
+    other = model.rows(batch).square().sum().sqrt()
+    loss = entropy(model, batch) + 0.01 * other.float().double()
+    assert weight_of(loss).unread == "SqrtBackward0"
+    assert weight_of(loss, other=other).items == entropy(model, batch).grad_fn._saved_total_weight.item()

@@ -19,6 +19,7 @@ from macrobatch._engine.engine import Engine
 from macrobatch._engine.store import GradientStore
 from macrobatch._engine.totals import MicroPlan
 from macrobatch._ranks.backend import Abilities, Local
+from macrobatch._terms.mean import Mean
 from macrobatch.errors import BatchError
 
 BATCHES = [reference.batch(size, seed=size) for size in (3, 1, 4, 2, 5, 2)]
@@ -60,7 +61,7 @@ def engine_on(own: Trainee, backend: Local, max_norm: float | None) -> Engine:
     closing = TakeStep(
         own.optimizers, own.schedulers, scaler=None, max_norm=max_norm, nonfinite="raise", counts_on_host=False
     )
-    return Engine([own.model], own.optimizers, backend, closing, steps=3)
+    return Engine([own.model], own.optimizers, backend, closing, Mean("mean", None, backend), steps=3)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])
@@ -116,7 +117,8 @@ def test_a_store_of_ones_own():
     nn.functional.softplus(precise(torch.cat(batches).double())).mean().backward()
     errors = {}
     for store in (GradientStore, InFloat64):
-        engine = Engine([model], [], Local(), LeaveMean([]), steps=64, store=store, checks=checks_of_engines())
+        mean, checks = Mean("mean", None, Local()), checks_of_engines()
+        engine = Engine([model], [], Local(), LeaveMean([]), mean, steps=64, store=store, checks=checks)
         for x in batches:
             with engine.micro_batch(MicroPlan()):
                 engine.backward(nn.functional.softplus(model(x)).mean(), len(x))

@@ -41,7 +41,7 @@ ROOMS = {
         "_cudagraph",
     },
     "_loop": {"errors", "types", "_torch", "_cut", "_ranks", "_border", "_engine", "_checks", "_terms"},
-    "_assembly": {"errors", "types", "_torch", "_ranks", "_border", "_engine", "_checks"},
+    "_assembly": {"errors", "types", "_torch", "_ranks", "_border", "_engine", "_checks", "_terms"},
     "_cudagraph": {"errors", "types", "_torch", "_cut", "_border", "_engine", "_checks", "_joint"},
     "losses": {"errors", "types", "_torch", "_cut"},
     "contrastive": {"errors", "_torch"},
@@ -57,11 +57,14 @@ ROOMS["accelerate"] = CORE | FACES | {"verification"}
 ROOMS["transformers"] = CORE | FACES
 ROOMS["lightning"] = CORE | FACES
 ROOMS["train"] = CORE | FACES
-ROOMS["cli"] = CORE | {"train", "verify", "__init__"}
-ROOMS["__init__"] = CORE | FACES | {"verify", "verification"}
+ROOMS["demo"] = FACES
+ROOMS["auditing"] = {"errors", "_torch", "_loss", "_ranks", "_io", "_engine", "__init__"}
+ROOMS["cli"] = CORE | {"train", "verify", "demo", "auditing", "__init__"}
+ROOMS["__init__"] = CORE | FACES | {"verify", "verification", "auditing"}
 ROOMS["__main__"] = {"cli"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "peft", "rich", "tyro", "datasets", "wandb", "mlflow", "trackio"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "peft", "rich", "yaml", "datasets", "wandb", "mlflow", "trackio"}
 EXTRAS = {name: {name} for name in ("accelerate", "transformers", "lightning")} | {"train": TRAIN}
+EXTRAS["auditing"] = {"pytest"}  # its plugin, which pytest imports
 
 
 def test_public_names():
@@ -72,6 +75,7 @@ def test_public_names():
         "MacrobatchError",
         "StepResult",
         "Sum",
+        "audit",
         "by_count",
         "by_tokens",
         "causal_lm_loss",

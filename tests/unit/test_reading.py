@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import macrobatch._engine.objectives as objectives
 from harness.losses import CUTS, LOSSES, gradient, new_batch, new_model
 from harness.reference import relative_error
 from macrobatch import Accumulator, MacroStep
+from macrobatch._terms import mean
 from macrobatch.errors import BatchError, MacrobatchError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # of kl_div
@@ -78,8 +78,8 @@ def test_a_loss_is_exact_or_refused_or_told(row, cut):
 
 def test_a_planted_bug_is_seen(monkeypatch):
     """Equal weights, as if nothing were read."""
-    real = objectives.weigh
-    monkeypatch.setattr(objectives, "weigh", lambda *a, **k: real(*a, **k)._replace(items=1, pairs=()))
+    real = mean.weigh
+    monkeypatch.setattr(mean, "weigh", lambda *a, **k: real(*a, **k)._replace(items=1, pairs=()))
     assert relative_error(Window(entropy, CUTS[0]).seen, whole(entropy)) > 1e-3
 
 
@@ -174,13 +174,23 @@ def test_a_penalty_whose_factor_changes(items):
 
 
 def test_a_mean_and_a_sum():
-    with pytest.raises(BatchError, match=r"is a sum \(SumBackward0\)"):
+    with pytest.raises(BatchError, match=r"adds a sum \(SumBackward0\) to a mean"):
         Window(lambda m, b: mse(m, b) + m.rows(b).square().sum(), CUTS[1])
 
 
 def test_a_mean_is_no_sum():
     with pytest.raises(BatchError, match=r"MseLossBackward0\) is a mean: leave reduction= out"):
         Window(mse, CUTS[1], reduction="sum")
+    with pytest.raises(
+        BatchError, match=r"MseLossBackward0\) is a mean over the \d+ items given: leave reduction= out"
+    ):
+        Window(mse, CUTS[1], elements(CUTS[1]), reduction="sum")
+    Window(lambda m, b: 3 * mse(m, b), CUTS[1], elements(CUTS[1]), reduction="sum")  # which may be meant
+
+
+def elements(cut):
+    """What `mse` is a mean over."""
+    return [part["wanted_rows"].numel() for part in pieces(new_batch(), cut)]
 
 
 def test_items_for_some_only():
@@ -280,3 +290,48 @@ def test_the_warning_names_the_node():
     (told,) = Window(lambda m, b: mse(m, b).sqrt(), CUTS[1]).told
     assert "SqrtBackward0 was not understood" in told
     assert "items=" in told
+
+
+# ------------------------------------------------------------------------------- items beside several means
+
+
+def test_factors_drawn_for_each_batch_with_items():
+    """Mixup: each micro-batch has factors of its own, and both means are over its tokens."""
+    shares = iter([0.3, 0.9, 0.5, 0.1] * 4)
+
+    def mixed(model, batch):
+        share = next(shares)
+        one, other = (F.mse_loss(model.rows(batch), batch["wanted_rows"] + shift) for shift in (0.0, 1.0))
+        return share * one + (1 - share) * other
+
+    cut = CUTS[1]
+    with pytest.raises(BatchError, match="not the same expression"):
+        Window(mixed, cut)
+    shares = iter([0.3, 0.9, 0.5, 0.1] * 4)
+    window = Window(mixed, cut, elements(cut))
+    shares, model, batch, counts = iter([0.3, 0.9, 0.5, 0.1] * 4), new_model(), new_batch(), elements(cut)
+    for part, count in zip(pieces(batch, cut), counts, strict=True):
+        (mixed(model, part) * count / sum(counts)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(window.seen[name], parameter.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("terms", [2, 3])
+def test_wrong_items_of_several_means_alike(terms):
+    def loss(model, batch):
+        return sum(F.mse_loss(model.rows(batch), batch["wanted_rows"] + shift) for shift in range(terms))
+
+    cut = CUTS[1]
+    Window(loss, cut, elements(cut))
+    with pytest.raises(BatchError, match="not in proportion"):
+        Window(loss, cut, [9] * len(elements(cut)))
+
+
+def test_a_loop_over_samples_with_their_number():
+    def loss(model, batch):
+        pairs = list(zip(model.rows(batch), batch["wanted_rows"], strict=True))
+        return sum(F.mse_loss(row, wanted) for row, wanted in pairs) / len(pairs)
+
+    cut = CUTS[1]
+    Window(loss, cut, [len(part["wanted_rows"]) for part in pieces(new_batch(), cut)])

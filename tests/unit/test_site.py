@@ -1,11 +1,15 @@
 """The documentation holds together: links lead somewhere, numbers agree with the code, the navigation lists every page,
-and the API reference every public name. Nothing runs here: `make quick` includes this file.
+and the API reference every public name. No page runs here: `make quick` includes this file.
 
 tests/unit/test_docs.py runs what pages show. `make docs` builds the site, and fails for any warning.
 """
 
+import ast
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import FunctionType
 
@@ -13,9 +17,13 @@ import pytest
 import yaml
 
 from harness import ROOT
+from harness.causes import PAGE, page
+from macrobatch.verification.catalogue import CAUSES, UNKNOWN
 from tests.ranks.test_verify import RIGHT as RIGHT_ON_RANKS
 from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
-from tests.unit.test_verify_mistakes import MISTAKES, documented_causes
+from tests.unit.test_verify_mistakes import MISTAKES
+from tests.unit.test_verify_published import RIGHT as PUBLISHED_RIGHT
+from tests.unit.test_verify_published import WRONG as PUBLISHED_WRONG
 from tests.unit.test_verify_right import STEPS as RIGHT
 
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -26,12 +34,29 @@ def test_numbers_of_planted_mistakes():
     """As the README has them."""
     page = (ROOT / "README.md").read_text()
     counts = [
-        len(documented_causes() - {"unexplained"}),
-        len(MISTAKES) + len(WRONG_ON_RANKS),
-        len(RIGHT) + len(RIGHT_ON_RANKS),
+        len(CAUSES.keys() - UNKNOWN - {"unexplained"}),
+        len(MISTAKES) + len(WRONG_ON_RANKS) + len(PUBLISHED_WRONG),
+        len(RIGHT) + len(RIGHT_ON_RANKS) + len(PUBLISHED_RIGHT),
     ]
     patterns = (r"lists the (\d+) causes", r"(\d+) planted mistakes", r"(\d+) right steps")
     assert [int(re.search(pattern, page)[1]) for pattern in patterns] == counts
+
+
+def test_every_cause_is_documented_and_planted():
+    """The table of causes has each of them, and no other."""
+    planted = {cause for mistake in MISTAKES.values() for cause in mistake.causes}
+    planted |= {cause for _, cause in WRONG_ON_RANKS.values()}
+    planted |= {program.cause for table in (PUBLISHED_RIGHT, PUBLISHED_WRONG) for program in table.values()} - {None}
+    assert planted == CAUSES.keys()
+    assert PAGE.read_text() == page(), "cd tests && python -m harness.causes"
+
+
+def test_how_many_are_unknown():
+    """As the page says."""
+    number = sum(program.verdict == "unknown" for program in PUBLISHED_RIGHT.values())
+    others = sum(program.verdict == "unknown" for program in PUBLISHED_WRONG.values())
+    said = f"{number} of the {len(PUBLISHED_RIGHT)} right ones and {others} of the {len(PUBLISHED_WRONG)} wrong ones"
+    assert said in PAGE.read_text().replace("\n", " ")
 
 
 # ------------------------------------------------------------------------------------------------------------- links
@@ -94,6 +119,36 @@ def test_a_wrong_link_is_seen(right, wrong):
     assert len(broken_links(ROOT / "README.md", LINKED.replace(right, wrong))) == 1
 
 
+# -------------------------------------------------------------------------------------------------- the messages
+
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text()
+
+
+def spoken() -> str:
+    """All that the package says: its literal strings, with a space where an f-string has a value."""
+    said = []
+    for path in ROOT.glob("src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                said.append("".join(part.value if isinstance(part, ast.Constant) else " " for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    return "\n".join(said)
+
+
+def unspoken(page: str) -> list[str]:
+    """The messages in the table of a page that the package never says."""
+    messages, said = page.split("## Messages")[1], spoken()
+    return [quoted for quoted in re.findall(r"^\| `([^`]+)` \|", messages, re.MULTILINE) if quoted not in said]
+
+
+def test_the_messages_of_the_page_are_those_of_the_package():
+    assert unspoken(TROUBLE) == []
+    assert unspoken(TROUBLE.replace("a second backward()", "another backward()")) == [
+        "another backward() in one micro-batch"
+    ]
+
+
 # ---------------------------------------------------------------------------------------------------------- the site
 
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
@@ -152,3 +207,41 @@ def test_the_reference_has_every_public_name():
 @pytest.mark.parametrize("name", ["MacroStep", "errors.FitError", "train.Outcome", "accelerate.Accelerator"])
 def test_a_name_without_documentation_is_seen(name):
     assert undocumented(REFERENCE.replace(f"::: macrobatch.{name}\n", "")) == [f"macrobatch.{name}"]
+
+
+def built(page: str, folder: Path, repository: str) -> str:
+    """A page of a site that has only these: the start, and that for addresses that do not exist."""
+    settings = yaml.safe_load(SETTINGS)
+    extra = {"polyfills": [str(name) for name in settings["extra"]["polyfills"]]}
+    theme = settings["theme"] | {"custom_dir": str(ROOT / "docs" / "theme")}
+    plain = {key: settings[key] for key in ("site_name", "repo_url", "extra_css")}
+    plain |= {"theme": theme, "extra": extra, "plugins": ["search", "offline"], "hooks": [str(folder / "address.py")]}
+    (folder / "docs").mkdir()
+    (folder / "docs" / "index.md").write_text("# Start")
+    (folder / "mkdocs.yml").write_text(yaml.safe_dump(plain))
+    spec = "import importlib.util as u\ns = u.spec_from_file_location('pages', {!r})\np = u.module_from_spec(s)\n"
+    hook = spec.format(str(ROOT / "docs" / "pages.py")) + "s.loader.exec_module(p)\non_config = p.on_config\n"
+    (folder / "address.py").write_text(hook)
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet"]
+    environment = os.environ | {"REPOSITORY": repository, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
+    return (folder / "site" / page).read_text()
+
+
+def test_a_missing_page_is_at_home_below_the_address_of_the_site(tmp_path):
+    pytest.importorskip("mkdocs")
+    page = built("404.html", tmp_path, "https://github.com/Owner/name")
+    assert 'href="/name/site.css"' in page
+    assert 'src="/name/iframe-worker.js"' in page
+    assert '<a href="/name/index.html">start</a>' in page
+    assert '<a href="https://github.com/Owner/name" title="Go to repository" class="md-source">' in page
+
+
+def test_a_site_without_a_repository_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    page = built("index.html", tmp_path, "")
+    assert "md-source" not in page
+    assert re.findall(r'(?:src|<link[^>]* href)="(https?:[^"]*)"', page) == []
+    own = yaml.safe_load(SETTINGS)["extra"]["polyfills"]
+    assert [name for name in own if not (ROOT / "docs" / name).exists()] == []
+    assert (tmp_path / "site" / "search" / "search_index.js").exists()  # read by a search without a server

@@ -4,6 +4,8 @@ import difflib
 import doctest
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -57,6 +59,14 @@ def test_every_story_is_on_the_first_page_and_every_page_is_of_a_story():
     assert {path.name for path in PAGES.glob("*.md")} == {*pages, "index.md"}
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_first_block_runs_where_it_is_pasted(path, tmp_path):
+    page = page_path(path).read_text()
+    block, output = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL).groups()
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout) == ("", output)
+
+
 def test_a_page_has_text_code_and_output(script, tmp_path):
     page = page_of(script, run(script, tmp_path))
     assert page.startswith("# A title\n\nTwo lines\nof text.\n\n```python\nx = 2\n")
@@ -86,12 +96,14 @@ def test_a_warning_is_an_error(script, tmp_path):
 
 def test_figures_are_numbered_over_the_cells(script, tmp_path):
     pytest.importorskip("matplotlib")
-    draw = "# %%\nimport matplotlib.pyplot as plt\n\nplt.figure(num={!r})\n\n"
-    script.write_text(draw.format("one") + "# %%\nprint(1)\n\n" + draw.format("two"))
+    draw = "# %%{}\nimport matplotlib.pyplot as plt\n\nplt.figure(num={!r})\n\n"
+    script.write_text(draw.format("", "one") + "# %%\nprint(1)\n\n" + draw.format(" [figure]", "two"))
     shown = run(script, tmp_path)
     assert [cell.figures for cell in shown] == [[("a-story-1.png", "one")], [], [("a-story-2.png", "two")]]
     assert (tmp_path / "a-story-2.png").exists()
-    assert "![two](a-story-2.png)" in page_of(script, shown)
+    page = page_of(script, shown)
+    assert "plt.figure(num='one')\n```\n\n![one](a-story-1.png)\n" in page
+    assert page.index("![two](a-story-2.png)") == page.index("```text\n1\n```\n\n") + len("```text\n1\n```\n\n")
 
 
 def test_cells_keep_their_lines():

@@ -16,7 +16,9 @@ from harness.reference import WIDTH, Attention, Batch, mean_loss
 from macrobatch import MacrobatchError, MacroStep, verify
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification import Report
+from macrobatch.verification.catalogue import cause
 from macrobatch.verification.observation import Arrival, Call
+from macrobatch.verification.report import verdict_of
 from macrobatch.verification.sample_matching import match_samples
 
 BATCH = batch_of(items=UNEQUAL)
@@ -503,3 +505,60 @@ def test_a_list_of_samples_without_collate():
     model, samples = nn.Linear(3, 1), [{"x": torch.randn(3)} for _ in range(5)]
     with pytest.raises(BatchError, match=r"which is a list \(TypeError: .*collate="):
         verify(model, lambda model, batch: model(batch["x"]).mean(), samples)
+
+
+# ------------------------------------------------------------------------------------------- calls that cannot work
+
+
+def generating(model, batch):
+    yield loss_fn(model, batch)[0].backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": torch.utils.data.DataLoader(torch.zeros(4, 3))}, "must be one batch: got DataLoader"),
+        ({"batch": (x for x in torch.zeros(4, 3))}, "must be one batch: got generator"),
+        ({"batch": torch.utils.data.TensorDataset(torch.zeros(4, 3))}, "must be one batch: got TensorDataset"),
+        ({"step": lambda: None}, r"step must take the model and a batch, step\(model, batch\): got step\(\)"),
+        ({"step": lambda model: None}, r"got step\(model\)"),
+        ({"step": generating}, "Remove yield and async"),
+        ({"loss_fn": lambda batch: None}, r"loss_fn must take the model and a batch.*got loss_fn\(batch\)"),
+        ({"loss_fn": nn.MSELoss()}, "must be a function of the model and a batch: got MSELoss"),
+    ],
+)
+def test_calls_that_cannot_work(changes, message):
+    arguments = {"model": Attention(), "loss_fn": loss_fn, "batch": BATCH} | changes
+    with pytest.raises(UsageError, match=message):
+        verify(**arguments)
+
+
+def test_a_step_that_returns_before_its_backward():
+    report = verify(Attention(), loss_fn, BATCH, step=lambda model, batch: loss_fn(model, batch))
+    assert report.causes[0].evidence.startswith("the step called the model 1 times, but no backward reached")
+
+
+# ------------------------------------------------------------------------------------------------------ the verdict
+
+
+@pytest.mark.parametrize(
+    ("certainties", "verdict", "ok"),
+    [
+        ([], "exact", True),
+        (["read"], "wrong", False),
+        (["inferred", "unknown"], "wrong", False),
+        (["unknown", "unknown"], "unknown", False),
+    ],
+)
+def test_the_verdict_of_causes(certainties, verdict, ok):
+    causes = tuple(cause("unexplained", "evidence", certainty=certainty) for certainty in certainties)
+    report = Report(
+        verdict=verdict_of(causes), max_relative_error=1.0, bound=0.1, reference="", worst=(), windows=(), causes=causes
+    )
+    assert (report.verdict, report.ok, report.to_dict()["verdict"]) == (verdict, ok, verdict)
+    assert str(report).startswith(f"{verdict.upper()}: error 1 of the largest gradient")
+
+
+def test_what_losses_say_is_read(wrong):
+    assert [each.certainty for each in wrong.causes] == ["read", "read"]
+    assert "cause 1: mean of means (read from the loss)" in str(wrong)

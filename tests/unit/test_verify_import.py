@@ -59,5 +59,5 @@ def test_it_reads_like_any_function():
     assert list(inspect.signature(macrobatch.verify).parameters)[:3] == ["model", "loss_fn", "batch"]
     assert "Check whether a training step uses the right gradient" in pydoc.render_doc(verify)
     assert pickle.loads(pickle.dumps(verify)) is verify
-    report = Report(ok=True, max_relative_error=0.0, bound=1.0, reference="", worst=(), windows=())
+    report = Report(verdict="exact", max_relative_error=0.0, bound=1.0, reference="", worst=(), windows=())
     assert pickle.loads(pickle.dumps(report)) == report

@@ -376,14 +376,14 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 1.05])
 def test_noise_excuses_nothing(own, factor):
-    """One big batch that is not the same twice is no measure of what rounding may do."""
+    """One big batch that is not the same twice is no measure of what rounding may do: it repeats the step's noise."""
 
     def scale(model: nn.Module) -> None:
         for parameter in model.parameters():
             parameter.grad *= factor
 
     report = verify(Noisy(own=own), squares, numbers(), step=by_hand(last=scale))
-    assert causes(report) == ["dropout that differs"]
+    assert causes(report) == ([] if factor == 1.0 else ["constant factor"]), str(report)
 
 
 def test_a_forward_that_depends_on_how_often_it_was_called():

@@ -567,9 +567,9 @@ def test_a_sum_without_items(step):
 
 
 def test_the_same_draws_are_no_error():
-    """Randomness that comes in the same order in every cut is repeated, not reported."""
+    """Random numbers are repeated, in whatever order they come in another cut."""
     torch.manual_seed(0)
     once = nn.Module()
     once.forward = lambda x: F.dropout(x, 0.5)
     assert verify(Statistics(once).double(), loss_fn, FIFTY).ok
-    assert not verify(Statistics(Forgetful()).double(), loss_fn, FIFTY).ok
+    assert verify(Statistics(Forgetful()).double(), loss_fn, FIFTY).ok

@@ -211,7 +211,7 @@ def test_weights_that_change_without_an_optimizer():
     model = layers()
     before = copy.deepcopy(model.state_dict())
     report = verify(model, squares, numbers(), step=step)
-    assert causes(report) == ["parameters that received nothing"]
+    assert report.ok, str(report)
     assert "no torch.optim.Optimizer stepped" in report.notes[0]
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -351,15 +351,14 @@ def in_this_order(order: list[int]) -> Step:
 
 
 def test_samples_that_look_the_same_to_the_model():
-    """In the batch's order they are told apart by it; in another order the report says that they are not."""
+    """In the batch's order they are told apart by it; in another order they cannot be."""
     x, y = numbers()
     alike = x[torch.arange(12) // 6], y
     assert verify(layers(), squares, alike, step=in_this_order(list(range(12)))).ok
     report = verify(layers(), squares, alike, step=in_this_order(list(range(11, -1, -1))))
-    assert any("some samples are the same to the model" in note for note in report.notes)
+    assert (report.verdict, causes(report)) == ("unknown", ["samples that look alike"])
     unique = verify(layers(), squares, (x, y), step=in_this_order(list(range(11, -1, -1))))
     assert unique.ok
-    assert not any("the same to the model" in note for note in unique.notes)
 
 
 # ------------------------------------------------------------------------------------------------- several windows

@@ -84,7 +84,7 @@ class Cutter:
             )
         turns = max(counts) if abilities.lockstep and not held else max(len(parts), abilities.needs_every_rank)
         self.placeholder.find(rows, samples, parts)
-        self._engine.begin_epoch(may_repeat=counts.count(counts[0]) < len(counts))
+        self._engine.begin_epoch(may_repeat=counts.count(counts[0]) < len(counts), steps=max(*counts, 1))
         return Cut(samples, parts, turns, held, is_empty=not any(counts), size=size)
 
     def _plan(self, samples: Samples, most: int = UNLIMITED) -> tuple[Sized, Row]:

@@ -44,7 +44,7 @@ class BatchEngine(Engine):
         window = order.require_backward(self.window)
         window.begin_replay(recording.totals, recording.source)
         if self.may_repeat:
-            self._used.update(self.store.own[id(parameter)] for parameter in recording.reached)
+            self._backward.note_use(recording.reached)
         try:
             with self.spans.of("replay"):
                 recording.replay(micro_batch, window)
@@ -107,9 +107,8 @@ class BatchEngine(Engine):
         micro = Micro(loss, seed, given=(loss,))
         for observe in self.on.before_backward:
             observe(self, micro)
-        with self.spans.of("backward", loss), self._noting_use() as used:
+        with self.spans.of("backward", loss), self._backward.noting_use(self._notes_use):
             self._backward.run_joint(loss, seed, leaves)
-        self._used |= used
         for observe in self.on.after_backward:
             observe(self, micro)
         for leaf in leaves if ranks > 1 else ():

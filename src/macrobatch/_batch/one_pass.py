@@ -10,7 +10,7 @@ import torch
 
 from macrobatch._batch.engine import BatchEngine
 from macrobatch._batch.feed import Feed
-from macrobatch._checks.weights import UnevenLabels
+from macrobatch._checks.weights import SampleWeights
 from macrobatch._cudagraph.cache import RecordingCache
 from macrobatch._cudagraph.capture import Capturer
 from macrobatch._cudagraph.eligibility import without_ddp
@@ -22,7 +22,7 @@ from macrobatch._engine.totals import PROPORTIONS, Micro, MicroPlan
 from macrobatch._engine.window import Window
 from macrobatch._loss.proportions import nothing_on
 from macrobatch._terms.denominators import BatchTerms, with_items
-from macrobatch.errors import BatchError, warn
+from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
 
 
@@ -35,7 +35,7 @@ class OnePass:
         model: Any,
         loss_fn: Callable[[Any, Any], Any],
         terms: BatchTerms | None,
-        labels: UnevenLabels | None,
+        weights: SampleWeights | None,
         *,
         has_scaler: bool,
     ) -> None:
@@ -43,7 +43,7 @@ class OnePass:
         self._model = model
         self._loss_fn = loss_fn
         self._terms = terms
-        self._labels = labels  # None if nothing is weighed by samples, or if checks are off
+        self._weights = weights  # None if nothing is weighed by samples, or if checks are off
         self._unread: str | None = None  # the node that keeps the items of losses from being read
         self._has_scaler = has_scaler
 
@@ -58,12 +58,12 @@ class OnePass:
             engine.join_empty()
         if graphs is not None:
             graphs.open(engine, feed.coming(cut), few_shapes=few_shapes)
-        if self._labels is not None:
-            self._labels.begin()
+        if self._weights is not None:
+            self._weights.begin()
         for index, (micro_batch, samples) in enumerate(feed.one_pass(cut)):
             is_repeat, is_final = index >= len(cut.parts), index == cut.turns - 1
-            if self._labels is not None and not is_repeat:
-                self._labels.note(micro_batch, samples)
+            if self._weights is not None and not is_repeat:
+                self._weights.note(micro_batch, samples)
             with engine.micro_batch(MicroPlan(last=is_final and not cut.is_held, repeat=is_repeat)):
                 recording = None
                 if graphs is not None and not is_repeat and self._knows_scale():
@@ -84,22 +84,20 @@ class OnePass:
         """Note whether the items of the last loss were read. Then nothing is weighed by samples."""
         self._unread = self._engine.unread
         if self._unread is None:
-            self._labels = None
+            self._weights = None
 
-    def warn_of_uneven_labels(self) -> None:
-        """After a window: warn once if its losses are weighed by samples, but have uneven numbers of labels."""
-        if self._labels is not None and (why := self._labels.uneven()) is not None:
-            self._labels = None
-            warn(f"{why} (What the loss is a mean over could not be read from it: {self._unread} was not understood.)")
+    def warn_of_sizes(self) -> None:
+        """After a window: warn once if its losses are weighed by samples, but its micro-batches differ."""
+        if self._weights is not None and self._unread is not None and self._weights.warn(self._unread):
+            self._weights = None
 
-    def recordings(self, capturer: Capturer) -> RecordingCache:
+    def recordings(self, capturer: Capturer, *, fuses: bool) -> RecordingCache:
         """An empty cache for recordings of these micro-batches."""
-        combine = partial(self._combine, without_ddp(self._model))
-        return RecordingCache(
-            MicroStepRecorder(
-                self._engine.models, capturer, combine, self._new_static_window, has_scaler=self._has_scaler
-            )
+        combine, models = partial(self._combine, without_ddp(self._model)), self._engine.models
+        recorder = MicroStepRecorder(
+            models, capturer, combine, self._new_static_window, has_scaler=self._has_scaler, fuses=fuses
         )
+        return RecordingCache(recorder)
 
     def _new_static_window(self, device: torch.device) -> StaticWindow:
         denominators = None if self._terms is None else self._terms.denominators()
@@ -128,7 +126,11 @@ class OnePass:
         self._engine.backward(loss, samples if items is None else items, are_samples=items is None)
 
     def _loss(self, model: Any, micro_batch: Any) -> tuple[Any, Items]:
-        loss, items = self._loss_fn(model, micro_batch), None
+        try:
+            loss, items = self._loss_fn(model, micro_batch), None
+        except TypeError as error:
+            _require_order(error, model, micro_batch)
+            raise
         if self._terms is not None:
             return loss, None
         if isinstance(loss, tuple | list):
@@ -136,9 +138,20 @@ class OnePass:
                 raise BatchError(f"loss_fn must return the loss, or the loss and its items: got {len(loss)} values.")
             loss, items = loss
         if items is not None:
-            self._labels = None  # nothing is weighed by samples
+            self._weights = None  # nothing is weighed by samples
         return loss, items
 
     def _knows_scale(self) -> bool:
         """Whether the factor of all losses of the window does not depend on the next micro-batch."""
         return not self._has_scaler or self._engine.open_window().multiplier is not None
+
+
+def _require_order(error: TypeError, model: Any, micro_batch: Any) -> None:
+    """Raise a clearer error if a batch was used like a model, or a model like a batch."""
+    swapped = f"'{type(micro_batch).__name__}' object is not callable", f"'{type(model).__name__}' object is not"
+    unpacked = f"cannot unpack non-iterable {type(model).__name__} object"
+    if any(part in str(error) for part in (*swapped, unpacked)) and "takes" not in str(error):
+        raise UsageError(
+            "loss_fn is called as loss_fn(model, batch), in this order: it seems to take the batch first. What Python "
+            f"said: {error}."
+        ) from error

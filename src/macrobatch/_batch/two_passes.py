@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from macrobatch._batch.engine import BatchEngine
 from macrobatch._batch.feed import Feed, MicroBatch
 from macrobatch._border.arguments import checked_joint_loss
-from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
+from macrobatch._checks.joint import BatchNormStatistics, PassesDiffer, RanksDiffer
 from macrobatch._cudagraph.two_passes import JointRecordings
 from macrobatch._cut.memory import is_out_of_memory, requested_memory
 from macrobatch._cut.policies import Cut
@@ -48,14 +48,13 @@ CHANGED = "joint changes {} in place: the second pass would not find it again. M
 class JointChecks(NamedTuple):
     """The checks of losses of the whole batch, which look at more than the events of the engine."""
 
-    frozen: FrozenChanged  # first: what it finds explains what the next one finds
     passes: PassesDiffer
     ranks: RanksDiffer
     batch_norm: BatchNormStatistics
 
     @classmethod
     def new(cls) -> JointChecks:
-        return cls(FrozenChanged(), PassesDiffer(), RanksDiffer(), BatchNormStatistics())
+        return cls(PassesDiffer(), RanksDiffer(), BatchNormStatistics())
 
 
 class TwoPasses:
@@ -111,7 +110,6 @@ class TwoPasses:
         turns, micro_batches = cut.part_per_turn(), feed.two_passes(cut)
         history, checks = History(self._engine.models, self._changing), self._checks
         if checks is not None:
-            checks.frozen.begin(self._engine.models)
             checks.batch_norm.begin()
         own = self._encode(cut, feed, micro_batches(turns), history)
         if checks is not None:
@@ -121,8 +119,6 @@ class TwoPasses:
         whole = gather(self._engine, own, is_mean=self._objective.is_mean)
         self._open_second(own, feed)
         gradients = self._differentiate(whole)
-        if checks is not None:
-            self._note(checks.frozen.compare(self._engine.device))
         self._layout, self._used = whole.layout, [gradient is not None for gradient in gradients]
         history.note()  # what the loss changed in buffers stays, and in one process also the random numbers it drew
         turns[: len(cut.parts)] = reversed(cut.parts)

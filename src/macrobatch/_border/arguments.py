@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -11,10 +12,11 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from macrobatch._ranks.collectives import full_tensor
+from macrobatch._torch.optimizers import needs_closure, needs_graph
 from macrobatch._torch.tensors import number_on_host
 from macrobatch.errors import BackendError, BatchError, UsageError
 from macrobatch.types import Encoded, Items
@@ -230,6 +232,14 @@ def require_options(given: Iterable[str], known: Iterable[str]) -> None:
             raise UsageError(f"{name} is no option.{hint}")
 
 
+def checked_models(given: object) -> tuple[nn.Module, ...]:
+    """One or several modules. Leaf tensors that only an optimizer holds, such as a temperature, are no modules."""
+    several = _several(given, "model")
+    tensors = [one for one in several if isinstance(one, Tensor) and one.is_leaf and one.requires_grad]
+    modules = [one for one in several if not any(one is tensor for tensor in tensors)]
+    return all_of(nn.Module, modules, "model")
+
+
 def all_of(kind: type[T], given: object, name: str) -> tuple[T, ...]:
     """One or several objects of this type, as a tuple."""
     several = _several(given, name)
@@ -292,21 +302,54 @@ def checked_state(state: Mapping[str, int | float]) -> tuple[int, int, float | N
     return state["optimizer_step"], state["windows"], typical  # type: ignore[return-value]
 
 
-def checked_optimizers(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+def checked_optimizers(given: Any) -> tuple[Optimizer, ...]:
+    """One or several optimizers. Any object with what the step needs is accepted: it may wrap another optimizer."""
+    optimizers = _several(given, "optimizer")
     if not optimizers:
         raise UsageError("optimizer is an empty list: nothing would ever be stepped.")
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise BackendError("LBFGS evaluates the loss several times a step, which an accumulated gradient cannot give.")
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer) and not (
+            callable(getattr(optimizer, "step", None))
+            and callable(getattr(optimizer, "zero_grad", None))
+            and isinstance(getattr(optimizer, "param_groups", None), list)
+        ):
+            raise UsageError(
+                "optimizer must be of type Optimizer, or a list of such, or have step(), zero_grad() and param_groups: "
+                f"got {name}."
+            )
+        if not _can_be_called(optimizer):
+            raise BackendError(needs_closure(name))
+        if getattr(optimizer, "is_second_order", False):
+            raise BackendError(needs_graph(name))
     return optimizers
 
 
+def _can_be_called(owner: Any) -> bool:
+    """Whether the `step` of an optimizer or a scheduler needs no argument, as far as it says."""
+    own = getattr(type(owner), "step", None)
+    try:
+        inspect.signature(owner.step if own is None else own).bind(*([] if own is None else [owner]))
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
 def checked_schedulers(given: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    """One or several schedulers. Any object with a `step` that needs no argument is accepted."""
+    """One or several schedulers. Any object is accepted with a `step` that needs no argument, or a `step_update`."""
     schedulers = () if given is None else _several(given, "scheduler")
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
             raise UsageError(f"scheduler must be a learning-rate scheduler, or a list of such: got {scheduler!r}.")
-        if isinstance(scheduler, ReduceLROnPlateau):
+        wants_metric = isinstance(scheduler, ReduceLROnPlateau)
+        if not (wants_metric or _can_be_called(scheduler) or callable(getattr(scheduler, "step_update", None))):
+            raise UsageError(
+                f"{type(scheduler).__name__}.step() needs an argument, which nobody knows here: step it yourself, "
+                "where step() has returned a result."
+            )
+        if wants_metric:
             raise UsageError("ReduceLROnPlateau wants a metric: step it yourself, after the evaluation it comes from.")
         own = getattr(scheduler, "optimizer", None)
         if isinstance(own, Optimizer) and not any(own is optimizer for optimizer in optimizers):

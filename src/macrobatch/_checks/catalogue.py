@@ -6,11 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from macrobatch._checks.gradients import ChangedGradients, HooksThatChange, NoParameter
-from macrobatch._checks.joint import BatchNormStatistics, FrozenChanged, PassesDiffer, RanksDiffer
+from macrobatch._checks.changes import ChangedBuffers, ChangedParameters
+from macrobatch._checks.gradients import ChangedGradients, HooksOnSums, HooksThatChange, NoParameter
+from macrobatch._checks.joint import BatchNormStatistics, PassesDiffer, RanksDiffer
 from macrobatch._checks.ranks import Unsynchronised, WrappedLater
 from macrobatch._checks.steps import OtherOptimizer, ScaledLoss, SchedulerTwice, StepInside, UnscaledInside
-from macrobatch._checks.weights import EqualWeights, UnevenLabels
+from macrobatch._checks.weights import EqualWeights, SampleWeights
 from macrobatch._engine.events import Check
 from macrobatch.errors import UsageError
 
@@ -21,14 +22,17 @@ OF_ENGINES: tuple[type[Check], ...] = (
     ScaledLoss,
     Unsynchronised,
     HooksThatChange,
+    HooksOnSums,
     NoParameter,
     WrappedLater,
     StepInside,
     OtherOptimizer,
     SchedulerTwice,
+    ChangedParameters,
+    ChangedBuffers,
 )
-OF_JOINT_LOSSES: tuple[type[Check], ...] = (FrozenChanged, PassesDiffer, RanksDiffer, BatchNormStatistics)
-CATALOGUE: tuple[type[Check], ...] = (*OF_ENGINES, *OF_JOINT_LOSSES, EqualWeights, UnevenLabels)
+OF_JOINT_LOSSES: tuple[type[Check], ...] = (PassesDiffer, RanksDiffer, BatchNormStatistics)
+CATALOGUE: tuple[type[Check], ...] = (*OF_ENGINES, *OF_JOINT_LOSSES, EqualWeights, SampleWeights)
 
 
 def are_on() -> bool:

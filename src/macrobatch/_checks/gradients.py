@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +14,25 @@ from torch.distributed.tensor import DTensor
 from macrobatch._engine.closing import TOUCHED
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
-from macrobatch._engine.store import VIEW
+from macrobatch._engine.store import GRADIENT_OF, VIEW
 from macrobatch._engine.totals import Micro
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch.foreach import norm_dtype
-from macrobatch._torch.tensors import hooks_after_accumulation, version_of
-from macrobatch.errors import BatchError, UsageError
+from macrobatch._torch.tensors import (
+    GRADIENT_HOOKS_OF,
+    HOOKS_OF,
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    version_of,
+)
+from macrobatch.errors import BatchError, UsageError, warn
 
 UNDIVIDED = (
     "Until step() they are undivided sums: leave zero_grad() and clip_grad_norm_() out of the loop (step() clears, and "
-    "clips with max_norm=, once a window), and call discard() to drop what was accumulated. In a program of "
-    "Accelerate's, put accelerator.clip_grad_norm_() under `if accelerator.sync_gradients:`."
+    "clips with max_norm=, once a window), and call discard() to drop what was accumulated. To change the gradient of "
+    "the window, register a hook of the optimizer, optimizer.register_step_pre_hook(f), which sees the mean. In a "
+    "program of Accelerate's, put accelerator.clip_grad_norm_() under `if accelerator.sync_gradients:`."
 )
 
 
@@ -57,25 +65,23 @@ class ChangedGradients(Check):
 
     def window_begin(self, engine: Engine) -> None:
         self._writes = None
-        self.after_backward(engine, None)
+        if engine.store.is_elsewhere or engine.store.tells_by_norm:
+            self.after_backward(engine, None)
+        else:
+            self._versions = [-1] * len(engine.store.left)
 
     def after_backward(self, engine: Engine, micro: Micro | None) -> None:
-        left: list[Any] = engine.store.left
-        try:
-            self._versions = list(map(version_of, left))  # the fast way, if all are tensors
-        except AttributeError:
-            self._versions = _versions(left)
-        if engine.store.tells_by_norm:
+        store: Any = engine.store
+        self._versions = _versions(store.left) if store.has_gaps else list(map(version_of, store.left))
+        if store.tells_by_norm:
             self._norms = self._local_norms(engine)
 
     def before_backward(self, engine: Engine, micro: Micro | None = None) -> None:
         store = engine.store
-        now: list[Any] = store.now()
-        try:
-            versions = list(map(version_of, now))
-        except AttributeError:
-            versions = _versions(now)
-        if versions == self._versions and all(map(operator.is_, now, store.left)):
+        now: list[Any] = store.now() if store.is_elsewhere else list(map(GRADIENT_OF, store.parameters))
+        is_same = all(map(operator.is_, now, store.left))
+        versions = list(map(version_of, now)) if is_same and not store.has_gaps else _versions(now)
+        if is_same and versions == self._versions:
             if store.tells_by_norm:
                 self._compare_norms(engine)
             return
@@ -104,9 +110,6 @@ class ChangedGradients(Check):
         message = f"somebody else changed the gradients of the open window {number}, so its step was not taken. "
         return {TOUCHED: Flag(self._writes.to(engine.device), lambda: UsageError(message + UNDIVIDED))}
 
-    def window_end(self, engine: Engine) -> None:
-        self._versions, self._norms = [], []
-
     def _message(self, engine: Engine, index: int, gradient: Tensor | None, left: Tensor | None) -> str:
         """The error message for a gradient that is not as the last backward left it."""
         seen, store = "", engine.store
@@ -116,8 +119,10 @@ class ChangedGradients(Check):
             return (
                 f"somebody else's backward() has added gradients to the open window{seen}. Until step() they are "
                 "undivided sums, so nothing else may add to them: call acc.backward(loss) instead of loss.backward(), "
-                "add several losses up and pass the sum, and freeze this model where another one is trained "
-                "through it. discard() drops what was accumulated."
+                "add several losses up and pass the sum, and freeze this model where another one is trained through "
+                "it. Two Accumulators may not share a parameter in open windows: give both models to one. Under "
+                "fully_shard, a gradient penalty (autograd.grad inside of the loss) adds to gradients as well, and is "
+                "not supported. discard() drops what was accumulated."
             )
         found = "cleared" if gradient is None else "changed"
         return f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
@@ -158,7 +163,9 @@ class HooksThatChange(Check):
         return True
 
     def window_begin(self, engine: Engine) -> None:
-        self._handles = _guard({name: p for name, p in engine.store.named.items() if hooks_after_accumulation(p)})
+        named = engine.store.named
+        if any(map(HOOKS_OF, named.values())):
+            self._handles = _guard({name: p for name, p in named.items() if hooks_after_accumulation(p)})
 
     def window_end(self, engine: Engine) -> None:
         for handle in self._handles:
@@ -174,12 +181,7 @@ def _guard(hooked: Mapping[str, Any]) -> list[Any]:
             continue
         guard = _Guard(name)
         first = parameter.register_post_accumulate_grad_hook(guard.note)
-        hooks = hooks_after_accumulation(parameter)
-        others = [(key, hook) for key, hook in hooks.items() if key != first.id]
-        own = hooks[first.id]
-        hooks.clear()  # torch runs hooks in the order of insertion, which `move_to_end` does not change
-        hooks[first.id] = own
-        hooks.update(others)
+        _run_first(first, hooks_after_accumulation(parameter))
         handles += [first, parameter.register_post_accumulate_grad_hook(guard.check)]
     return handles
 
@@ -205,6 +207,72 @@ class _Guard:
         )
 
 
+class HooksOnSums(Check):
+    """Runs a hook before and one after all other hooks that see a gradient before it is added to a parameter's."""
+
+    name = "hooks that change sums"
+    sentence = "A hook of the program changes the gradient of a micro-batch, which is one of a sum (a warning)."
+    cost = "per window, a look at each parameter; per micro-batch, two hooks for each parameter that has others"
+    shows = "changes its gradient in every micro-batch"
+    program = """
+        model.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        for batch in acc.batches(loader):
+            acc.backward(loss_fn(batch))
+            acc.step()
+        """
+
+    def watch(self, engine: Engine) -> bool:
+        self._handles: list[Any] = []
+        self._has_warned = False
+        self._seen: tuple[Tensor, int] | None = None
+        return True
+
+    def window_begin(self, engine: Engine) -> None:
+        if self._has_warned or not any(map(GRADIENT_HOOKS_OF, engine.store.named.values())):
+            return
+        for name, parameter in engine.store.named.items():
+            if parameter.requires_grad and any(map(_is_of_program, hooks_on_gradient(parameter).values())):
+                last = parameter.register_hook(partial(self._compare, name))  # type: ignore[no-untyped-call]
+                first = parameter.register_hook(self._note)  # type: ignore[no-untyped-call]
+                _run_first(first, hooks_on_gradient(parameter))
+                self._handles += [first, last]
+
+    def window_end(self, engine: Engine) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _note(self, gradient: Tensor) -> None:
+        self._seen = gradient, version_of(gradient)
+
+    def _compare(self, name: str, gradient: Tensor) -> None:
+        seen, self._seen = self._seen, None
+        if self._has_warned or seen is None or (seen[0] is gradient and seen[1] == version_of(gradient)):
+            return
+        self._has_warned = True
+        warn(
+            f"a hook of the parameter {name!r} (register_hook) changes its gradient in every micro-batch, where it is "
+            "that of a sum over items, not the mean of the window. If the hook is linear (it masks, or multiplies by a "
+            "constant), nothing is wrong. If not (it clips, normalises or adds noise), apply it to the window's "
+            "gradient instead, in a hook of the optimizer: "
+            "optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(weights, 1)) (told once)."
+        )
+
+
+def _is_of_program(hook: Any) -> bool:
+    """Whether a hook is not one of this library, such as those with which `verify` watches a step."""
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("macrobatch.")
+
+
+def _run_first(handle: Any, hooks: dict[int, Any]) -> None:
+    """Move a hook before the others. Torch runs them in the order of insertion, which `move_to_end` does not change."""
+    own = hooks.pop(handle.id)
+    others = dict(hooks)
+    hooks.clear()
+    hooks[handle.id] = own
+    hooks.update(others)
+
+
 class NoParameter(Check):
     """Looks for a gradient after the first backward of a window."""
 
@@ -223,7 +291,7 @@ class NoParameter(Check):
         return engine.backend.abilities.leaves_are_parameters
 
     def after_first(self, engine: Engine) -> None:
-        if not engine.store.exist():
+        if engine.store.has_gaps and not engine.store.exist():
             raise BatchError(
                 "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
                 "that it uses are frozen. Pass the loss of the model that this Accumulator was made for."

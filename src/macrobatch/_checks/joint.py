@@ -5,23 +5,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from macrobatch._checks.pass_difference import differs, ordinary_differs, ranks_differ
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
 from macrobatch._engine.verdict import Flag, Flags
-from macrobatch._ranks.collectives import local_tensor
-from macrobatch._torch.modules import BatchNorm, modules_of, parameters_of
-from macrobatch._torch.tensors import norms_of_all, version_of, wide
+from macrobatch._torch.modules import BatchNorm, modules_of
+from macrobatch._torch.tensors import version_of, wide
 from macrobatch.errors import BatchError, warn
 from macrobatch.types import Items
-
-ROUNDING = 1e-12  # the relative error of a norm in float64, if threads add in another order
 
 
 def _flag(engine: Engine, name: str, error: Callable[[int], str]) -> Flags:
@@ -77,87 +73,6 @@ class PassesDiffer(Check):
             "graph, as the first pass does (nn.TransformerEncoder in eval mode with padding), write `with "
             "torch.enable_grad():` in loss_fn."
         )
-
-
-class FrozenChanged(Check):
-    """Compares the norms of parameters that are not trained, which also show writes to ``.data``.
-
-    For example, a momentum encoder that is updated inside `loss_fn` would be updated in both passes of every
-    micro-batch. A copy of all frozen weights might be as large as the model.
-    """
-
-    name = "a frozen parameter that changes"
-    sentence = "A parameter that is not trained, such as a momentum encoder, changes inside loss_fn or joint."
-    cost = "with joint=, per window, two norms of each frozen parameter"
-    shows = "a parameter that is not trained, changed inside window"
-    program = """
-        momentum = nn.Linear(2, 1).requires_grad_(False)
-
-        def encode(models, x):
-            with torch.no_grad():
-                momentum.weight.mul_(0.9)
-            return Encoded(code=model(x), other=momentum(x))
-
-        def joint(models, all):
-            return (all.code - all.other).var()
-
-        MacroStep([model, momentum], optimizer, encode, joint=joint, micro=2)(torch.randn(4, 2))
-        """
-    NOTE = "frozen changed"
-
-    def begin(self, models: Sequence[nn.Module]) -> None:
-        """Take the norms, before the first pass."""
-        self._models = models
-        groups: defaultdict[tuple[torch.device, torch.dtype], dict[nn.Parameter, None]] = defaultdict(dict)
-        for module in modules_of(models):
-            for parameter in parameters_of(module).values():
-                if parameter is not None and not parameter.requires_grad and _has_norm(parameter):
-                    groups[parameter.device, parameter.dtype][parameter] = None
-        self._groups = [list(group) for group in groups.values()]
-        self._before = self._norms()
-        self._changed: Tensor | None = None
-
-    def compare(self, device: torch.device) -> dict[str, Tensor]:
-        """The note, after the loss: how many parameters have changed."""
-        found = []
-        for now, before in zip(self._norms(), self._before, strict=True):
-            has_changed = ((now - before).abs() > ROUNDING * before) | (now.isfinite() != before.isfinite())
-            found.append(has_changed.to(device, non_blocking=True))
-        self._changed = torch.cat(found) if found else None
-        return {} if self._changed is None else {self.NOTE: self._changed.to(wide(device)).sum()}
-
-    def flags(self, engine: Engine) -> Flags:
-        return _flag(engine, self.NOTE, self._message)
-
-    def _message(self, window: int) -> str:
-        return (
-            f"{self._first_changed()}, a parameter that is not trained, changed inside window {window}; its step was "
-            "not taken. loss_fn runs twice for every micro-batch, and a window may be done again: a momentum encoder "
-            "would move several times. Update it after the step, outside of loss_fn and joint."
-        )
-
-    def _first_changed(self) -> str:
-        """The name of a parameter that has changed. The host waits for it."""
-        if self._changed is None or not self._changed.any():
-            return "on another rank one"
-        parameter = [p for group in self._groups for p in group][int(self._changed.int().argmax())]
-        named = (pair for model in self._models for pair in model.named_parameters())
-        return next((repr(name) for name, other in named if other is parameter), "one")
-
-    @torch.no_grad()
-    def _norms(self) -> list[Tensor]:
-        parts = [[local_tensor(parameter) for parameter in group] for group in self._groups]
-        return [torch.stack(list(norms_of_all(group, 2, dtype=_norm_dtype(group[0])))) for group in parts]
-
-
-def _has_norm(parameter: nn.Parameter) -> bool:
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    return is_number and parameter.dtype.itemsize > 1 and not parameter.is_meta
-
-
-def _norm_dtype(part: Tensor) -> torch.dtype:
-    """A dtype with more digits than the parameter: a momentum encoder changes by little."""
-    return torch.complex128 if part.is_complex() else wide(part.device)
 
 
 class RanksDiffer(Check):

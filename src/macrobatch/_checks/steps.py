@@ -45,11 +45,8 @@ class StepGuard:
         self._advice = advice
         try:
             handle = optimizer.register_step_pre_hook(self)
-        except (AttributeError, TypeError):  # it has no table of hooks, or another than torch's
-            raise UsageError(
-                f"{type(optimizer).__name__} takes no hooks, because its class does not call Optimizer.__init__(). "
-                "Call it there, or pass the optimizer that it wraps."
-            ) from None
+        except (AttributeError, TypeError):  # it takes no hooks. `OtherOptimizer` sees the steps of one that it wraps,
+            return  # and `ChangedParameters` what it does itself
         weakref.finalize(must_not_step.__self__, handle.remove)  # type: ignore[attr-defined]
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:

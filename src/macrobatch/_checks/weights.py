@@ -13,7 +13,7 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.trees import children
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
-from macrobatch._loss.sizes import Sizes, changed_sizes, sizes_of
+from macrobatch._loss.sizes import Shapes, Sizes, changed_sizes, shapes_by_path, sizes_of
 from macrobatch.errors import warn
 
 
@@ -27,16 +27,16 @@ class LabelCount(NamedTuple):
     labels: Tensor
 
 
-class UnevenLabels(Check):
-    """Compares the numbers of labels in micro-batches whose losses are weighted by samples. `MacroStep` tells it each.
+class SampleWeights(Check):
+    """Compares the micro-batches of a window whose losses are weighed by samples. `MacroStep` tells it each.
 
     It reads labels on a device only in the first window with several micro-batches, once, at its end; labels on the
-    host in every window, until it finds uneven ones.
+    host in every window, until it has warned.
     """
 
-    name = "uneven labels"
-    sentence = "A loss that cannot be read comes without items, and numbers of labels differ (a warning)."
-    cost = "without items, per micro-batch, a count of its labels; once, a read of it"
+    name = "weighed by samples"
+    sentence = "A loss that cannot be read comes without items, and micro-batches differ in size or labels (a warning)."
+    cost = "without items, per micro-batch, its shapes and a count of its labels; once, a read of that"
     shows = "loss_fn returned a loss without its items"
     program = """
         def loss_fn(model, batch):
@@ -54,23 +54,44 @@ class UnevenLabels(Check):
         self.begin()
 
     def begin(self) -> None:
-        """Forget the counts of the last window."""
+        """Forget the micro-batches of the last window."""
         self._counts: dict[tuple[Any, ...], list[LabelCount]] = {}
         self._has_labels = True  # assumed until the first micro-batch
+        self._first: Shapes | None = None
+        self._other: tuple[str, tuple[int, ...], tuple[int, ...]] | None = None  # a path, and two shapes of it
 
     def note(self, micro_batch: Any, samples: int) -> None:
-        """Count the labels of a micro-batch, without making the host wait."""
+        """Note the shapes of a micro-batch, and count its labels, without making the host wait."""
+        if self._other is None:
+            self._compare_shapes({**shapes_by_path(micro_batch), "": (samples,)})
         if self._has_labels:
             self._count(micro_batch, samples)
             self._has_labels = bool(self._counts)
+
+    def _compare_shapes(self, shapes: Shapes) -> None:
+        if self._first is None:
+            self._first = shapes
+        for path in sorted(self._first.keys() & shapes.keys()):
+            if self._first[path] != shapes[path]:
+                self._other = path, self._first[path], shapes[path]
 
     def _count(self, micro_batch: Any, samples: int) -> None:
         for keys, labels in _labels_in(micro_batch, ()):
             if labels.is_cpu or not self._has_read_device:
                 self._counts.setdefault(keys, []).append(LabelCount(samples, _numbers_of(labels)))
 
-    def uneven(self) -> str | None:
-        """The warning at the end of a window, if its labels are not proportional to its samples."""
+    def warn(self, unread: str) -> bool:
+        """At the end of a window: warn if its micro-batches differ. `unread`: the node that was not understood."""
+        found = self._uneven_labels()
+        if found is None and not self._counts and self._other is not None:  # labels in proportion are a good sign
+            found = _sizes_message(*self._other)
+        if found is None:
+            return False
+        warn(f"{found} (What the loss is a mean over could not be read from it: {unread} was not understood.)")
+        return True
+
+    def _uneven_labels(self) -> str | None:
+        """The warning if labels are not proportional to samples."""
         for keys, counts in self._counts.items():
             if len(counts) < 2:
                 continue
@@ -84,6 +105,15 @@ class UnevenLabels(Check):
             if None not in other:
                 return _uneven_message(keys, samples, labels, other[0] or 0)
         return None
+
+
+def _sizes_message(path: str, first: tuple[int, ...], other: tuple[int, ...]) -> str:
+    what = f"{path} has the shapes {first} and {other}" if path else f"there are {first[0]} and {other[0]} samples"
+    return (
+        "loss_fn returned a loss without its items, so micro-batches are weighed by their samples. But they differ in "
+        f"size ({what}), and only a mean over samples is exact then. Return what the loss is a mean over: `return "
+        "loss, items` (the number of samples, if it is that), or several terms with counts= (told once)."
+    )
 
 
 def labels_on_host(batch: Any) -> list[tuple[int, int]]:

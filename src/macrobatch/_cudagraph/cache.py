@@ -184,7 +184,7 @@ class RecordingCache:
 
     def _try_to_record(self, parameters: Sequence[nn.Parameter], micro_batch: Any, samples: int) -> Recording | None:
         """Record a shape; None if that fails, or if the recording is not faster."""
-        recording, must_restart, refusal = None, False, None
+        recording, must_restart, refusal, failure = None, False, None, None
         try:
             found, replayed, eager = self._recorder.record(parameters, micro_batch, samples, self._replayed())
             recording = found if replayed < MAX_TIME_SHARE * eager else None
@@ -196,18 +196,33 @@ class RecordingCache:
             refusal = str(error)
         except Exception as error:
             self._ran_out = is_out_of_memory(error)
-            refusal = None if self._ran_out else f"recording failed: {_first_line(error)}"
+            failure = None if self._ran_out else _first_line(error)
         # Outside of the except blocks, whose tracebacks keep tensors alive.
         for parameter in parameters:
             parameter.grad = None
         if must_restart:
             self.forget()
             return self._try_to_record(parameters, micro_batch, samples)
+        if failure is not None:
+            if self._recorder.fused.is_on:
+                return self._record_unfused(parameters, micro_batch, samples, failure)
+            refusal = f"recording failed: {failure}"
         if refusal is not None:
             self.forget()  # earlier recordings may share what failed
             self.refuse(refusal)
         elif recording is None and not self.has_recordings:
             self._recorder.release_memory()
+        return recording
+
+    def _record_unfused(
+        self, parameters: Sequence[nn.Parameter], micro_batch: Any, samples: int, why: str
+    ) -> Recording | None:
+        """Record without fused accumulation from now on, because that failed."""
+        self.forget()
+        self._recorder.fused.is_on = False
+        recording = self._try_to_record(parameters, micro_batch, samples)
+        if not self._is_disabled:
+            self._warn(f"fuse=True has no effect: micro-steps are recorded without it, because it failed: {why}.")
         return recording
 
     # ------------------------------------------------------------------------------------------ warnings

@@ -26,6 +26,7 @@ from macrobatch._cudagraph.eligibility import (
     require_no_side_effects,
     tensors_of,
 )
+from macrobatch._cudagraph.fused import FusedWeights
 from macrobatch._cudagraph.recorded_step import Recorded, Recording, StaticWindow
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import Micro
@@ -56,9 +57,10 @@ class Recorder:
 
     has_backward: bool
 
-    def __init__(self, models: Sequence[nn.Module], capturer: Capturer) -> None:
+    def __init__(self, models: Sequence[nn.Module], capturer: Capturer, *, fuses: bool = False) -> None:
         self.models = models
         self.capturer = capturer
+        self.fused = FusedWeights(models, is_on=fuses)
         self.counts_samples = False  # whether the last recording depends on the number of samples
         self._warms_up_outside_pool = False  # whether each shape warms up outside of the pool first
         self.release_memory()
@@ -69,6 +71,7 @@ class Recorder:
         self._versions: dict[int, int] = {}
         self._static: StaticWindow | None = None
         self._pool: Any = None  # exists as long as a recording in it
+        self.fused.release_memory()
 
     # ------------------------------------------------------------------------------------------ one window
 
@@ -76,6 +79,7 @@ class Recorder:
         """Set ``.grad`` of all recorded parameters to their zeroed buffers; eager micro-steps add to them too."""
         if self._static is not None:
             self._static.clear()
+        self.fused.renew()
         with_buffers = [p for p in parameters if id(p) in self._buffers]
         if not with_buffers:
             return
@@ -117,14 +121,18 @@ class Recorder:
         pool = self._pool = self._pool or capturer.new_pool()
         inputs = copy_tensors(micro_batch)
 
-        def micro_step() -> Recorded:
+        def unfused() -> Recorded:
             return self._micro_step(inputs, samples, static, leaves_of)
+
+        def micro_step() -> Recorded:
+            with self.fused.fusing(leaves_of):
+                return unfused()
 
         with pause_gc(), capturer.claim(pool) as claim:
             for parameter, leaf in leaves_of.items():
                 leaf.grad = self._buffer_of(parameter)
             with capturer.warming_up():
-                added_to, eager = self._warm_up(micro_step, leaves_of, claim, is_first=not others)
+                added_to, eager = self._warm_up(unfused, micro_step, leaves_of, claim, is_first=not others)
             for parameter in leaves_of.keys() - added_to:  # it needs no buffer
                 leaves_of[parameter].grad = None
                 if not any(parameter in other.reached for other in others):
@@ -154,9 +162,17 @@ class Recorder:
         return self._buffers[id(parameter)]
 
     def _warm_up(
-        self, micro_step: Callable[[], object], leaves_of: Leaves, claim: PoolClaim, *, is_first: bool
+        self,
+        unfused: Callable[[], object],
+        micro_step: Callable[[], object],
+        leaves_of: Leaves,
+        claim: PoolClaim,
+        *,
+        is_first: bool,
     ) -> tuple[set[nn.Parameter], float]:
         """Run a micro-step a few times. Returns the parameters it adds gradients to, and its time in milliseconds.
+
+        The first run is not fused: it shows which weights can be.
 
         It uses the memory of the pool, to save memory, except for the first recording: a capture may need other sizes
         than its warm-up. But if the model keeps a tensor from there, such as a mask for a length, earlier recordings
@@ -167,10 +183,12 @@ class Recorder:
         uses_own_memory = is_first or self._warms_up_outside_pool
         with contextlib.nullcontext() if uses_own_memory else claim.allocating():
             effects = SideEffects(device)
-            added_to = reached_parameters(micro_step, leaves_of)
+            with self.fused.noting(leaves_of) as uses:
+                added_to = reached_parameters(unfused, leaves_of)
             if effects.has_kept_memory() and not uses_own_memory:
                 self._warms_up_outside_pool = True
                 raise RestartError
+        self.fused.prepare(uses)
         times, left = [], []
         with contextlib.nullcontext() if is_first else claim.allocating():
             for _ in range(WARM_UPS - 1):
@@ -196,8 +214,9 @@ class MicroStepRecorder(Recorder):
         new_static: Callable[[torch.device], StaticWindow],
         *,
         has_scaler: bool,
+        fuses: bool,
     ) -> None:
-        super().__init__(models, capturer)
+        super().__init__(models, capturer, fuses=fuses)
         self._combine = combine
         self._new_static = new_static
         self._has_scaler = has_scaler
@@ -215,7 +234,8 @@ class MicroStepRecorder(Recorder):
             raise NotRecordableError("the loss is in float16, whose sums need an extra scale; return it in float32")
         require_leaves(micro.root, leaves_of)
         confinement = confinement_of(reach_of(micro.root), set(map(id, leaves_of.values())))
-        run_confined(micro.root, micro.seed, confinement)
+        with self.fused.adding():
+            run_confined(micro.root, micro.seed, confinement)
         window.totals.add(micro, window.device)
         return Recorded(window.totals, micro.source)
 

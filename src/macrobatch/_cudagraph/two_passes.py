@@ -60,7 +60,7 @@ class JointRecordings(NamedTuple):
 
 
 def joint_recordings(
-    engine: Engine, encode: Callable[[Any], Any], capturer: Capturer, *, has_scaler: bool
+    engine: Engine, encode: Callable[[Any], Any], capturer: Capturer, *, has_scaler: bool, fuses: bool
 ) -> JointRecordings:
     """The recordings of both passes. ``encode(micro_batch)`` returns an `Encoded`."""
 
@@ -80,7 +80,7 @@ def joint_recordings(
         return StaticWindow(device, both, weighs=False, has_scaler=has_scaler, notes=notes)
 
     encoder = EncodingRecorder(engine.models, capturer, encode)
-    second = MicroStepRecorder(engine.models, capturer, combine, new_static, has_scaler=has_scaler)
+    second = MicroStepRecorder(engine.models, capturer, combine, new_static, has_scaler=has_scaler, fuses=fuses)
     return JointRecordings(RecordingCache(encoder), RecordingCache(second), encoder)
 
 

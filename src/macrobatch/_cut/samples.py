@@ -57,13 +57,26 @@ class TensorBatch:
                     "collate=. If a tensor belongs to no sample, pass it to loss_fn in another way, e.g. with "
                     "functools.partial."
                 )
+        if self.count > 1:
+            self._require_no_hidden_samples()
         trees.require_no_list_of_samples(batch)
         trees.require_told_apart(batch, "batch", self.count, set() if containers is None else containers)
+
+    def _require_no_hidden_samples(self) -> None:
+        """Raise an error for an object that holds samples, but cannot be cut."""
+        for leaf in self._leaves:
+            is_cut = trees.has_samples(leaf.value) or leaf.has_entries
+            if not is_cut and trees.has_samples_inside(leaf.value, self.count):
+                raise BatchError(
+                    f"{leaf.path}, of type {type(leaf.value).__name__}, holds a tensor of {self.count} rows, but it "
+                    "cannot be cut: every micro-batch would get all of it. Make it a dataclass, a dict or a named "
+                    "tuple, or pass a list of samples with collate=, which builds it for each micro-batch."
+                )
 
     @functools.cached_property
     def shape(self) -> Shape:
         tensors = [leaf for leaf in self._leaves if trees.has_samples(leaf.value)]
-        kind = " ".join(f"{leaf.path}:{leaf.value.dtype}:{len(leaf.value.shape)}" for leaf in tensors)
+        kind = " ".join(f"{leaf.path}:{getattr(leaf.value, 'dtype', None)}:{len(leaf.value.shape)}" for leaf in tensors)
         return Shape(kind, tuple(int(size) for leaf in tensors for size in leaf.value.shape[1:]))
 
     def take(self, part: Part) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections import UserDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from macrobatch.errors import BatchError
@@ -118,6 +119,36 @@ def _require_cuttable(leaf: Any, path: str) -> None:
         )
 
 
+MOST_OBJECTS = 1000  # that a search looks at: an object may refer to a whole dataset
+PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
+
+
+def has_samples_inside(leaf: Any, count: int) -> bool:
+    """Whether an object that is no container holds a tensor with a row for each of `count` samples."""
+    found: dict[int, Any] = {id(leaf): leaf}
+    pending = [leaf]
+    for one in pending:  # the list grows while it is read
+        if isinstance(one, Tensor):
+            if one.dim() > 0 and one.shape[0] == count:
+                return True
+            continue
+        if one is None or isinstance(one, PLAIN) or hasattr(one, "dtype"):
+            continue
+        branches = children(one)
+        inner = _attributes(one) if branches is None else [child for _, child in branches[:MOST_OBJECTS]]
+        fresh = {id(other): other for other in inner if id(other) not in found}
+        found |= fresh
+        pending += fresh.values()
+        if len(pending) > MOST_OBJECTS:
+            return False
+    return False
+
+
+def _attributes(thing: object) -> list[Any]:
+    slots = (name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ()))
+    return [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
+
+
 def _has_entries(tree: Any, count: int) -> bool:
     """Whether a list or tuple has one entry per sample, such as a text; one with tensors is a container."""
     if len(tree) != count or isinstance(tree, torch.Size):
@@ -143,8 +174,15 @@ def _first_with_samples(tree: Any) -> Any:
     return next((leaf for _, leaf in leaves(tree, "") if has_samples(leaf)), None)
 
 
+def cuts_itself(tree: Any) -> bool:
+    """Whether a container has a size of its own, and is cut by indexing, such as a TensorDict."""
+    return isinstance(getattr(tree, "batch_size", None), torch.Size) and hasattr(tree, "__getitem__")
+
+
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
     """The keys and values of a container; None for a leaf."""
+    if cuts_itself(tree):
+        return None
     if isinstance(tree, Mapping | UserDict):
         return list(tree.items())
     if has_fields(tree):
@@ -233,7 +271,7 @@ def has_samples(leaf: Any) -> bool:
     """Whether a leaf is a tensor or an array with a first dimension."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0  # a nested tensor has no shape
-    return hasattr(leaf, "dtype") and len(getattr(leaf, "shape", ())) > 0
+    return (hasattr(leaf, "dtype") or cuts_itself(leaf)) and len(getattr(leaf, "shape", ())) > 0
 
 
 def address(tensor: Tensor) -> int | None:

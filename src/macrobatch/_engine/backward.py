@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Backward:
     def begin_window(self) -> None:
         """Begin a window. Nothing is known of its graphs yet."""
         self._is_ordinary = False  # whether the graphs of the window so far ended only in its parameters
+        self.used: set[str] = set()  # the parameters that its backwards have used, if that is noted
 
     def confine(self, root: Tensor, reach: Reach | None) -> Confinement | None:
         """How to confine this backward; None if its graph is walked while it runs.
@@ -86,6 +87,27 @@ class Backward:
         run_confined(loss, seed, confinement)
         self._store.absorb()
 
+    @contextlib.contextmanager
+    def noting_use(self, notes: bool) -> Iterator[None]:
+        """A context that notes which parameters a backward uses, if it `notes` any."""
+        hooks: list[Any] = []
+        if notes:
+            named = {name: p for name, p in self._store.named.items() if name not in self.used}
+            hooks = [
+                leaf.register_hook(lambda _, name=name: self.used.add(name))  # type: ignore[no-untyped-call]
+                for name, leaf in self._backend.leaves(named).items()
+                if leaf.requires_grad
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def note_use(self, parameters: Iterable[Tensor]) -> None:
+        """Note that these parameters were used by a recorded backward."""
+        self.used.update(self._store.own[id(parameter)] for parameter in parameters)
+
     def _require_no_others(self, reach: Reach) -> None:
         """Raise an error if a backward that was not confined reached parameters of another model."""
         if self._store.trained.issuperset(map(id, reach.leaves)):
@@ -100,19 +122,3 @@ class Backward:
                 "their gradients. Clear those with zero_grad(), drop this window with discard(), and let all "
                 "micro-batches of a window reach the other model, or none: detach() it, or freeze it."
             )
-
-
-@contextlib.contextmanager
-def noting_use(leaves: dict[str, Tensor]) -> Iterator[set[str]]:
-    """Note the names of the leaves that a backward uses."""
-    used: set[str] = set()
-    hooks: list[Any] = [
-        leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
-        for name, leaf in leaves.items()
-        if leaf.requires_grad
-    ]
-    try:
-        yield used
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,37 +23,44 @@ from macrobatch._engine.store import GradientStore
 from macrobatch._engine.verdict import NONFINITE, Flags, Verdict, verdict_on
 from macrobatch._engine.window import Window
 from macrobatch._torch.optimizers import (
+    advance,
     current_scale,
     forget_unscaling,
     has_hooks,
+    learning_rates,
     note_overflow,
+    reason_against_step,
     skips_on_device,
     step_fused,
 )
-from macrobatch._torch.tensors import number_on_host, wide
+from macrobatch._torch.tensors import float32_on, number_on_host, wide
 from macrobatch.errors import NonFiniteError
 from macrobatch.types import NonFinite, StepResult
 
 TOUCHED = "touched"  # a reason against a step that a rank knows of its own parts of the gradients only
 
 
-class Closing(Protocol):
-    """What to do with the gradients of a complete window."""
+class Closing:
+    """What to do with the gradients of a complete window. A subclass needs `close`, which counts in `_taken`."""
 
-    leaves_gradients: bool
+    leaves_gradients = False  # whether the program uses and clears them
+    _taken = 0
 
     @property
     def taken(self) -> int:
         """The number of optimizer steps taken. If the program steps itself, the number of windows closed."""
+        return self._taken
 
     def restore(self, taken: int) -> None:
         """Set the number of steps taken, from a checkpoint."""
+        self._taken = taken
 
     def begin_window(self) -> None:
         """Begin a window. What was done before does not belong to it."""
 
     def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         """Close the window, and return its result."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Raise the error that the last window turned out to have."""
@@ -62,8 +68,6 @@ class Closing(Protocol):
 
 class TakeStep(Closing):
     """Closes a window with an optimizer step: divides, clips and checks the gradients, and steps the optimizers."""
-
-    leaves_gradients = False
 
     def __init__(
         self,
@@ -82,7 +86,6 @@ class TakeStep(Closing):
         self._nonfinite = "skip" if scaler is not None else nonfinite  # an overflow is skipped, whatever was asked
         self._counts_on_host = counts_on_host or bool(schedulers)
         self._pending: Verdict | None = None  # of the last window under "raise": being copied to the host
-        self._taken = 0
         self._unread: Tensor | None = None  # how many of `_taken` the device skipped after all
 
     @property
@@ -134,7 +137,7 @@ class TakeStep(Closing):
         is_fused = all(map(skips_on_device, self._optimizers))  # then the device can skip the step without the host
         folds = is_fused and store.groups.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window.divisor(average), window, store, flags, folds=folds)
-        grad_scale = _tensor(divisor, window.device) if folds else None
+        grad_scale = float32_on(window.device, divisor) if folds else None
         if nonfinite is not None and self.scaler is None and number_on_host(nonfinite) == 0:
             nonfinite = None  # the host knows already: there is nothing to judge
         verdict = verdict_on(window, flags, nonfinite)
@@ -209,10 +212,15 @@ class TakeStep(Closing):
 
     def _queue(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         for optimizer in self._optimizers:
-            if grad_scale is None and found_inf is None:
-                optimizer.step()
-            else:
-                step_fused(optimizer, grad_scale, found_inf)
+            try:
+                if grad_scale is None and found_inf is None:
+                    optimizer.step()
+                else:
+                    step_fused(optimizer, grad_scale, found_inf)
+            except Exception as error:
+                if (reason := reason_against_step(optimizer, error)) is not None:
+                    raise reason from error
+                raise
 
     def _update_scale(self, scaler: GradScaler, verdict: Verdict) -> None:
         note_overflow(scaler, self._optimizers[0], verdict.overflow)  # our own pass has looked at the gradients already
@@ -223,7 +231,7 @@ class TakeStep(Closing):
         if skipped is not True:
             self._taken += 1
             for scheduler in self.schedulers:
-                scheduler.step()
+                advance(scheduler, self._taken)
         if grad_norm is None and self._max_norm is not None:
             grad_norm = torch.full((), math.nan, device=window.device, dtype=wide(window.device))  # no items, no mean
         step = self._taken if self._unread is None else self._taken - self._unread
@@ -238,25 +246,14 @@ class LeaveMean(Closing):
 
     leaves_gradients = True
 
-    def __init__(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None, *, narrows: bool = True
+    ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._taken = 0
+        self._narrows = narrows  # whether widened gradients get the dtype of their parameters again
         self._verdict: Verdict | None = None  # on the last window, until the host has read it
         self._is_empty = False
-
-    @property
-    def taken(self) -> int:
-        return self._taken
-
-    def restore(self, taken: int) -> None:
-        self._taken = taken
-
-    def begin_window(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
 
     def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         self._is_empty, self._verdict = window.is_empty, None
@@ -269,7 +266,7 @@ class LeaveMean(Closing):
                 divisor = divisor.masked_fill(skipped, 1)  # without items there is nothing to divide
             if self._scaler is not None:
                 divisor = divisor / current_scale(self._scaler, window.device)
-            store.divide(divisor)
+            store.divide(divisor, narrows=self._narrows)
             tell(store, window.device, flags)
             self._verdict = verdict_on(window, flags)
         self._taken += 1
@@ -324,18 +321,3 @@ def result_of(
         skipped=skipped,
         losses=window.losses(),
     )
-
-
-def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
-    """The learning rates of all parameter groups. Tensors are copied: schedulers change them. NaN if there is none."""
-    rates: list[float | Tensor] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            rate = group.get("lr", math.nan)
-            rates.append(rate.clone() if isinstance(rate, Tensor) else rate)
-    return tuple(rates)
-
-
-def _tensor(number: float | Tensor, device: torch.device) -> Tensor:
-    """The number as a float32 tensor on the device, for ``grad_scale`` of a fused optimizer."""
-    return number.float() if isinstance(number, Tensor) else torch.full((), number, device=device, dtype=torch.float32)

@@ -20,18 +20,21 @@ from torch.optim import Optimizer
 from macrobatch._border import order
 from macrobatch._border.arguments import checked_state, checked_steps
 from macrobatch._border.parameters import Parameters
+from macrobatch._border.spans import Spans
 from macrobatch._border.uncopied import Uncopied
-from macrobatch._engine.backward import Backward, noting_use
+from macrobatch._engine.backward import Backward
 from macrobatch._engine.closing import TOUCHED, Closing
-from macrobatch._engine.events import Check, Events, Spans
-from macrobatch._engine.objectives import Mean, Objective
+from macrobatch._engine.events import Check, Events
+from macrobatch._engine.objective import Objective
+from macrobatch._engine.reporting import NOBODY, auditors
 from macrobatch._engine.store import GradientStore
-from macrobatch._engine.totals import Denominators, Micro, MicroPlan
-from macrobatch._engine.verdict import Flag, Flags, Verdict, mixed_items
+from macrobatch._engine.totals import Denominators, MicroPlan
+from macrobatch._engine.usual import UsualStep
+from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import Window
 from macrobatch._ranks.backend import Local, UnsynchronisedError
 from macrobatch._ranks.collectives import start_named_sum
-from macrobatch._torch.graph import UNCONFINED, Confinement, Reach, reach_of
+from macrobatch._torch.graph import UNCONFINED, Reach, reach_of
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.types import Items, StepResult, Terms
@@ -46,7 +49,7 @@ class Engine(Uncopied):
         optimizers: Sequence[Optimizer],
         backend: Local,
         closing: Closing,
-        objective: Objective | None = None,
+        objective: Objective,
         *,
         steps: int | Callable[[int], int] = 1,
         store: Callable[[Parameters, Local, torch.dtype | None], GradientStore] = GradientStore,
@@ -55,28 +58,22 @@ class Engine(Uncopied):
         drops_short: bool = False,
     ) -> None:
         self.models, self.optimizers, self.backend = models, optimizers, backend
-        self.objective = objective or Mean("mean", None, backend, shrinks=False)
-        self.closing, self.steps = closing, steps
-        self.spans = Spans()
-        self.parameters = Parameters(models, optimizers)
+        self.objective, self.closing, self.steps = objective, closing, steps
+        self.spans, self.parameters = Spans(), Parameters(models, optimizers)
         self.store = store(self.parameters, backend, accumulate_dtype)
         self.window: Window | None = None
         self._reach: Reach | None = None  # of the backward that is about to run, if somebody has asked
         self.is_last = self.is_repeat = self.is_closing = False
         self.unread: str | None = None  # the node that kept the items of the last loss from being read
-        self.others_go_on = self.may_repeat = False
-        self.num_windows = 0
-        self._drops_short = drops_short
+        self.num_windows, self._drops_short = 0, drops_short
         self._backward = Backward(backend, self.store, accumulate_dtype)
         self._is_store_open = False
         self._before_repeat: Snapshot | None = None
-        self._notes_use = self._must_note_use()
-        begins_and_ends = type(backend).begin, type(backend).end
-        self._has_settings = begins_and_ends != (Local.begin, Local.end) or self.objective.ties is not None
-        self._counting: Verdict | None = None  # whether all ranks count items alike: being copied to the host
-        self._used: set[str] = set()  # the parameters that this rank has used in the window, if it notes that
+        self.begin_epoch(may_repeat=False)
+        self._has_settings = backend.has_settings or self.objective.ties is not None
         self.checks = [check for check in checks if check.watch(self)]
         self.on = Events(self.checks)
+        self._usual = UsualStep() if UsualStep.may_serve(self) else None
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
@@ -88,9 +85,7 @@ class Engine(Uncopied):
         window = self.window or self.open_window()
         if window.plan is not None:
             self.give_up()
-        is_last = plan.last
-        if is_last is None:
-            is_last = window.num_taken + plan.num_planned >= window.num_planned
+        is_last = window.is_full_with(plan) if plan.last is None else plan.last
         try:
             self._before_repeat = Snapshot(self.models) if plan.repeat else None
             if not self._is_store_open:
@@ -114,9 +109,12 @@ class Engine(Uncopied):
         window = self.window
         if window is None or window.plan is None or window.is_broken:
             window = order.require_backward(window)
-        micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
-        root, is_first = micro.root, not window.num_backwards
+        is_first = not window.num_backwards
         try:
+            if self._usual is not None and self._usual.run(self, window, given, items, are_samples=are_samples):
+                return
+            micro = self.objective.combine(given, items, window, repeats=self.is_repeat, are_samples=are_samples)
+            root = micro.root
             for observe in self.on.before_backward:
                 observe(self, micro)
             confinement = None if root is None else self._backward.confine(root, self._reach)
@@ -124,8 +122,10 @@ class Engine(Uncopied):
             if self.is_last:
                 self._send(window)  # ranks exchange it during the backward
             if root is not None:  # else no term, and no other rank that waits for a backward
-                if self._notes_use or self.spans.observers:
-                    self._run_observed(micro, root, confinement)
+                notes_use = self._notes_use and not self.is_repeat
+                if notes_use or self.spans.observers:
+                    with self.spans.of("backward", root), self._backward.noting_use(notes_use):
+                        self._backward.run(micro, confinement)
                 elif confinement is UNCONFINED and micro.counts and micro.seed is not None:  # most of them
                     self.backend.backward(root, micro.seed, None)
                 else:
@@ -148,18 +148,25 @@ class Engine(Uncopied):
             raise
         window.end_backward()
 
-    def _run_observed(self, micro: Micro, root: Tensor, confinement: Confinement | None) -> None:
-        """Run a backward, and note which parameters it uses."""
-        with self.spans.of("backward", root), self._noting_use() as used:
-            self._backward.run(micro, confinement)
-        if not self.is_repeat:
-            self._used |= used
-
     def reach(self, root: Tensor) -> Reach:
         """What the backward that is about to run reaches. Its graph is walked once, and only if somebody asks."""
         if self._reach is None:
             self._reach = reach_of(root)
         return self._reach
+
+    def skip(self) -> None:
+        """End the current micro-batch without a backward: it adds nothing, but its turn counts."""
+        window = order.require_skip(self.window, can_skip=self.backend.abilities.can_skip)
+        window.begin_skip()
+        try:
+            self.objective.catch_up(window, self.device)
+            if self.is_last:
+                self._send(window)
+            self.backend.join_backward()
+            self.accept_gradients()
+        finally:
+            self._end()
+        window.end_backward()
 
     def give_up(self) -> None:
         """Drop the current micro-batch, if there is one."""
@@ -190,7 +197,6 @@ class Engine(Uncopied):
             self.objective.expect(window, failed.denominators)
         self.open_store()
         window.begin(failed.plan, failed.batch)
-        self._used = set()
         self._backward.begin_window()
         self.window = window
 
@@ -201,7 +207,7 @@ class Engine(Uncopied):
         try:
             self.begin(plan)
             yield
-            if self.window is not None and self.window.plan is not None:
+            if self.window is not None and self.window.plan is not None and not self.window.plan.may_lapse:
                 raise UsageError("micro_batch() ended without its backward(): call backward(loss, items) inside it.")
         finally:
             self.give_up()
@@ -234,7 +240,7 @@ class Engine(Uncopied):
     def close(self, now: bool = False) -> StepResult | None:
         """Close the window and return its result, if it is complete or with `now`. Otherwise return None."""
         window = self.window
-        if window is None or not window.num_backwards or window.is_broken or window.plan is not None:
+        if window is None or window.plan is not None or window.is_broken or not window.is_under_way:
             order.require_step(window, now)
             return None
         if not (now or self.is_last):
@@ -243,11 +249,15 @@ class Engine(Uncopied):
             observe(self)
         window.begin_close()
         try:
-            if not self.is_last:
-                self._send(window)
-            window.receive()
+            if self.backend.group is not None:
+                if not self.is_last:
+                    self._send(window)
+                window.receive()
             self.objective.learn(window)
-            result = self._close(window)
+            if self._usual is not None:
+                self._usual.remember(window)
+            with auditors[-1].closing(self, window) if auditors else NOBODY:
+                result = self._close(window)
         except MacrobatchError:  # a reason against the step: the window is dropped, and the next one may begin
             self._drop_window()
             raise
@@ -255,20 +265,20 @@ class Engine(Uncopied):
         return result
 
     def _close(self, window: Window) -> StepResult | None:
-        if self.backend.group is not None:
-            self._require_same_counting(window)
-            if not self._is_due(window):
-                return None
-        tells_use = self.may_repeat or self.backend.abilities.exchanges_use
-        unused = self.store.named.keys() - self._used if tells_use else None
+        if not self._is_due(window):
+            return None
         self.store.settle()
-        with self.spans.of("communication"):
-            self.backend.finish(self.store.named, unused)
+        if self._has_settings or self.spans.observers:
+            tells_use = self.may_repeat or self.backend.abilities.exchanges_use
+            unused = self.store.named.keys() - self._backward.used if tells_use else None
+            with self.spans.of("communication"):
+                self.backend.finish(self.store.named, unused)
+                self.backend.finish_others(self.parameters.strays, unused)
         self.is_closing = True
         try:
             with self.spans.of("update"):
-                flags, average = self._flags(window), self.backend.average
-                return self.closing.close(window, self.store, flags, average=average, shared=self.parameters.shared)
+                flags, average, shared = self._flags(window), self.backend.average, self.parameters.shared
+                return self.closing.close(window, self.store, flags, average=average, shared=shared)
         finally:
             self.is_closing = False
 
@@ -279,37 +289,39 @@ class Engine(Uncopied):
         self._drop_window()
         self.backend.drop_gradients()
         self.is_last, self.unread = False, None
-        if plan is None:
-            return
-        window = self.open_window()  # with the model's flags as they are: this may be after an exception
-        self.open_store()
-        is_full = plan.num_planned >= window.num_planned
-        self.is_last = bool(plan.last) if plan.is_told else plan.ends or is_full
-        window.begin(plan, batch)
+        if plan is not None:
+            window = self.open_window()  # with the model's flags as they are: this may be after an exception
+            self.open_store()
+            self.is_last = bool(plan.last) if plan.is_told else plan.ends or window.is_full_with(plan)
+            window.begin(plan._replace(may_lapse=True), batch)
 
-    def begin_epoch(self, *, may_repeat: bool, others_go_on: bool = False) -> None:
-        """Set whether ranks may repeat micro-batches, and whether others have batches. All ranks set the same."""
+    def begin_epoch(self, *, may_repeat: bool, others_go_on: bool = False, steps: int | None = None) -> None:
+        """Set whether ranks may repeat micro-batches, and whether others have batches. All ranks set the same.
+
+        `steps`: the micro-batches of a window, if their number changes.
+        """
+        self.steps = self.steps if steps is None else steps
         self.may_repeat = may_repeat and self.backend.group is not None
         self.others_go_on = others_go_on
-        self._notes_use = self._must_note_use()
+        # Under FSDP1, the leaves of graphs are no parameters, and all ranks use the same.
+        abilities = self.backend.abilities
+        self._notes_use = abilities.exchanges_use or (self.may_repeat and abilities.leaves_are_parameters)
 
     def end_epoch(self, *, drops: bool) -> None:
         """End an epoch. Drop a window that is still open, or carry it into the next epoch."""
         self.is_last = False
-        if self.has_accumulated and drops:
+        if self.window is not None and self.window.is_under_way and drops:
             self.discard()
-        if self.window is not None and self.has_accumulated:
+        if self.window is not None and self.window.is_under_way:
             self.window.carry()
         else:
             self.closing.settle()  # no later window may come to notice it
 
     def accept_gradients(self) -> None:
-        """Take the gradients as they are now for those of the window: recordings have set or cleared some."""
+        """Take the gradients as they are now for those of the window: recordings or the reducer have set some."""
         self.store.absorb()
         for observe in self.on.after_backward:
             observe(self, None)
-
-    # ------------------------------------------------------------------------------------------ what one can ask
 
     @property
     def has_accumulated(self) -> bool:
@@ -330,10 +342,9 @@ class Engine(Uncopied):
         """The state to save, as plain numbers. Call it between windows."""
         order.require_between_windows(self.window, "state_dict()")
         self.closing.settle()
-        state: dict[str, int | float] = {"optimizer_step": self.closing.taken, "windows": self.num_windows}
-        if self.objective.mean_items is not None:
-            state["typical_items"] = float(self.objective.mean_items)
-        return state
+        items = self.objective.mean_items
+        typical = {} if items is None else {"typical_items": float(items)}
+        return {"optimizer_step": self.closing.taken, "windows": self.num_windows, **typical}
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
         """Restore what `state` returned. Call it between windows."""
@@ -345,43 +356,14 @@ class Engine(Uncopied):
         self.window = None  # one that was opened, but holds nothing yet, was numbered by the old state
         self._clear_store()
 
-    # ------------------------------------------------------------------------------------------ inside
-
-    def _must_note_use(self) -> bool:
-        """Whether each backward notes which parameters it uses. Under FSDP1, the leaves of graphs are no parameters."""
-        abilities = self.backend.abilities
-        return abilities.exchanges_use or (self.may_repeat and abilities.leaves_are_parameters)
-
-    def _noting_use(self) -> contextlib.AbstractContextManager[set[str]]:
-        """A context that notes the names of the parameters that a backward uses, except for those already noted."""
-        if not self._notes_use:
-            return contextlib.nullcontext(set())
-        named = {name: p for name, p in self.store.named.items() if name not in self._used}
-        return noting_use(self.backend.leaves(named))
-
     def _send(self, window: Window) -> None:
         """Start to exchange the totals of a closing window with the other ranks."""
         if (group := self.backend.group) is not None:
             window.send(lambda numbers: start_named_sum(numbers, group), self.objective.numbers(window))
 
-    def _require_same_counting(self, window: Window) -> None:
-        """Raise an error on all ranks if some pass items and others do not: at once if the numbers are on the host.
-
-        If they are on a device, only the first window is checked, when the second one closes.
-        """
-        earlier, self._counting = self._counting, None
-        verdict = mixed_items(window)
-        if verdict is not None and verdict.on_host:
-            earlier = verdict
-        elif verdict is not None and window.number == 1:
-            self._counting = verdict.send()
-        if earlier is not None and (error := earlier.error(earlier.read())) is not None:
-            raise error
-
     def _is_due(self, window: Window) -> bool:
         """Whether to close a window. Whether a short one is dropped may be known only now, from other ranks."""
-        plan = window.last_plan
-        if plan is None or plan.more is None or not self.is_last:
+        if (plan := window.last_plan) is None or plan.more is None or not self.is_last:
             return True
         self.others_go_on = plan.more or bool(window.everyone["more"] > 0)
         return not self._drops_short or bool(plan.complete) or bool(window.everyone["complete"] > 0)
@@ -396,8 +378,8 @@ class Engine(Uncopied):
         return flags
 
     def _clear_store(self) -> None:
-        if self._is_store_open:
-            self._is_store_open = False  # first: what an exception leaves uncleared is cleared when the next one begins
+        if self._is_store_open:  # False first: what an exception leaves is cleared when the next one begins
+            self._is_store_open = False
             self.store.clear()
 
     def _clear_unused_store(self) -> None:
@@ -414,7 +396,6 @@ class Engine(Uncopied):
             self.store.let_go()
         else:
             self._clear_store()
-        self._used = set()
         self._backward.begin_window()
-        has_accumulated = self.window is not None and self.window.num_backwards > 0
-        self.num_windows, self.window = self.num_windows + has_accumulated, None
+        is_under_way = self.window is not None and self.window.is_under_way
+        self.num_windows, self.window = self.num_windows + is_under_way, None

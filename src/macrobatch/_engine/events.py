@@ -1,4 +1,4 @@
-"""Where observers look into a window: checks at its events, and whoever measures at its spans.
+"""Where checks look into a window. Whoever measures looks at its spans (`_border/spans.py`).
 
 Where each event fires::
 
@@ -12,21 +12,14 @@ error, or return reasons against the step (`flags`), which the device computes. 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from macrobatch._engine.verdict import Flags
 
 if TYPE_CHECKING:
     from macrobatch._engine.engine import Engine
     from macrobatch._engine.totals import Micro
-
-Span = Literal["data", "forward", "backward", "replay", "communication", "update"]
-Observer = Callable[[Span, Tensor | None], AbstractContextManager[None]]
 
 
 class Check:
@@ -80,41 +73,3 @@ class Events:
         self.before_close = having("before_close")
         self.flags = tuple(check.flags for check in checks if type(check).flags is not Check.flags)
         self.window_end = having("window_end")
-
-
-class Spans:
-    """The phases of a window, and the observers that measure them.
-
-    >>> spans, seen = Spans(), []
-    >>> @contextlib.contextmanager
-    ... def watch(span, loss):
-    ...     seen.append(span)
-    ...     yield
-    >>> spans.subscribe(watch)
-    >>> with spans.of("update"):
-    ...     seen
-    ['update']
-    """
-
-    _NOTHING: ClassVar[AbstractContextManager[None]] = contextlib.nullcontext()
-
-    def __init__(self) -> None:
-        self.observers: tuple[Observer, ...] = ()
-
-    def subscribe(self, observer: Observer) -> None:
-        """Call ``observer(span, loss)`` for every span. It returns a context manager, which is entered around the span.
-
-        `loss` is the loss of a "backward", and None for the other spans.
-        """
-        self.observers += (observer,)
-
-    def of(self, span: Span, loss: Tensor | None = None) -> AbstractContextManager[None]:
-        """The context manager to run this span in."""
-        return self._watched(span, loss) if self.observers else self._NOTHING
-
-    @contextlib.contextmanager
-    def _watched(self, span: Span, loss: Tensor | None) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for observer in self.observers:
-                stack.enter_context(observer(span, loss))
-            yield

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from macrobatch._border.parameters import Parameters
+from macrobatch._border.parameters import REQUIRES_GRADIENT, Parameters
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._ranks.gradient_groups import GradientGroups
@@ -39,6 +39,7 @@ class GradientStore:
     parameters: list[nn.Parameter]  # those whose gradients the window accumulates
     trained: set[int]  # the ids of these
     left: list[Tensor | None]  # the tensors that hold gradients, as the last backward left them
+    has_gaps = True  # whether some of these are no tensors
 
     def __init__(self, parameters: Parameters, backend: Local, accumulate_dtype: torch.dtype | None = None) -> None:
         self._source = parameters
@@ -46,7 +47,7 @@ class GradientStore:
         self._dtype = accumulate_dtype if backend.abilities.leaves_are_parameters else None
         self._holds_elsewhere = backend.held_gradients() is not None
         self._are_views = backend.abilities.shows_views
-        self._is_elsewhere = self._holds_elsewhere or self._are_views
+        self.is_elsewhere = self._holds_elsewhere or self._are_views  # whether ``.grad`` is not all there is
         self.groups = GradientGroups(backend.shards)
         self._all: dict[str, nn.Parameter] = {}
         self._widened: dict[int, tuple[nn.Parameter, torch.dtype | None]] = {}  # by id, with the earlier grad_dtype
@@ -64,13 +65,18 @@ class GradientStore:
             self.tells_by_norm = self._are_views or any(isinstance(p, DTensor) for p in named.values())
             self._all = named
         self.named, self.own = named, self._ids
-        if any(gradient is not None for gradient in map(GRADIENT_OF, named.values())):
+        if not {type(None)}.issuperset(map(type, map(GRADIENT_OF, named.values()))):
             self._warn_once()
             self.clear()
-        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        self.parameters = list(filter(REQUIRES_GRADIENT, named.values()))
         self.trained = set(map(id, self.parameters))
-        self._widen(self.parameters)
-        self.left = self.now()
+        if self._dtype is not None:
+            self._unwiden()  # the last window may have left wide gradients to the program
+            self._widen(self.parameters)
+        if self.is_elsewhere:
+            self._leave(self.now())
+        else:
+            self.left, self.has_gaps = [None] * len(self.parameters), True
 
     def _warn_once(self) -> None:
         if not self._has_warned:
@@ -87,15 +93,19 @@ class GradientStore:
         if thawed:
             self.trained.update(map(id, thawed))
             self.parameters += thawed
-            self._widen(thawed)
-            self.left = self.now()
+            if self._dtype is not None:
+                self._widen(thawed)
+            self._leave(self.now())
 
     def absorb(self) -> None:
         """Note the gradients after a backward. If there are new ones, give each memory of its own."""
-        now, left = self.now() if self._is_elsewhere else list(map(GRADIENT_OF, self.parameters)), self.left
+        now, left = self.now() if self.is_elsewhere else list(map(GRADIENT_OF, self.parameters)), self.left
         if len(now) != len(left) or not all(map(operator.is_, now, left)):
-            now = self._unalias(now)
+            self._leave(self._unalias(now))
+
+    def _leave(self, now: list[Tensor | None]) -> None:
         self.left = now
+        self.has_gaps = not all(isinstance(gradient, Tensor) for gradient in now)
 
     def now(self) -> list[Tensor | None]:
         """All tensors that may hold a part of the accumulated gradients now."""
@@ -139,14 +149,16 @@ class GradientStore:
         self.let_go()
         for parameter in self.named.values():
             parameter.grad = None
+        self._unwiden()
+
+    def _unwiden(self) -> None:
         for parameter, dtype in self._widened.values():
             parameter.grad_dtype = dtype
         self._widened.clear()
 
     def _widen(self, parameters: Iterable[Tensor]) -> None:
         dtype = self._dtype
-        if dtype is None:
-            return
+        assert dtype is not None
         for parameter in parameters:
             kept = parameter.grad_dtype
             if kept is not None and kept.itemsize < parameter.dtype.itemsize:
@@ -160,16 +172,19 @@ class GradientStore:
     def gather(self) -> None:
         self.groups.gather(self.named, self._widened)
 
-    def divide(self, divisor: float | Tensor) -> None:
-        """Divide all gradients in one pass. Widened ones get the dtype of their parameters again."""
-        self.groups.divide(divisor)
-        for parameter, dtype in self._widened.values():
+    def divide(self, divisor: float | Tensor, *, narrows: bool = True) -> None:
+        """Divide all gradients in one pass. Widened ones get the dtype of their parameters again, if it `narrows`."""
+        self.groups.divide(divisor, with_wide=not narrows)
+        for parameter, dtype in self._widened.values() if narrows else ():
             if (gradient := parameter.grad) is not None:
                 factor = 1 / divisor
                 if isinstance(factor, Tensor):
                     factor = factor.to(gradient.device, torch.float32, non_blocking=True)
-                narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
-                torch.mul(local_tensor(gradient), factor, out=local_tensor(narrowed))
+                if gradient.layout is torch.sparse_coo:
+                    narrowed = (gradient * factor).to(parameter.dtype)
+                else:
+                    narrowed = torch.empty_like(gradient, dtype=parameter.dtype)
+                    torch.mul(local_tensor(gradient), factor, out=local_tensor(narrowed))
                 parameter.grad = None  # one at a time, so that the wide and the narrow ones never all exist at once
                 parameter.grad_dtype = dtype
                 parameter.grad = narrowed

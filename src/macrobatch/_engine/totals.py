@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from macrobatch._loss.proportions import Number, Pair, Proportions
-from macrobatch._torch.tensors import number_on_host, wide
+from macrobatch._loss.steady import Steady
+from macrobatch._torch.tensors import number_on_host, rounding_of, scalar_on, vector_of, wide
 
 PROPORTIONS = "proportions"  # the name of their sums on the device
 MAX_PENDING = 32  # micro-batches whose items only the device knows, before they are added up
@@ -31,6 +32,7 @@ class MicroPlan(NamedTuple):
     more: bool | None = None
     complete: bool | None = None
     is_told: bool = False
+    may_lapse: bool = False  # whether the program may go on without its backward, because it has called `discard`
 
 
 IN_BETWEEN = MicroPlan(last=False)
@@ -50,6 +52,7 @@ class Micro(NamedTuple):
     given: Sequence[Tensor] = ()
     pairs: Sequence[Pair] = ()  # numbers that must keep their proportion over the window
     unread: str | None = None  # the node that keeps its items from being read, if it has none
+    steady: Steady | None = None  # how it was weighed, if others of its window may be weighed alike
 
 
 class Denominators(NamedTuple):
@@ -111,15 +114,15 @@ class Totals:
             if isinstance(items, Tensor):
                 self.on_device[column] = True
                 # Copies: the caller may reuse the same buffers for the next micro-batch.
-                own = None if loss is None else _scalar_on(device, loss).clone()
-                self._pending.append((column, own, _scalar_on(device, items).clone()))
+                own = None if loss is None else scalar_on(device, loss).clone()
+                self._pending.append((column, own, scalar_on(device, items).clone()))
             else:
                 self.host_items[column] += items
                 if loss is None or (self._weighs and not items):  # a mean over no items is NaN, and adds nothing
                     continue
                 weight = items if self._weighs else 1
                 if self.is_static or (number := number_on_host(loss)) is None:
-                    self._on(device).losses[column].add_(_scalar_on(device, loss), alpha=weight)
+                    self._on(device).losses[column].add_(scalar_on(device, loss), alpha=weight)
                 else:
                     self._host_losses[column] += number * weight
         if micro.notes:
@@ -129,6 +132,11 @@ class Totals:
             self.proportions.add(pair, device)
         if self.is_static or len(self._pending) >= MAX_PENDING:
             self._fold(device)
+
+    def add_usual(self, loss: float, items: int) -> None:
+        """Add a micro-batch that is like the first one, in a window of one column."""
+        self.host_items[0] += items
+        self._host_losses[0] += loss * items
 
     def note(self, name: str, number: Tensor) -> None:
         """Add to a number for checks."""
@@ -187,7 +195,7 @@ class Totals:
         """All sums of this rank, as tensors on the device."""
         self._fold(device)
         numbers = (self._host_losses, self.host_items)
-        losses, items = (_vector(column, device) for column in numbers)
+        losses, items = (vector_of(column, device) for column in numbers)
         if self._sums is None:
             return Sums(losses, items, torch.zeros_like(items))
         return Sums(self._sums.losses + losses, self._sums.items + items, self._sums.bad)
@@ -196,25 +204,3 @@ class Totals:
     def host_losses(self) -> list[float] | None:
         """The sums of losses, if the host knows all of them."""
         return self._host_losses if self._sums is None and not self._pending else None
-
-
-def rounding_of(count: Number) -> float:
-    """The relative error that a count may have: 0 for whole numbers."""
-    if isinstance(count, int) or (isinstance(count, Tensor) and not count.is_floating_point()):
-        return 0.0
-    return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
-
-
-def _scalar_on(device: torch.device, number: Tensor) -> Tensor:
-    """A detached scalar on the device."""
-    scalar = number.data  # only read after this: cheaper than detach()
-    if scalar.dim():
-        scalar = scalar.reshape(())
-    return scalar if scalar.device == device else scalar.to(device, non_blocking=True)
-
-
-def _vector(numbers: Sequence[int | float], device: torch.device) -> Tensor:
-    """These numbers on the device, without a copy from host memory if there is one, or if all are 0."""
-    if len(numbers) == 1 or not any(numbers):
-        return torch.full((len(numbers),), numbers[0] if numbers else 0, device=device, dtype=wide(device))
-    return torch.tensor(numbers, dtype=wide(device), device="cpu").to(device, non_blocking=True)

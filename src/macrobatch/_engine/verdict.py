@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch._border.arguments import FEWEST_ITEMS
+from macrobatch._border.reasons import invalid_items, nonfinite_gradient
 from macrobatch._engine.window import Window
-from macrobatch.errors import BatchError, MacrobatchError, NonFiniteError
+from macrobatch.errors import MacrobatchError
 
 NONFINITE, NO_ITEMS = "nonfinite", "no items"
 
@@ -100,38 +100,12 @@ def _as_bits(numbers: list[Tensor]) -> Tensor:
 
 def verdict_on(window: Window, flags: Flags, nonfinite: Tensor | None = None) -> Verdict | None:
     """The verdict on a closing window; None if the host knows that its step may be taken."""
-    reasons: Flags = {} if nonfinite is None else {NONFINITE: Flag(nonfinite, lambda: _nonfinite(window.number))}
+    reasons: Flags = (
+        {} if nonfinite is None else {NONFINITE: Flag(nonfinite, lambda: nonfinite_gradient(window.number))}
+    )
     if (bad_items := window.bad_items()) is not None:
-        reasons["bad items"] = Flag(bad_items, lambda: _bad_items(window.number))
+        reasons["bad items"] = Flag(bad_items, lambda: invalid_items(window.number))
     reasons |= flags
     if not window.has_items:
         reasons[NO_ITEMS] = Flag(window.lacks_items())
     return Verdict(reasons) if reasons else None
-
-
-def mixed_items(window: Window) -> Verdict | None:
-    """Whether some ranks give items and others do not; None in one process."""
-    mixes = window.mixes_items()
-    if mixes is None:
-        return None
-    message = (
-        f"items must be given on every rank, or on none: in window {window.number} some ranks gave them, others did "
-        "not. Without them a micro-batch counts as 1, or as its samples, beside the tokens of the others."
-    )
-    return Verdict({"mixed items": Flag(mixes, lambda: BatchError(message))})
-
-
-def _nonfinite(window: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"window {window} has an infinite or NaN gradient. Look at its batches and its loss (a mean over "
-        'no items is 0 / 0: pass sums with reduction="sum", or items as ints), lower the learning rate, '
-        'or set max_norm; nonfinite="skip" drops such windows, nonfinite="keep" does not look.'
-    )
-
-
-def _bad_items(window: int) -> BatchError:
-    return BatchError(
-        f"items passed in window {window} were negative or not finite; its step was not taken. "
-        "They are what the loss is a mean over: count them, e.g. items=(labels != -100).sum(). Less than "
-        f"{FEWEST_ITEMS:g} in all, or more than {1 / FEWEST_ITEMS:g}, is no count either."
-    )

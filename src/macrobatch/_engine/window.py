@@ -12,18 +12,16 @@ loss of a micro-batch and n its number of items. The denominators, the sums of n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from macrobatch._border.arguments import FEWEST_ITEMS
+from macrobatch._engine.reporting import auditors
 from macrobatch._engine.totals import Denominators, Micro, MicroPlan, Source, Sums, Totals
-from macrobatch._loss.proportions import Proportions
-from macrobatch._loss.sizes import Sizes, changed_sizes, sizes_of
-from macrobatch._loss.weighing import Weight, constant_count
+from macrobatch._loss.sizes import FirstSizes
+from macrobatch._loss.steady import Steady
 from macrobatch._torch.tensors import wide
-from macrobatch.errors import BatchError
 
 UNSCALED = 1.0
 
@@ -34,11 +32,11 @@ class Window:
     plan: MicroPlan | None = None  # of the micro-batch that awaits its backward
     last_plan: MicroPlan | None = None  # of the last one that has had it
     is_broken = is_closing = is_carried = False
-    num_backwards = micro_batches = num_taken = 0
+    num_backwards = num_skipped = micro_batches = num_taken = 0
     source: Source | None = None  # where its items come from
     batch: object = None  # of the micro-batch that awaits its backward, if somebody has told it
     _travelling: Callable[[], dict[str, Tensor]] | None = None
-    _first: tuple[Any, Sizes] | None = None  # of the first micro-batch whose count comes from a shape
+    steady: Steady | None = None  # how its first micro-batch was weighed, if others may be weighed alike
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class Window:
         self.device = device
         self.is_static = totals is not None and totals.is_static  # whether recordings add to it
         self._totals = totals
-        self.proportions = Proportions() if totals is None else totals.proportions
+        self.sizes = FirstSizes()
 
     # ------------------------------------------------------------------------------------------ its micro-batches
 
@@ -68,6 +66,10 @@ class Window:
     def num_begun(self) -> int:
         """How many of the planned micro-batches have begun. A rank may have fewer batches than that."""
         return self.num_taken + (0 if self.plan is None else self.plan.num_planned)
+
+    def is_full_with(self, plan: MicroPlan) -> bool:
+        """Whether a micro-batch would be the last one that is planned."""
+        return self.num_taken + plan.num_planned >= self.num_planned
 
     def begin(self, plan: MicroPlan, batch: object = None) -> None:
         """Begin a micro-batch, whose backward comes next. These are plain assignments: no exception can split them."""
@@ -86,7 +88,24 @@ class Window:
             self.source = micro.source
             self.micro_batches += 1
             (self._totals or self.totals).add(micro, self.device)
+            for auditor in auditors:
+                auditor.micro_batch(self, micro.losses, micro.items)
+            if self.steady is None:
+                self.steady = micro.steady
         self.num_backwards += 1
+
+    def begin_usual(self, loss: float, items: int, steady: Steady) -> None:
+        """Count a micro-batch that is weighed like an earlier one, with a loss that the host knows."""
+        self.is_broken = True
+        if self.steady is None:
+            self.steady, self.multiplier = steady, UNSCALED
+            self.source = "given" if steady.is_given else "read"
+            self.totals.proportions.add(steady.pair)
+        self.num_backwards += 1
+        self.micro_batches += 1
+        self.totals.add_usual(loss, items)
+        for auditor in auditors:
+            auditor.micro_batch(self, (), (items,))
 
     def begin_replay(self, recorded: Totals, source: Source | None) -> None:
         """Count a recorded micro-batch. The recordings keep its loss, and items that only the device knows."""
@@ -102,6 +121,16 @@ class Window:
         taken = self.num_taken + (0 if plan is None else plan.num_planned)
         self.batch, self.plan, self.last_plan, self.num_taken, self.is_broken = None, None, plan, taken, False
 
+    def begin_skip(self) -> None:
+        """Count a micro-batch that adds nothing. Until `end_backward`, the window is broken."""
+        self.is_broken = True
+        self.num_skipped += 1
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a micro-batch of it has ended."""
+        return self.num_backwards > 0 or self.num_skipped > 0
+
     def join_empty(self) -> None:
         """Take part without samples."""
         self.num_backwards += 1
@@ -113,31 +142,6 @@ class Window:
     def begin_close(self) -> None:
         """Begin to close the window. From here on it is broken: an exception leaves it so."""
         self.is_broken = self.is_closing = True
-
-    def refuse_source(self, source: Source, unread: str | None) -> NoReturn:
-        """Raise the error for items that come from somewhere else than those of earlier micro-batches."""
-        words = {"given": "given", "read": "read from the loss", "alike": "neither given nor to be read"}
-        now = words[source] + ("" if unread is None else f" (because of {unread})")
-        raise BatchError(
-            f"items must be given for every micro-batch of a window, or for none: earlier in window {self.number} "
-            f"they were {words[self.source or source]}, now they are {now}. Pass items= with every loss."
-        )
-
-    # ------------------------------------------------------------------------------------------ items that were read
-
-    def compare_sizes(self, weight: Weight, samples: int | None) -> None:
-        """Raise an error if a count from a shape, and that shape, stay the same though the number of samples changes.
-
-        `samples`: their number. None: the batch shows it.
-        """
-        sizes = sizes_of(self.batch) if samples is None else {"batch": samples}
-        if self._first is None:
-            self._first = (weight.items, weight.shape), sizes
-        elif (
-            self._first[0] == (weight.items, weight.shape)
-            and (changed := changed_sizes(self._first[1], sizes)) is not None
-        ):
-            raise constant_count(weight.node, weight.items, changed)
 
     # ------------------------------------------------------------------------------------------ what is known before
 
@@ -166,15 +170,10 @@ class Window:
         return self._totals is None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the columns."""
+    def early(self) -> Denominators:
+        """The early denominators."""
         assert self.denominators is not None, "denominators come before the first micro-batch"
-        return self.denominators.names
-
-    def divisor_of(self, column: int) -> float | Tensor:
-        """The early denominator of a column, by which its losses are divided."""
-        assert self.denominators is not None, "denominators come before the first micro-batch"
-        return self.denominators.divisors[column]
+        return self.denominators
 
     # ------------------------------------------------------------------------------------------ between ranks
 
@@ -185,12 +184,7 @@ class Window:
         numbers = {**({} if self._totals is None else self._totals.notes), **more}
         if "items" not in self.everyone and self._totals is not None:
             numbers |= self._totals.sums(self.device)._asdict()
-            numbers |= self._numbers(
-                micro_batches=self.micro_batches,
-                with_items=self.source == "given",
-                with_read_items=self.source == "read",
-                without_items=self.source == "alike",
-            )
+            numbers |= self._numbers(micro_batches=self.micro_batches)
         plan = self.plan or self.last_plan
         if plan is not None and plan.more is not None:
             numbers |= self._numbers(more=plan.more, complete=bool(plan.complete))
@@ -208,13 +202,6 @@ class Window:
         travelling, self._travelling = self._travelling, None
         if travelling is not None:
             self.everyone |= travelling()
-
-    def mixes_items(self) -> Tensor | None:
-        """Whether some ranks have given items and others not; None if nothing was exchanged."""
-        if "with_items" not in self.everyone:
-            return None
-        names = ("with_items", "with_read_items", "without_items")
-        return torch.stack([self.everyone[name] > 0 for name in names]).sum() > 1
 
     # ------------------------------------------------------------------------------------------ the results
 
@@ -255,14 +242,16 @@ class Window:
             dtype = torch.int64 if is_whole else wide(self.device)
             return torch.full((), self._totals.host_items[0], device=self.device, dtype=dtype)
         items = self._sums().items[0]
-        return items.to(torch.int64) if is_whole and "with_items" not in self.everyone else items  # ranks may differ
+        return items.to(torch.int64) if is_whole and "micro_batches" not in self.everyone else items  # ranks may differ
 
     def losses(self) -> dict[str, Tensor] | None:
         """The mean loss of each column that the user has named."""
         if self.denominators is None or not self.denominators.are_terms:
             return None
         sums = self._sums()
-        return dict(zip(self.names, sums.losses.masked_fill(sums.items == 0, torch.nan).unbind(), strict=True))
+        return dict(
+            zip(self.denominators.names, sums.losses.masked_fill(sums.items == 0, torch.nan).unbind(), strict=True)
+        )
 
     def loss(self) -> Tensor:
         """The loss of the window, on the device; NaN if there are no items."""

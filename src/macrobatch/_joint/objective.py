@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._border.arguments import checked_items, checked_ordinary
-from macrobatch._checks.joint import FrozenChanged, PassesDiffer
+from macrobatch._checks.joint import PassesDiffer
 from macrobatch._checks.pass_difference import is_all_double
 from macrobatch._engine.totals import Denominators, Micro
 from macrobatch._engine.verdict import Flags
@@ -87,6 +87,8 @@ class Encodings(NamedTuple):
 class Joint(Terms):
     """A loss of the whole batch, pulled back to its micro-batches."""
 
+    num_passes = 2
+
     def __init__(
         self,
         reduction: Reduction,
@@ -103,8 +105,7 @@ class Joint(Terms):
     def expect(self, window: Window, denominators: Denominators) -> None:
         super().expect(window, denominators)
         self.is_double = is_all_double(self._models)
-        for name in (PassesDiffer.NOTE, FrozenChanged.NOTE):  # all ranks exchange them
-            window.totals.note(name, torch.zeros((), device=window.device))
+        window.totals.note(PassesDiffer.NOTE, torch.zeros((), device=window.device))  # all ranks exchange it
 
     def numbers(self, window: Window) -> dict[str, Tensor]:
         return {}
@@ -142,7 +143,7 @@ class Joint(Terms):
         """The ordinary loss with its weight. The gradients of encodings have the scale of the scaler already."""
         loss = loss.reshape(()).to(window.device)
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        divisor = window.divisor_of(0)
+        divisor = window.early.divisors[0]
         assert isinstance(divisor, Tensor)
         weight = divisor.reciprocal()
         if self.is_mean:

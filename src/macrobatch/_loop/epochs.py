@@ -65,6 +65,10 @@ class Epochs:
             if self._current is not epoch:
                 self._require_current(epoch)
             if (window := engine.window) is not None and (engine.is_last or window.plan is not None):
+                if window.plan is not None and window.plan.may_lapse:  # it was left out after `discard`
+                    engine.give_up()
+                    engine.discard()
+                    continue
                 order.require_finished(window, engine.is_last)
             if engine.unread is not None:
                 self._note_size(batch)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from macrobatch._cut.trees import leaves
 from macrobatch._torch.tensors import version_of
@@ -53,9 +54,14 @@ def require_iterable(loader: object) -> None:
 
 
 def length_of(loader: Iterable[Batch]) -> int | None:
-    """The number of batches according to the loader; None if it does not know."""
+    """The number of batches according to the loader; None if it does not know, or only estimates it."""
     if isinstance(loader, ReadAhead):
         return loader.length
+    source: Any = loader
+    while not isinstance(source, DataLoader) and hasattr(source, "iterable"):  # a progress bar, such as tqdm
+        source = source.iterable
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return None  # its workers may yield more short batches, or fewer samples than the dataset says
     try:
         return len(loader)  # type: ignore[arg-type]
     except Exception:  # usually a TypeError, but loaders report an unknown length in many ways

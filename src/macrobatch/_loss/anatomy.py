@@ -5,35 +5,28 @@ they divide by. Everything between the loss and these reductions must be underst
 the name of the node that was not understood. Nothing is guessed, and nothing is read from a device.
 
 The loss of some programs joins samples inside the model, or between the model and the reduction. The few nodes below a
-reduction are searched for that (`_Below`); what is further down cannot be told here.
+reduction are searched for that (`below.py`); what is further down cannot be told here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from macrobatch._loss.below import MOST_NODES_BELOW, look_below
 from macrobatch._torch.loss_nodes import (
     ADDITIONS,
-    ALONG_DIMENSIONS,
     BY_ELEMENT,
     BY_ROW,
     COPIES,
     COPIES_OF_ONE,
-    ELEMENTWISE,
-    EXPANSION,
-    JOINTS,
-    LEAF,
     LOG_SOFTMAX,
-    LOSSES,
     MEAN_ALONG,
     MEANS,
-    NAMES,
     NEGATION,
-    OF_ALL_ELEMENTS,
     PRODUCT,
     PRODUCT_WITH_NUMBER,
     PRODUCTS,
@@ -49,37 +42,36 @@ from macrobatch._torch.loss_nodes import (
     SUM_ALONG,
     SUM_OF_ALL,
     SUMS,
+    UNDERSTOOD,
     WEIGHTED,
-    WITH_DATA,
     Edge,
     Node,
     alpha_of,
     dimensions_of,
     first_of,
+    has_class_weights,
     is_along_samples,
-    is_parameter,
     is_sink,
-    known_name,
+    name_of,
     number_of,
+    one_saved_as_second,
     reduction_of,
     second_of,
-    sizes_after,
     sizes_before,
-    sizes_of_mean,
+    sizes_of_plain_mean,
     sizes_of_predictions,
     total_weight_of,
 )
 from macrobatch._torch.tensors import number_on_host
 
 MOST_NODES = 256  # of the root, where terms are added up
-MOST_NODES_BELOW = 32  # below one reduction
 
 
 class Part(NamedTuple):
     """One reduction that a loss adds up."""
 
     node: str  # its name, for example "NllLossBackward0"
-    kind: str  # "mean" or "sum"
+    kind: str  # "mean" or "sum"; with `takes_divisors` also "unknown"
     # What a mean divides by; of a sum its own count, None if it has none.
     count: int | Tensor | None  # type: ignore[assignment]
     from_shape: bool  # whether the count is the size of a tensor, not a total weight
@@ -87,6 +79,17 @@ class Part(NamedTuple):
     divisors: tuple[float, ...]  # those constants that divide, as far as the host knows them
     leaf_only: bool  # whether it is certain that only parameters are below it, and no data: a regulariser
     shape: tuple[int, ...] = ()  # of that tensor
+
+
+class Known(NamedTuple):
+    """What the caller of a program knows about its losses."""
+
+    divisors: tuple[Tensor, ...] = ()  # numbers of items that were given to the program, to divide sums by
+    means: tuple[tuple[Tensor, Any], ...] = ()  # means that were computed for the program, with their counts
+    other: Tensor | None = None  # a term that the caller computes in another way: it is not read
+
+
+NOTHING_KNOWN = Known()
 
 
 class Anatomy(NamedTuple):
@@ -97,24 +100,20 @@ class Anatomy(NamedTuple):
     quotient: Tensor | float | None = None  # what the sum that has its own count was divided by, if it was
 
 
-def mean_at_once(loss: Tensor) -> Part | None:
-    """The anatomy of a loss that is one node right above the model; None if more must be read. It saves 5 us."""
-    root: Node = loss.grad_fn
-    name = None if root is None else NAMES.get(type(root)) or known_name(root)
-    if name is None or name not in BY_ELEMENT:
+def plain_mean(loss: Tensor) -> Part | None:
+    """The anatomy of a loss that is one mean right above the model; None for all others."""
+    sizes = sizes_of_plain_mean(loss.grad_fn)
+    if sizes is None:
         return None
-    for node, _ in root.next_functions:
-        if node is not None and (NAMES.get(type(node)) or known_name(node)) in _MIXES:
-            return None
-    try:
-        sizes = sizes_of_mean(root)
-    except (RuntimeError, AttributeError):
-        return None
-    return Part(name, "mean", math.prod(sizes), True, 1.0, (), False, sizes) if sizes else None
+    return Part(name_of(loss.grad_fn), "mean", math.prod(sizes), True, 1.0, (), False, sizes)
 
 
-def anatomy_of(loss: Tensor) -> Anatomy:
+def anatomy_of(loss: Tensor, known: Known = NOTHING_KNOWN, *, takes_divisors: bool = False) -> Anatomy:
     """What a scalar loss is a mean over.
+
+    `takes_divisors`: sums may be divided by any numbers. These are in `factor` and `divisors`, nothing is compared, and
+    a sum over all elements has their number as its count. Terms that are not understood are parts too. This says what
+    each item weighs, not what it should weigh.
 
     >>> import torch
     >>> x = torch.ones(3, 5, requires_grad=True)
@@ -126,15 +125,15 @@ def anatomy_of(loss: Tensor) -> Anatomy:
     """
     root = loss.grad_fn
     if root is None or loss.numel() != 1:
-        return Anatomy((), "AccumulateGrad" if root is None else root.name())
-    reading, num_read = _Reading(), 1
-    step = _Step(root.name(), root, loss.output_nr, 1.0, ())
+        return Anatomy((), "AccumulateGrad" if root is None else name_of(root))
+    reading, num_read = _Reading(known, takes_divisors=takes_divisors), 1
+    step = _Step(name_of(root), root, loss.output_nr, 1.0, ())
     try:
-        _READERS.get(step.name, _regulariser)(step, reading)
+        reading.read(step)
         while reading.pending and num_read < MOST_NODES:
             num_read += 1
             step = reading.pending.pop()
-            _READERS.get(step.name, _regulariser)(step, reading)
+            reading.read(step)
     except _NotUnderstoodError as stopped:
         return Anatomy((), stopped.args[0])
     except (RuntimeError, AttributeError):  # what the node has saved is packed, freed or changed; or not there
@@ -177,22 +176,55 @@ class _Step(NamedTuple):
 class _Reading:
     """What was found so far, and the nodes that are still to be read: the last one first."""
 
-    __slots__ = ("parts", "pending", "quotient")
+    __slots__ = ("known", "known_nodes", "parts", "pending", "quotient", "takes_divisors")
 
-    def __init__(self) -> None:
+    def __init__(self, known: Known, *, takes_divisors: bool) -> None:
+        self.known, self.takes_divisors = known, takes_divisors
+        self.known_nodes: list[tuple[Edge, Any]] = [(_source_of(mean), count) for mean, count in known.means]
+        if known.other is not None:
+            self.known_nodes.append((_source_of(known.other), None))
         self.parts: list[Part] = []
         self.quotient: Tensor | float | None = None
         self.pending: list[_Step] = []
+
+    def read(self, step: _Step) -> None:
+        """Read a node."""
+        if self.has_known(step):
+            return
+        try:
+            _READERS.get(step.name, _regulariser)(step, self)
+        except (_NotUnderstoodError, RuntimeError, AttributeError) as stopped:
+            if not self.takes_divisors:
+                raise
+            name = stopped.args[0] if isinstance(stopped, _NotUnderstoodError) else step.name
+            factor = step.total_factor()
+            self.parts.append(Part(name, "unknown", None, False, factor, step.divisors_on_host(), leaf_only=False))
 
     def go_on(self, edge: Edge, factor: float | Tensor, divisors: tuple[float | Tensor, ...]) -> None:
         """Read on at the other end of an edge, unless there are constants only."""
         node, output = edge
         if node is not None:
-            self.pending.append(_Step(node.name(), node, output, factor, divisors))
+            self.pending.append(_Step(name_of(node), node, output, factor, divisors))
+
+    def has_known(self, step: _Step) -> bool:
+        """Whether this is one of the terms that the caller knows. Then it was added."""
+        for (node, output), count in self.known_nodes:
+            if node is step.node and output == step.output:
+                if count is not None:
+                    total = step.total_factor()
+                    self.parts.append(Part(step.name, "mean", count, False, total, step.divisors_on_host(), False))
+                return True
+        return False
+
+    def known_divisor(self, divisors: tuple[float | Tensor, ...]) -> Tensor | None:
+        """Which of these divisors was given to the program."""
+        return next((one for one in self.known.divisors for other in divisors if one is other), None)
 
     def add_mean(self, step: _Step, count: int | Tensor, leaf_only: bool = False, shape: tuple[int, ...] = ()) -> None:
         """Add a mean over `count`."""
         from_shape = type(count) is int
+        if self.known_divisor(step.divisors) is not None:  # no sum
+            raise _NotUnderstoodError(QUOTIENT)
         if not from_shape and not isinstance(count, Tensor):  # the sizes of nested tensors are symbols
             raise _NotUnderstoodError(step.name)
         factor, divisors = (step.total_factor(), step.divisors_on_host()) if step.divisors else (step.factor, ())
@@ -202,22 +234,44 @@ class _Reading:
         """Add a sum. Only one sum, which has its own count, may be divided: any other divisor is only a claim."""
         factor: float | Tensor = step.factor
         divisors: tuple[float, ...] = ()
-        if leaf_only:  # it is the same in every micro-batch, whatever divides it
+        if leaf_only or self.takes_divisors:  # of parameters, it is the same in every micro-batch
             factor, divisors = step.total_factor(), step.divisors_on_host()
+        elif (given := self.known_divisor(step.divisors)) is not None:
+            rest = step._replace(divisors=tuple(one for one in step.divisors if one is not given))
+            factor, divisors = rest.total_factor(), rest.divisors_on_host()
+            if count is None:
+                self.parts.append(Part(step.name, "mean", given, False, factor, divisors, False))
+                return
+            self.quotient = given
         elif step.divisors:
             if count is None or len(step.divisors) > 1:
                 raise _NotUnderstoodError(QUOTIENT)
             (self.quotient,) = step.divisors
-        if isinstance(count, Tensor) and any(isinstance(p.count, Tensor) and p.kind == "sum" for p in self.parts):
+        has_other = any(isinstance(part.count, Tensor) and part.kind == "sum" for part in self.parts)
+        if not self.takes_divisors and isinstance(count, Tensor) and has_other:
             raise _NotUnderstoodError(step.name)  # it would not be known which of them was divided
         self.parts.append(Part(step.name, "sum", count, False, factor, divisors, leaf_only))
 
 
+def _source_of(loss: Tensor) -> Edge:
+    """Where a number was computed, before it was copied."""
+    node, output = loss.grad_fn, loss.output_nr
+    while node is not None and name_of(node) in COPIES:
+        node, output = node.next_functions[0]
+    return node, output
+
+
 def _regulariser(step: _Step, reading: _Reading) -> None:
-    """Whatever is computed from parameters only needs no more understanding."""
-    if not _below(((step.node, step.output),), has_sizes=False).leaf_only:
+    """Whatever is computed from parameters only needs no more understanding.
+
+    Neither does a sum that the model itself, or a function of the program, has computed, if it was divided by the
+    number of items that was given to the program.
+    """
+    if step.name not in UNDERSTOOD and reading.known_divisor(step.divisors) is not None:
+        return reading.add_sum(step, None)
+    if not look_below(((step.node, step.output),), has_sizes=False).leaf_only:
         raise _NotUnderstoodError(step.name)
-    reading.add_sum(step, None, leaf_only=True)
+    return reading.add_sum(step, None, leaf_only=True)
 
 
 def _copy(step: _Step, reading: _Reading) -> None:
@@ -265,9 +319,12 @@ def _quotient(step: _Step, reading: _Reading) -> None:
         divisor: float | Tensor = number_of(step.node)
         if _is_cross_entropy_of_probabilities(first[0]):
             return reading.add_mean(step, int(divisor))
+    elif (given := one_saved_as_second(step.node, reading.known.divisors)) is not None:
+        divisor = given
     else:
         divisor = _on_host(second_of(step.node))
-    return reading.go_on(first, step.factor, (*step.divisors, divisor))
+    above = tuple(one for one in step.divisors if isinstance(one, Tensor) or one != 1)
+    return reading.go_on(first, step.factor, (*above, divisor))
 
 
 def _addition(step: _Step, reading: _Reading) -> None:
@@ -307,15 +364,17 @@ def _weighted_loss(step: _Step, reading: _Reading) -> None:
     """`cross_entropy` and `nll_loss`, also with padding and class weights."""
     reduction, edges = reduction_of(step.node), step.node.next_functions
     source = edges[0][0]
-    if source.name() == LOG_SOFTMAX and not is_along_samples(source):
+    if name_of(source) == LOG_SOFTMAX and not is_along_samples(source):
         edges = source.next_functions
-    mixing, _ = _below(edges, has_sizes=True)
+    mixing, _ = look_below(edges, has_sizes=True)
     if mixing:
         raise _NotUnderstoodError(mixing)
     if reduction == REDUCTION_MEAN:
         reading.add_mean(step, total_weight_of(step.node))
     elif reduction == REDUCTION_SUM:
-        reading.add_sum(step, total_weight_of(step.node))
+        # With class weights, the sum of those is a divisor that only some programs want.
+        own = has_class_weights(step.node) and reading.known_divisor(step.divisors) is not None
+        reading.add_sum(step, None if own else total_weight_of(step.node))
     else:  # of one sample, without a dimension for samples
         raise _NotUnderstoodError(step.name)
 
@@ -323,20 +382,20 @@ def _weighted_loss(step: _Step, reading: _Reading) -> None:
 def _loss(step: _Step, reading: _Reading) -> None:
     """The other losses that have nodes of their own."""
     reduction, sizes = reduction_of(step.node), sizes_of_predictions(step.node)
-    mixing, _ = _below(step.node.next_functions, has_sizes=bool(sizes))
+    mixing, _ = look_below(step.node.next_functions, has_sizes=bool(sizes))
     if mixing or not reduction:
         raise _NotUnderstoodError(mixing or step.name)
     if reduction == REDUCTION_MEAN:
         reading.add_mean(step, math.prod(sizes[:-1] if step.name in BY_ROW else sizes), shape=sizes)
     else:
-        reading.add_sum(step, None)
+        reading.add_sum(step, math.prod(sizes) if reading.takes_divisors else None)
 
 
 def _mean_or_sum(step: _Step, reading: _Reading) -> None:
     """A reduction of all elements. Of ``x.mean(0).mean()`` and ``x.mean(0).sum()``, it is that of ``x``."""
     is_mean, sizes = step.name in MEANS, sizes_before(step.node)
     end, means = _through_linear(step.node, sums=not is_mean)
-    mixing, leaf_only = _below(end.next_functions, has_sizes=bool(sizes))
+    mixing, leaf_only = look_below(end.next_functions, has_sizes=bool(sizes))
     if mixing and not leaf_only:
         if math.prod(sizes) != 1:
             raise _NotUnderstoodError(mixing)
@@ -355,7 +414,7 @@ def _through_linear(node: Node, *, sums: bool) -> tuple[Node, list[Node]]:
     means: list[Node] = []
     for _ in range(MOST_NODES_BELOW):
         source, _output = node.next_functions[0]
-        name = source.name()
+        name = name_of(source)
         if name == MEAN_ALONG:
             if is_along_samples(source):
                 means.append(source)
@@ -381,17 +440,17 @@ def _num_joined(mean: Node) -> int:
 def _smoothed_cross_entropy(step: _Step) -> tuple[_Step, _Step, Tensor] | None:
     """With label smoothing: the steps of the mean over the targets, and of the sum that its own count divides."""
     first, second = (node for node, _ in _operands(step.node))
-    if first is None or not first.name() == second.name() == PRODUCT_WITH_NUMBER:
+    if first is None or not name_of(first) == name_of(second) == PRODUCT_WITH_NUMBER:
         return None
     loss, quotient = first.next_functions[0][0], second.next_functions[0][0]
-    if loss.name() not in WEIGHTED or quotient.name() != QUOTIENT:
+    if name_of(loss) not in WEIGHTED or name_of(quotient) != QUOTIENT:
         return None
     total, divisor = _operands(quotient)
-    if total[0] is None or total[0].name() != SUM_OF_ALL or divisor[0] is not None:
+    if total[0] is None or name_of(total[0]) != SUM_OF_ALL or divisor[0] is not None:
         return None
     a, b = (step.factor * number_of(node) for node in (first, second))
     return (
-        _Step(loss.name(), loss, 0, a, step.divisors),
+        _Step(name_of(loss), loss, 0, a, step.divisors),
         _Step(SUM_OF_ALL, total[0], 0, b, step.divisors),
         second_of(quotient),
     )
@@ -399,72 +458,11 @@ def _smoothed_cross_entropy(step: _Step) -> tuple[_Step, _Step, Tensor] | None:
 
 def _is_cross_entropy_of_probabilities(negation: Node) -> bool:
     """Whether its quotient is `cross_entropy` with probabilities as targets, divided by the number of samples."""
-    if negation.name() != NEGATION:
+    if name_of(negation) != NEGATION:
         return False
     total = negation.next_functions[0][0]
-    return bool(total.name() == SUM_OF_ALL and total.next_functions[0][0].name() == PRODUCT)
+    return bool(name_of(total) == SUM_OF_ALL and name_of(total.next_functions[0][0]) == PRODUCT)
 
-
-# ---------------------------------------------------------------------------------------------- below a reduction
-
-
-class _Below(NamedTuple):
-    """What is computed between the model and a reduction."""
-
-    mixing: str | None  # the name of a node that mixes samples, or may do so
-    leaf_only: bool  # whether there are parameters only, and no data
-
-
-_MODEL_ONLY = _Below(None, leaf_only=False)
-
-
-def _below(edges: tuple[Edge, ...], *, has_sizes: bool) -> _Below:
-    """Look at the nodes below these edges, down to the model. `has_sizes`: what is there is no scalar.
-
-    The first dimension is taken for that of the samples.
-    """
-    for node, _ in edges:
-        if not has_sizes or (node is not None and node.name() in _MIXES):
-            break
-    else:
-        return _MODEL_ONLY  # the usual case
-    mixing, leaf_only, may_be_scalar, pending = None, True, not has_sizes, list(edges)
-    for node, output in pending:  # this list grows
-        if node is None:
-            leaf_only = False
-            continue
-        name = node.name()
-        mixes = _MIXES.get(name)
-        if mixes is None:  # the model begins here. A scalar of it depends on all samples
-            leaf_only = False
-            is_mixed = may_be_scalar and not sizes_after(node, output)
-        elif name == LEAF:
-            leaf_only, is_mixed = leaf_only and is_parameter(node), False
-        else:
-            leaf_only, is_mixed = leaf_only and name not in WITH_DATA, mixes(node, output)
-            sources = node.next_functions
-            may_be_scalar = may_be_scalar or len(sources) > 1 or name == EXPANSION  # it was broadcast
-            pending += [edge for edge in sources if edge not in pending]
-        if is_mixed and mixing is None:
-            mixing = name
-        if len(pending) > MOST_NODES_BELOW:
-            return _Below(mixing, leaf_only=False)
-    return _Below(mixing, leaf_only)
-
-
-# Whether a node mixes samples, by its name. All others are nodes of the model.
-_MIXES: dict[str, Callable[[Node, int], bool]] = {
-    name: mixes
-    for names, mixes in (
-        ({LEAF} | ELEMENTWISE, lambda _node, _output: False),
-        (LOSSES, lambda node, _output: reduction_of(node) != 0),
-        (OF_ALL_ELEMENTS, lambda _node, _output: True),
-        (ALONG_DIMENSIONS, lambda node, _output: is_along_samples(node)),
-        # A vector of scalars, each of which may be a mean of its own.
-        (JOINTS, lambda node, output: len(sizes_after(node, output)) < 2),
-    )
-    for name in names
-}
 
 _READERS: dict[str, Callable[[_Step, _Reading], None]] = {
     name: reader

@@ -7,8 +7,9 @@ they are floats, so whole numbers are compared by their remainders too: those ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,30 @@ class Kind(IntEnum):
 Pair = tuple[Kind, Number, Number]
 
 
+class HostSums(NamedTuple):
+    """The sums of pairs (a, b) of numbers of the host; they are exact for whole numbers."""
+
+    aa: int | float = 0
+    ab: int | float = 0
+    bb: int | float = 0
+    others: int = 0  # how many a are not 1
+
+    def plus(self, a: int | float, b: int | float) -> HostSums:
+        """With one more pair."""
+        if not a:
+            return self
+        return HostSums(self.aa + a * a, self.ab + a * b, self.bb + b * b, self.others + (a != 1))
+
+    def row(self) -> list[float]:
+        """The same numbers as those of `_sums`."""
+        squares = self[:3]
+        is_whole = all(isinstance(one, int) for one in squares)
+        return [*squares, *(one % PRIME if is_whole else 0 for one in squares), self.others, not is_whole]
+
+
+NOTHING = HostSums()
+
+
 class Proportions:
     """The sums of all pairs of numbers of a window. A pair whose first number is 0 does not count.
 
@@ -43,8 +68,7 @@ class Proportions:
 
     def __init__(self) -> None:
         self.last: dict[Kind, tuple[Number, Number]] = {}
-        self._host: list[tuple[Kind, int | float, int | float]] = []
-        self._first: dict[Kind, tuple[int | float, int | float]] = {}  # the first of those
+        self._host: dict[Kind, HostSums] = {}  # of numbers on the host
         self._pending: list[tuple[Kind, Tensor, Tensor]] = []
         self._tolerance = 0.0
         self.on_device = False  # whether only the device knows some of them
@@ -53,20 +77,12 @@ class Proportions:
         """Whether there was a pair."""
         return bool(self.last)
 
-    def repeats(self, pair: Pair) -> bool:
-        """Whether a pair has the very proportion of the first, so that it changes nothing: most of them."""
-        kind, a, b = pair
-        if type(a) is not int or type(b) is not int or (first := self._first.get(kind)) is None:
-            return False
-        x, y = first
-        return a * y == b * x and x != 1  # if x is 1, those between may have been equal weights by choice
-
     def fits(self, pair: Pair) -> bool:
         """Whether a pair fits those before, as far as the host knows."""
         kind, a, b = pair
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return True
-        aa, ab, bb, others = _exact_sums([*self._of(kind), (a, b)])
+        aa, ab, bb, others = self._host.get(kind, NOTHING).plus(a, b)
         tolerance = max(self._tolerance, _tolerance_of(a), _tolerance_of(b))
         is_choice = kind is Kind.ITEMS and not others
         return is_choice or abs(aa * bb - ab * ab) <= tolerance * aa * bb
@@ -78,20 +94,14 @@ class Proportions:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             self._pending.append((kind, _on(device, a), _on(device, b)))
             self.on_device = True
-        elif a:
-            self._host.append((kind, a, b))
-            self._first.setdefault(kind, (a, b))
-            if type(a) is int and type(b) is int:
-                return
+        else:
+            self._host[kind] = self._host.get(kind, NOTHING).plus(a, b)
         self._tolerance = max(self._tolerance, _tolerance_of(a), _tolerance_of(b))
-
-    def _of(self, kind: Kind) -> list[tuple[int | float, int | float]]:
-        return [(a, b) for other, a, b in self._host if other is kind]
 
     def merge(self, other: Proportions) -> None:
         """Add what the host knows of other micro-batches."""
-        for pair in other._host:
-            self.add(pair)
+        for kind, more in other._host.items():
+            self._host[kind] = HostSums(*map(operator.add, self._host.get(kind, NOTHING), more))
         self._tolerance = max(self._tolerance, other._tolerance)
         self.last |= other.last
         self.on_device |= other.on_device
@@ -109,7 +119,7 @@ class Proportions:
         """The sums of the host, in the same form."""
         if not self._host:
             return nothing_on(device)
-        rows = [_row(*_exact_sums(self._of(kind))) for kind in Kind]
+        rows = [self._host.get(kind, NOTHING).row() for kind in Kind]
         return torch.tensor(rows, dtype=wide(device), device="cpu").to(device, non_blocking=True)
 
     def broken(self, sums: Tensor) -> Tensor:
@@ -126,25 +136,12 @@ def nothing_on(device: torch.device) -> Tensor:
     return torch.zeros(len(Kind), NUM_SUMS, dtype=wide(device), device=device)
 
 
-def _exact_sums(pairs: Sequence[tuple[int | float, int | float]]) -> list[int | float]:
-    """The sums of a * a, a * b and b * b, and how many a are not 1."""
-    counted = [(a, b) for a, b in pairs if a]
-    products = zip(*((a * a, a * b, b * b, a != 1) for a, b in counted), strict=True)
-    return list(map(sum, products)) if counted else [0] * 4
-
-
 def _sums(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     a, b = (torch.stack(numbers) for numbers in zip(*pairs, strict=True))
     b = torch.where(a == 0, 0, b)
     p, q = a.remainder(PRIME), b.remainder(PRIME)
     is_other, is_fraction = (a != 1) & (a != 0), (a != a.round()) | (b != b.round())
     return torch.stack([a * a, a * b, b * b, p * p, p * q, q * q, is_other.to(a), is_fraction.to(a)]).sum(1)
-
-
-def _row(aa: float, ab: float, bb: float, others: float) -> list[float]:
-    is_whole = all(isinstance(one, int) for one in (aa, ab, bb))
-    small = [one % PRIME for one in (aa, ab, bb)] if is_whole else [0, 0, 0]
-    return [aa, ab, bb, *small, others, not is_whole]
 
 
 def _on(device: torch.device | None, number: Number) -> Tensor:

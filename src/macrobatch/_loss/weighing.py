@@ -6,12 +6,14 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from macrobatch._loss.anatomy import Anatomy, Part, anatomy_of, mean_at_once
+from macrobatch._loss.anatomy import NOTHING_KNOWN, Anatomy, Known, Part, anatomy_of, plain_mean
 from macrobatch._loss.proportions import Kind, Number, Pair
+from macrobatch._torch.loss_nodes import SUMS, Node, is_sum_of_losses
 from macrobatch._torch.tensors import number_on_host
 from macrobatch.errors import BatchError, MacrobatchError, UsageError
 
@@ -24,42 +26,64 @@ class Weight(NamedTuple):
     unread: str | None = None  # the name of the node that was not understood, if there are no items
     node: str = ""  # what was read
     shape: tuple[int, ...] | None = None  # of the tensor whose size the items are, if they are
+    scale: Number | None = None  # what makes the loss a mean over these items, if it is divided by another number
 
 
-def weigh(loss: Tensor, items: Number | None, *, is_mean: bool, steps: int | None, on_host: bool) -> Weight:
+def weigh(
+    loss: Tensor,
+    items: Number | None,
+    *,
+    is_mean: bool,
+    steps: int | None,
+    on_host: bool,
+    known: Known = NOTHING_KNOWN,
+) -> Weight:
     """Read what a loss is a mean over, and compare it with the items given, if there are any.
 
     `steps`: the micro-batches of a window, if dividing by them is a mistake. `on_host`: read numbers in host memory.
     """
-    if is_mean and (part := mean_at_once(loss)) is not None:  # most of them
+    if is_mean and (part := plain_mean(loss)) is not None:  # most of them
         return _of_mean(part, items, steps, on_host)
-    anatomy = anatomy_of(loss)
+    anatomy = anatomy_of(loss, known)
     parts = [part for part in anatomy.parts if not part.leaf_only]  # regularisers are the same in each micro-batch
     if not is_mean:
         return Weight(_items_of_sum(anatomy, parts, items, on_host))
+    own = None
+    if known.divisors and any(anatomy.quotient is one for one in known.divisors):
+        (own,) = (part.count for part in parts if part.kind == "sum" and part.count is not None)
+        anatomy = anatomy._replace(parts=tuple(_divided(part, anatomy.quotient) for part in anatomy.parts))
+        parts = [part for part in anatomy.parts if not part.leaf_only]
     sums = [part for part in parts if part.kind == "sum"]
     if sums and len(parts) == 1:
-        return _divided_sum(parts[0], anatomy.quotient, items, on_host)
+        return _divided_sum(parts[0], anatomy.quotient, items, on_host, loss.grad_fn)
     if sums:
-        return _sums(sums, items)
+        return _sums(sums, items, loss.grad_fn, is_beside_means=len(sums) < len(parts))
     unread = _unread(anatomy, parts)
     if unread is not None:
         return Weight(items, unread=unread if items is None else None)
     if len(anatomy.parts) == 1:
-        return _of_mean(parts[0], items, steps, on_host)
+        return _of_mean(parts[0], items, steps, on_host, own)
     first, counts = parts[0], [_known(part.count, on_host) for part in parts]
-    if len(parts) == 1:
-        _refuse_steps(first, steps)
-    elif items is not None and len({(part.node, part.factor) for part in parts}) == 1:
-        return Weight(items)  # a loop over samples, say: what the whole is a mean over, only the program knows
-    pairs = _pairs(anatomy.parts, counts)
+    if own is not None:
+        counts.append(_known(own, on_host))
+    if len(parts) == 1 or (len(parts) != steps and all(steps in part.divisors for part in parts)):
+        _refuse_steps(first, steps)  # but (a + b) / 2 is the mean of two terms
     if items is None:
+        pairs = _pairs(anatomy.parts, anatomy.parts, counts)
         return Weight(counts[0], pairs, None, first.node, first.shape if first.from_shape else None)
+    if len(parts) > 1 and len({(part.node, part.factor) for part in parts}) == 1:
+        number = _known(items, on_host)
+        if isinstance(number, Tensor) or number == len(parts):
+            return Weight(items)  # a loop over samples: what the whole is a mean over, only the program knows
+    # With items, only a penalty must be the same in each micro-batch: in mixup, factors are drawn for each.
+    pairs = _pairs(anatomy.parts, [part for part in anatomy.parts if part.leaf_only], counts)
     return Weight(items, (*pairs, (Kind.ITEMS, items, _divisor(first, counts[0]))))
 
 
-def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool) -> Weight:
-    """What a single mean weighs."""
+def _of_mean(
+    part: Part, items: Number | None, steps: int | None, on_host: bool, own: int | Tensor | None = None
+) -> Weight:
+    """What a single mean weighs. `own`: the own count of a sum that a known divisor has made a mean."""
     count = part.count if type(part.count) is int else _known(part.count, on_host)
     if part.divisors:
         _refuse_steps(part, steps)
@@ -71,12 +95,29 @@ def _of_mean(part: Part, items: Number | None, steps: int | None, on_host: bool)
         pairs = ((Kind.EXPRESSION, -1, factor),)
     elif math.isfinite(factor):
         pairs = ((Kind.EXPRESSION, -1, _number_of(((part.node, factor),))),)
+    if own is not None:
+        counted = _known(own, on_host)
+        if isinstance(counted, Tensor) or isinstance(count, Tensor) or counted != count:
+            return Weight(counted, pairs, None, part.node, scale=_ratio(count, counted))
     return Weight(count, pairs, None, part.node, part.shape if part.from_shape else None)
+
+
+def _ratio(count: Number, own: Number) -> Number:
+    """How many times its own count a sum was divided by; 1 if it has no items, and no weight."""
+    if isinstance(own, Tensor):
+        none = own == 0
+        return torch.where(none, torch.ones_like(own), count / own.masked_fill(none, 1))
+    return count / own if own else 1
+
+
+def _divided(part: Part, divisor: Any) -> Part:
+    """A sum as the mean that a divisor makes of it."""
+    return part if part.kind == "mean" or part.leaf_only else part._replace(kind="mean", count=divisor)
 
 
 def _refuse_steps(part: Part, steps: int | None) -> None:
     """Raise an error for a mean that was divided by the number of micro-batches."""
-    if steps in part.divisors:
+    if steps != 1 and steps in part.divisors:
         raise UsageError(
             f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
             "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
@@ -111,14 +152,14 @@ def _unread(anatomy: Anatomy, parts: Sequence[Part]) -> str | None:
     return None
 
 
-def _pairs(parts: Sequence[Part], counts: Sequence[Number]) -> tuple[Pair, ...]:
-    """Counts must keep their proportion, and the expression must be the same in each micro-batch.
+def _pairs(parts: Sequence[Part], fixed: Sequence[Part], counts: Sequence[Number]) -> tuple[Pair, ...]:
+    """Counts must keep their proportion, and the `fixed` parts must be the same in each micro-batch.
 
     `parts`: with those of parameters alone, which have no counts here.
     """
     if not all(math.isfinite(part.factor) for part in parts):
         return ()  # the gradient tells
-    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in parts))
+    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in fixed))
     if len(counts) == 1:
         return (expression,)
     mixed: Number = 0  # all other counts as one number
@@ -144,10 +185,10 @@ def _known(count: Number | None, on_host: bool) -> Number:
 # ---------------------------------------------------------------------------------------------- sums
 
 
-def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | None, on_host: bool) -> Weight:
+def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | None, on_host: bool, root: Node) -> Weight:
     """A sum that was handed over as a mean: right if it was divided by its own count, or by the items given."""
     if divisor is None:
-        return _sums([part], items)
+        return _sums([part], items, root)
     divisor = _known(divisor, on_host)
     if items is not None:
         return Weight(items, ((Kind.ITEMS, items, divisor),), node=part.node)
@@ -160,11 +201,24 @@ def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | Non
     return Weight(count, ((Kind.PARTS, -1, -1), (Kind.PARTS, -count, -divisor)), node=part.node)
 
 
-def _sums(parts: Sequence[Part], items: Number | None) -> Weight:
+def _sums(parts: Sequence[Part], items: Number | None, root: Node, *, is_beside_means: bool = False) -> Weight:
     if items is not None:
+        first, is_whole = parts[0], not isinstance(items, Tensor) and items > 1 and items == int(items)
+        is_plain_sum = len(parts) == 1 and first.factor == 1 and (first.node not in SUMS or is_sum_of_losses(root))
+        if is_plain_sum and is_whole:
+            raise BatchError(
+                f"this loss is a sum of losses ({first.node}), but was given as a mean over {items} items, so it would "
+                'count that many times. Make the Accumulator or MacroStep with reduction="sum", or the loss a mean.'
+            )
         return Weight(items, node=parts[0].node)
     if len(parts) == 1 and type(parts[0].count) is int:
         return Weight(1, node=parts[0].node)  # the sum of one number is its mean
+    if is_beside_means:
+        raise BatchError(
+            f"the loss adds a sum ({parts[0].node}) to a mean. If the sum is a penalty on parameters, the same in each "
+            "micro-batch, pass items= with each loss. If it is over samples, divide it by their number, or pass both "
+            "terms by name with counts=."
+        )
     raise BatchError(
         f'this loss is a sum ({parts[0].node}), but reduction="mean" takes it for a mean. If the window\'s loss is the '
         'mean over all items, make the Accumulator or MacroStep with reduction="sum" and pass items=, the number that '
@@ -174,12 +228,18 @@ def _sums(parts: Sequence[Part], items: Number | None) -> Weight:
 
 def _items_of_sum(anatomy: Anatomy, parts: Sequence[Part], items: Number | None, on_host: bool) -> Number:
     """The items of a sum: as given, or its own count if it has one."""
+    is_mean = len(parts) == 1 and parts[0].kind == "mean"
     if items is not None:
+        if is_mean and type(items) is int and items > 1 and _is_mean_over(parts[0], items, on_host):
+            raise BatchError(
+                f'reduction="sum", but this loss ({parts[0].node}) is a mean over the {items} items given: leave '
+                "reduction= out, and it is weighed by them."
+            )
         return items
     if len(parts) == 1 and parts[0].kind == "sum" and parts[0].count is not None and anatomy.quotient is None:
         return _known(parts[0].count, on_host)
     node = parts[0].node if parts else anatomy.unknown
-    if parts and parts[0].kind == "mean":
+    if is_mean:
         raise BatchError(
             f'reduction="sum", but this loss ({node}) is a mean: leave reduction= out, and what it is a mean over is '
             "read from it. (Or pass items=, if it is the sum over one item.)"
@@ -191,6 +251,12 @@ def _items_of_sum(anatomy: Anatomy, parts: Sequence[Part], items: Number | None,
     )
 
 
+def _is_mean_over(part: Part, items: int, on_host: bool) -> bool:
+    """Whether a part is surely the plain mean over that many items."""
+    count = _known(part.count, on_host)
+    return not isinstance(part.factor, Tensor) and part.factor == 1 and not isinstance(count, Tensor) and count == items
+
+
 # ---------------------------------------------------------------------------------------------- errors
 
 
@@ -200,14 +266,6 @@ def other_divisor(what: str) -> BatchError:
         f"this loss divides a sum over labels by {what}: it is no mean over its own micro-batch. If it was divided by "
         'the count of the whole window, the losses of a window only have to be added up: use reduction="total", which '
         "divides by nothing. If it is a mean over something else, such as samples, pass their number as items=."
-    )
-
-
-def constant_count(node: str, count: Number | None, samples: tuple[int, int]) -> BatchError:
-    """A count that does not depend on the samples, so that it cannot be what the loss is a mean over."""
-    return BatchError(
-        f"the loss ({node}) is a mean over {count} elements in each micro-batch, but one has {samples[0]} samples and "
-        f"another {samples[1]}: what it is a mean over cannot be read. Pass the number of items with each loss, items=."
     )
 
 
@@ -228,7 +286,7 @@ def out_of_proportion(
         return BatchError(
             f"the losses of a window are not the same expression{where}: their nodes or constant factors differ from "
             "one micro-batch to the next, so no count read from them is right for all. Pass items= with each loss, or "
-            "several terms by name with counts=."
+            "several terms by name with counts=. (A mean times its number of items is a sum, not a mean.)"
         )
     return BatchError(
         f"the loss adds up several means, whose counts do not keep the same proportion{where}; or it divides a sum "

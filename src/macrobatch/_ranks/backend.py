@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from macrobatch._ranks.collectives import Group, host_group
+from macrobatch._ranks.collectives import Group, all_reduce_flat, host_group
 from macrobatch._torch.autograd import run_backward
 from macrobatch.errors import BackendError
 
@@ -26,6 +28,7 @@ class Abilities:
     can_hold: bool = True  # all communication of a window can wait for its close (`Local.hold_window`)
     needs_every_rank: bool = False  # a rank must run a micro-batch in every window, even without samples
     can_record: bool = True  # a micro-batch can be recorded as one CUDA graph, because it does not communicate
+    can_skip: bool = True  # a rank may leave out the forward and backward of a micro-batch that others run
     exchanges_use: bool = False  # in every window, ranks tell each other which parameters they have used
 
 
@@ -38,6 +41,12 @@ class Local:
     shards: tuple[Group, ...] = ()  # the groups of ranks that hold the other parts of plain gradients
     will_check: bool = False  # whether `check` does anything for this micro-batch
     _hosts: Group = None
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether it does anything around backwards, or at the close."""
+        kind = type(self)
+        return (kind.begin, kind.end, kind.finish) != (Local.begin, Local.end, Local.finish)
 
     def host_group(self) -> Group:
         """A group of the same ranks for data on the host. It is made once, by all of them together."""
@@ -60,6 +69,9 @@ class Local:
 
     def end(self) -> None:
         """Called after the backward of a micro-batch, or when it is dropped. It restores all settings."""
+
+    def join_backward(self) -> None:
+        """In place of a backward: take part in what it would exchange, with what earlier ones have added."""
 
     def gather_roots(self) -> None:
         """Gather the parameters of the root modules, for code that uses them outside of a forward."""
@@ -94,6 +106,14 @@ class Local:
         repeats micro-batches; but backends with `exchanges_use` always get them.
         """
 
+    def finish_others(self, others: dict[str, Any], unused: Collection[str] | None = None) -> None:
+        """After `finish`: synchronise the gradients of leaf tensors that no model holds, on the same scale."""
+        if others and self.group is not None:
+            all_reduce_flat(others, self.group, self.host_group(), unused or ())
+            for tensor in others.values() if self.average != 1 else ():
+                if tensor.grad is not None:
+                    tensor.grad /= self.average
+
     def drop_gradients(self) -> None:
         """Drop the gradients that are held outside of ``.grad``."""
 
@@ -102,6 +122,16 @@ class Local:
 
     def drop_stale_gradients(self) -> None:
         """Called before a window: drop the gradients that an earlier one may have left."""
+
+
+class LeftToProgram(Local):
+    """Ranks whose program exchanges gradients itself, and takes their mean, as DistributedDataParallel would.
+
+    Items are counted over all ranks, so that this mean is exact also if ranks have unequal shares of a batch.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.average = group, dist.get_world_size(group)
 
 
 class UnsynchronisedError(BackendError):

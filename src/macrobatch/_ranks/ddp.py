@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,8 @@ class DDP(Local):
     """DistributedDataParallel: its reducer averages during the last backward, or one flat sum follows at the close.
 
     The reducer cannot handle gradients wider than their parameters, windows that are held or closed early, and ranks
-    without a micro-batch.
+    without a micro-batch. Nor can the reducers of several models: ranks may use these in different orders in their last
+    micro-batches, or not at all, and would then pair the gradients of one with those of another.
     """
 
     def __init__(
@@ -30,16 +32,19 @@ class DDP(Local):
     ) -> None:
         self._models = models
         self._sees_forwards = sees_forwards  # a compiled model may not run DDP's own Python code
-        self._reduced = torch_ddp.reduced_parameters(models)
+        self._are_several = len(models) > 1
+        self._reduced = None if self._are_several else torch_ddp.reduced_parameters(models)
         self._ignored = torch_ddp.ignored_parameters(models)
         if flat and sync == "micro":
             raise BackendError(
                 'accumulate_dtype under DistributedDataParallel needs sync="window": its reducer takes no gradients '
                 "that are wider than their parameters, so they are exchanged in one flat sum when the window closes."
             )
-        self._micro = sync == "micro"
-        self._flat = flat
+        self._micro = sync == "micro" and not self._are_several
+        self._flat = flat or self._are_several
         self._flags = contextlib.ExitStack()
+        self._called: set[int] = set()  # the ids of models with a forward that their reducers have noticed
+        self._entered: set[int] = set()  # the ids of models whose forward has begun, and has broadcast their buffers
         self._synced = False  # whether the last backward went through the reducer
         self._held = False
         self._world = dist.get_world_size(group)
@@ -61,28 +66,62 @@ class DDP(Local):
 
     def begin(self, last: bool) -> None:
         self._require_care()
+        self._called.clear()
+        self._entered.clear()
+        if self._are_several and not self._held:
+            self.hold_window()  # this rank may not call all of them
         may_sync = not (self._flat or self._held) and (last or self._micro)
         self._synced = may_sync and not self._has_others()
+        for model in self._models:
+            if torch_ddp.will_broadcast(model):
+                self._flags.callback(model.register_forward_pre_hook(self._note_entry).remove)
         if self._synced:
-            for model in self._models:  # an int of the same value: a forward through DDP sets it to True, see `check`
+            for model in self._models:
+                # An int of the same value: a forward through DDP sets it to True, and one under no_grad to False.
                 model.require_forward_param_sync = int(model.require_forward_param_sync)
+                if self._sees_forwards:
+                    self._flags.callback(model.register_forward_hook(self._note_call).remove)
             return
         if may_sync and self._micro:
             raise self._unknown_to_reducer()
         for model in self._models:
             if model.static_graph and not torch_ddp.knows_static_graph(model):
-                raise BackendError(
-                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
-                    "synchronised. Leave static_graph out, or let the first window have one micro-batch (with "
-                    "Accumulator: steps=lambda step: 1 if step == 0 else 8; not with joint=, which has two passes)."
-                )
+                raise self._unknown_graph()
             self._flags.enter_context(model.no_sync())
 
     def begin_backward(self, last: bool) -> None:
         self._require_care()
-        self._synced = last or self._micro
+        self._called.clear()
+        self._synced = (last or self._micro) and not self._are_several
         if self._synced and self._has_others():
             raise self._unknown_to_reducer()
+
+    def join_backward(self) -> None:
+        for model in self._models:
+            if id(model) in self._entered | self._called:
+                model.require_forward_param_sync = False
+            torch_ddp.prepare_forward(model)
+            if self._synced:
+                torch_ddp.run_empty(model)
+
+    def _note_entry(self, model: Any, *_: object) -> None:
+        """A hook before the forward of a model, which begins by broadcasting its buffers."""
+        self._entered.add(id(model))
+
+    def _note_call(self, model: Any, *_: object) -> None:
+        """A hook after the forward of a model: its reducer waits for a backward, unless gradients are not to travel."""
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._called.add(id(model))
+
+    def _unknown_graph(self) -> BackendError:
+        cure = (
+            ", or let the first window have one micro-batch (with Accumulator: steps=lambda step: 1 if step == 0 else "
+            "8; not with joint=, which has two passes)"
+        )
+        return BackendError(
+            "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
+            f"synchronised. Leave static_graph out{'' if self._are_several else cure}."
+        )
 
     def _require_care(self) -> None:
         """Raise an error if DDP ignores a trained parameter, or if the model is inside a Join context."""
@@ -124,10 +163,10 @@ class DDP(Local):
         if not self._synced:
             return ()
         for model in self._models if self._sees_forwards else ():
-            if model.require_forward_param_sync is not True and any(id(p) in used for p in model.parameters()):
+            if model.require_forward_param_sync is not True and id(model) not in self._called:
                 raise BackendError(
                     "the forward of this rank's last micro-batch did not go through DistributedDataParallel, or inside "
-                    "its no_sync(): nothing would synchronise the gradients. Call model(...) instead of "
+                    "its no_sync(): nothing would synchronise the gradients. Call model(...) in every micro-batch, not "
                     "model.module(...), and leave no_sync() out of the loop: it is entered here where it belongs."
                 )
         if all(m.find_unused_parameters or m.static_graph for m in self._models):
@@ -156,6 +195,10 @@ class DDP(Local):
         elif unused is not None:  # for the reducer, what a repeated micro-batch used is used
             for name in unused_by_all(named, unused, self.host_group()):
                 named[name].grad = None
+
+    def finish_others(self, others: dict[str, Any], unused: Collection[str] | None = None) -> None:
+        if self._synced:  # otherwise they were in the flat sum
+            super().finish_others(others, unused)
 
     def drop_gradients(self) -> None:
         self._held = False

@@ -25,6 +25,7 @@ class FSDP1(Local):
         shows_views=True,
         can_hold=False,
         needs_every_rank=True,
+        can_skip=False,
         can_record=False,
     )
 

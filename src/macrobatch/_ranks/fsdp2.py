@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.backend import Abilities, Local, closed_early
@@ -41,6 +42,7 @@ class FSDP2(Local):
             # An aborted forward or backward leaves state in many places. Only torch 2.13 and later clear it.
             can_hold=self._gathered and fsdp.can_recover(self._topology),
             needs_every_rank=True,
+            can_skip=False,
             can_record=False,
             exchanges_use=True,
         )
@@ -48,7 +50,11 @@ class FSDP2(Local):
         for module in self._topology.modules:
             module.reshard()  # a forward without a backward leaves roots gathered, and they show other parameters then
         self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # shards with a hook, by their ids
-        self._order = _Order(lockstep=self.abilities.lockstep, on_repeat=weakref.WeakMethod(self._reduce_later))
+        self._order = _Order(
+            lockstep=self.abilities.lockstep,
+            on_repeat=weakref.WeakMethod(self._reduce_later),
+            compare=weakref.WeakMethod(self._require_same_call),
+        )
         self._call_hooks: list[RemovableHandle] = []
         self._reach_hooks: list[RemovableHandle] = []
         self._check_all_sharded(self._topology)
@@ -66,7 +72,9 @@ class FSDP2(Local):
         for hook in self._call_hooks:
             hook.remove()
         modules = enumerate(self._topology.modules)
-        self._call_hooks = [m.register_forward_pre_hook(partial(self._order.note_forward, i)) for i, m in modules]
+        note = self._order.note_forward  # before the hook that gathers
+        self._call_hooks = [m.register_forward_pre_hook(partial(note, i), prepend=True) for i, m in modules]
+        self._call_hooks += [model.register_forward_hook(self._order.end_forward) for model in self._models]
         for hook in self._call_hooks:
             weakref.finalize(self, hook.remove)
 
@@ -154,6 +162,12 @@ class FSDP2(Local):
             fsdp.set_reductions(self._topology, reduces=False, all_reduces=False)
             fsdp.set_reshard_after_backward(self._topology, False)
 
+    def _require_same_call(self, place: int) -> None:
+        """Raise an error on all ranks unless they all are about to gather this module, or (-1) have ended a forward."""
+        _, is_same = tally_use({}, (), place, self.host_group())
+        if not is_same:
+            raise _different_modules("nothing was gathered, and no step was taken")
+
     def _check_all_sharded(self, topology: fsdp.Topology) -> None:
         """Raise an error if `fully_shard` does not shard a trained parameter: its gradient would not be exchanged."""
         trained = {id(parameter) for parameter in topology.strangers if parameter.requires_grad}
@@ -187,7 +201,8 @@ class FSDP2(Local):
 
     def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         leaves = fsdp.gathered_by_shard(self._topology) if named else {}
-        return {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
+        whole = {name: tensor for name, tensor in named.items() if not isinstance(tensor, DTensor)}
+        return whole | {name: leaves[id(shard)] for name, shard in named.items() if id(shard) in leaves}
 
     def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
         return super().zeroing_hooks([leaf for leaf in fsdp.leaves_of(self._topology) if leaf is not None])
@@ -198,19 +213,14 @@ class FSDP2(Local):
             self._reduce(held)
         elif any(gradient is not None for gradient in self.held_gradients()):
             raise BackendError(
-                "the last backward of the window has reduced no gradients: somebody switched that off, as "
-                "model.set_requires_gradient_sync(False) does. Leave such calls out of the loop: they are made here "
-                "where they belong."
+                "the last backward of the window has reduced no gradients of some modules. Of several models in a "
+                "list, each must take part in the last micro-batch of a window: let its loss use all of them, if only "
+                "times 0. Or somebody switched reducing off, as model.set_requires_gradient_sync(False) does: leave "
+                "such calls out of the loop, they are made here where they belong."
             )
         of_none, is_same = tally_use(named, unused or (), self._order.close(), self.host_group())
         if not is_same:
-            raise BackendError(
-                "ranks have called different modules that fully_shard was applied to, or in another order, or their "
-                "losses have reached different ones. Ranks gather and reduce in that order, so weights or gradients "
-                "were mixed up; no step was taken. Let all ranks call the same ones, and all losses use what they "
-                "return (e.g. by 0 * output.sum()). Or do not apply fully_shard to a module that only some ranks use, "
-                "but to the one around it: ranks may use different parameters of a group."
-            )
+            raise _different_modules("weights or gradients were mixed up; no step was taken")
         for name in of_none:
             named[name].grad = None  # it is all zeros, because any rank might have used it
 
@@ -266,12 +276,33 @@ def _refuse_shard(backend: weakref.ref[FSDP2], name: str, _: Tensor) -> None:
         )
 
 
-class _Order:
-    """A fingerprint of the modules that a window gathers and reduces, in order. It must be the same on all ranks."""
+def _different_modules(so: str) -> BackendError:
+    return BackendError(
+        "ranks have called different modules that fully_shard was applied to, or in another order, or their "
+        f"losses have reached different ones. Ranks gather and reduce in that order, so {so}. Let all ranks call the "
+        "same ones, and all losses use what they return (e.g. by 0 * output.sum()). Or do not apply fully_shard to a "
+        "module that only some ranks use, but to the one around it: ranks may use different parameters of a group."
+    )
 
-    def __init__(self, *, lockstep: bool, on_repeat: weakref.WeakMethod[Callable[[], None]]) -> None:
+
+class _Order:
+    """A fingerprint of the modules that a window gathers and reduces, in order. It must be the same on all ranks.
+
+    Modules of different sizes end a rank without a word, so in the first window ranks also compare each one before they
+    gather it.
+    """
+
+    def __init__(
+        self,
+        *,
+        lockstep: bool,
+        on_repeat: weakref.WeakMethod[Callable[[], None]],
+        compare: weakref.WeakMethod[Callable[[int], None]],
+    ) -> None:
         self._lockstep = lockstep  # whether every forward gathers parameters, and not only the first of a window
         self._on_repeat = on_repeat  # called if a micro-batch calls a module again
+        self._compare = compare  # an error on all ranks if they do not all gather the same module
+        self._compares = lockstep
         self._fingerprint = 0
         self._gathered: set[int] = set()
         self._reached: set[int] = set()
@@ -289,11 +320,28 @@ class _Order:
         if not self._is_open or not torch.is_grad_enabled() or backward_under_way() != -1:
             return
         if self._gathers and (self._lockstep or place not in self._gathered):
+            if self._compares:
+                self._require_same(place)
             self._gathered.add(place)
             self._fingerprint = hash((self._fingerprint, place))
         if place in self._called and (repeat := self._on_repeat()) is not None:
             repeat()
         self._called.add(place)
+
+    def end_forward(self, *_: object) -> None:
+        """A hook after the forward of a model: no rank may gather another part of it now."""
+        if (
+            self._compares
+            and self._is_open
+            and self._gathers
+            and torch.is_grad_enabled()
+            and backward_under_way() == -1
+        ):
+            self._require_same(-1)
+
+    def _require_same(self, place: int) -> None:
+        if (compare := self._compare()) is not None:
+            compare(place)
 
     def reaching(self, place: int) -> Callable[[Tensor], None]:
         """A hook for the first gradient of a parameter group in a backward that reduces."""
@@ -308,6 +356,7 @@ class _Order:
 
     def close(self) -> int:
         """Return the fingerprint of a window at its end, and start a new one."""
+        self._compares = self._compares and not self._fingerprint  # until the first window has ended
         fingerprint, self._fingerprint = self._fingerprint, 0
         self._gathered.clear()
         self._reached.clear()

@@ -57,13 +57,16 @@ class GradientGroups:
             spread = spreads.get(id(parameter)) or self._spread_of(name, parameter)
             if (gradient := parameter.grad) is None:
                 continue
-            if gradient.layout is not torch.strided:
+            part = gradient
+            if gradient.layout is torch.sparse_coo:
+                parameter.grad = gradient.coalesce()  # each index once, so that all operations can use the values
+                part = parameter.grad.values()
+            elif gradient.layout is not torch.strided:
                 raise BackendError(
                     f"parameter {name!r} has a gradient of layout {gradient.layout}, which cannot be accumulated "
-                    "exactly in one pass. Make it dense, e.g. nn.Embedding(..., sparse=False)."
+                    "exactly in one pass. Make it dense, or of layout torch.sparse_coo."
                 )
-            part = gradient
-            if type(gradient) is not Tensor:
+            elif type(gradient) is not Tensor:
                 if (placed := redistribute_like(gradient, parameter)) is not gradient:
                     parameter.grad = gradient = placed
                 part = local_tensor(gradient)
@@ -106,10 +109,10 @@ class GradientGroups:
         groups = dict.fromkeys(g for spread in self._spreads.values() for g in (*spread.shards, *spread.copies))
         return largest_over(groups, note)
 
-    def divide(self, divisor: float | Tensor) -> None:
-        """Divide all gradients in one pass, but those that are wider than their parameters."""
+    def divide(self, divisor: float | Tensor, *, with_wide: bool = False) -> None:
+        """Divide all gradients in one pass, but those that are wider than their parameters unless `with_wide`."""
         for (device, dtype, is_wide, _), group in self._groups.items():
-            if not is_wide:
+            if with_wide or not is_wide:
                 multiply_alike(group, 1 / divisor, device, dtype)
         self._groups = {}
 

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from macrobatch._ranks.backend import Local
+from macrobatch._ranks.backend import LeftToProgram, Local
 from macrobatch._ranks.collectives import Group
 from macrobatch._ranks.ddp import DDP
 from macrobatch._ranks.fsdp1 import FSDP1
 from macrobatch._ranks.fsdp2 import FSDP2
+from macrobatch._ranks.gathering import choose_gathering
 from macrobatch._ranks.placements import ranks_of
 from macrobatch._torch.distributed import flattened
 from macrobatch._torch.fsdp2 import mesh_of
 from macrobatch._torch.modules import DataParallel, data_parallel_of, without_compile
 from macrobatch.errors import BackendError, UsageError
-from macrobatch.types import When
+from macrobatch.types import Gather, When
 
 
 def select_backend(
     models: Sequence[nn.Module],
     *,
     sync: When,
-    gather: When,
+    gather: Gather,
     process_group: object,
     accumulate_dtype: torch.dtype | None,
+    leaves_mean: bool = False,
 ) -> Local:
-    """The backend for these models, or an error that says which option does not fit."""
-    for name, value in (("sync", sync), ("gather", gather)):
-        if value not in ("window", "micro"):
-            raise UsageError(f'{name} must be "window" or "micro": got {value!r}.')
+    """The backend for these models, or an error that says which option does not fit.
+
+    `leaves_mean`: the program takes the gradient and steps itself, so it may also exchange it itself.
+    """
+    for name, value, choices in (("sync", sync, get_args(When)), ("gather", gather, get_args(Gather))):
+        if value not in choices:
+            raise UsageError(f"{name} must be {' or '.join(map(repr, choices))}: got {value!r}.")
     kind = common_wrapper(models)
     if gather == "window" and kind != "FSDPModule":
         raise BackendError('gather="window" keeps the parameters of FSDP2 gathered; no given model is sharded by it.')
@@ -45,6 +50,8 @@ def select_backend(
     if kind is None:
         group = _given(process_group)
         if _initialized() and dist.get_world_size(group) > 1:
+            if leaves_mean and not ranks_of(p for model in models for p in model.parameters()):
+                return LeftToProgram(dist.group.WORLD if group is None else group)
             raise _not_wrapped(models, group)
         return Local()
     own = _own_group(models[0], kind)
@@ -54,12 +61,19 @@ def select_backend(
             f"process_group has the ranks {_ranks(group)}, but the model averages its gradients over {_ranks(own)}: "
             "items must be counted over the same ranks. Leave process_group out, or pass those."
         )
+    for index, model in enumerate(models):
+        if (others := _ranks(_own_group(model, kind))) != _ranks(own):
+            raise BackendError(
+                f"the first model averages its gradients over the ranks {_ranks(own)}, model {index} over {others}: "
+                "one step needs the same ranks for all. Make an Accumulator for each, or wrap them alike."
+            )
     sizes = [parameter.dtype.itemsize for model in models for parameter in model.parameters()]
     is_wider = accumulate_dtype is not None and any(size < accumulate_dtype.itemsize for size in sizes)
     if kind == "DistributedDataParallel":
         return DDP(models, sync=sync, group=group, flat=is_wider, sees_forwards=not is_compiled)
     if kind == "FSDPModule":
-        backend = FSDP2(models, sync=sync, gather=gather, group=group)
+        when = choose_gathering(models, group) if gather == "auto" else gather
+        backend = FSDP2(models, sync=sync, gather=when, group=group)
         if is_wider:
             backend.check_dtype(accumulate_dtype)
         return backend
@@ -135,7 +149,8 @@ def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
     if len(sharing) < 2:
         return BackendError(
             f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
-            "ranks that train on their own, pass a process_group of one."
+            "ranks that train on their own, pass a process_group of one. A program that exchanges gradients itself: "
+            "MacroStep(model, None, loss_fn), and then the mean of .grad over the ranks."
         )
     return BackendError(
         f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "

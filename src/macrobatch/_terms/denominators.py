@@ -6,6 +6,7 @@ numbers stay on the host and tensors on their device; the host reads nothing fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from macrobatch._border.arguments import checked_count
 from macrobatch._cut.policies import Cut
 from macrobatch._engine.engine import Engine
-from macrobatch._engine.totals import Denominators, rounding_of
+from macrobatch._engine.totals import Denominators
 from macrobatch._ranks.collectives import all_gather_objects, start_named_sum
-from macrobatch._torch.tensors import in_order, wide
+from macrobatch._torch.tensors import in_order, rounding_of, wide
 from macrobatch.errors import BatchError
 
 Count = int | float | Tensor
@@ -77,9 +78,9 @@ class TermCounter:
             total = start_named_sum({"counts": own}, group)()["counts"]
         rounding = tuple(max(map(rounding_of, column)) for column in columns)
         host = tuple(map(_host_sum, columns))
-        divisors = [
-            (known or 1) if known is not None and total is own else divisor
-            for known, divisor in zip(host, torch.where(total == 0, 1, total).unbind(), strict=True)
+        divisors = [  # without items on any rank, a term adds nothing
+            (known or math.inf) if known is not None and total is own else divisor
+            for known, divisor in zip(host, torch.where(total == 0, math.inf, total).unbind(), strict=True)
         ]
         return Denominators(names, host, own, total, divisors, rounding)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from macrobatch._border.arguments import checked_terms
-from macrobatch._engine.objectives import Objective
+from macrobatch._engine.objective import Objective
 from macrobatch._engine.totals import Denominators, Micro
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
@@ -24,6 +25,7 @@ from macrobatch.errors import BatchError
 from macrobatch.types import Items, Reduction
 
 MISCOUNTS = "miscounts"
+ROUNDING = "rounding of counts"  # the name of what ranks exchange
 
 
 class Terms(Objective):
@@ -38,8 +40,6 @@ class Terms(Objective):
         backend: how ranks communicate.
         models: the models, whose outputs are tied where ranks wait for each other.
     """
-
-    mean_items = None
 
     def __init__(
         self, reduction: Reduction, scaler: GradScaler | None, backend: Local, models: Sequence[nn.Module]
@@ -56,20 +56,23 @@ class Terms(Objective):
         window.expect(denominators, scale)
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
-        terms = checked_terms(given, items, window.names)
-        losses = [terms[name][0] if name in terms else None for name in window.names]
-        numbers = [_number_of(terms.get(name), window.device) for name in window.names]
-        has_items = [isinstance(n, Tensor) or n != 0 for n in numbers]  # an absent term has none
-        shares = [
-            self._share(loss, n, window.divisor_of(index), window.device)
-            if loss is not None and has and not repeats
-            else None  # a mean over no items is 0 / 0, and must add nothing
-            for index, (loss, n, has) in enumerate(zip(losses, numbers, has_items, strict=True))
+        names, divisors = window.early.names, window.early.divisors
+        terms = checked_terms(given, items, names)
+        losses = [terms[name][0] if name in terms else None for name in names]
+        numbers = [_number_of(terms.get(name), window.device) for name in names]
+        # A mean over no items is 0 / 0, and must add nothing; a sum adds what it is. An absent term is None.
+        adds = [
+            loss is not None and (not self.is_mean or isinstance(n, Tensor) or n != 0)
+            for loss, n in zip(losses, numbers, strict=True)
         ]
-        found = [share for share in shares if share is not None]
+        shares = [
+            self._share(loss, n, divisor, window.device) if loss is not None and has and not repeats else None
+            for loss, n, has, divisor in zip(losses, numbers, adds, divisors, strict=True)
+        ]
+        found = [share for share in shares if share is not None and share.requires_grad]
         root = functools.reduce(torch.add, found) if found else _sum_of(losses)
         if self.ties is not None:
-            root = self.ties.tie(root, lacks=not all(has_items))
+            root = self.ties.tie(root, lacks=not all(adds))
         if repeats:
             return Micro(root, None if root is None else torch.zeros_like(root), counts=False)
         seed = None if root is None else torch.ones_like(root)
@@ -89,33 +92,30 @@ class Terms(Objective):
         weight = (items if self.is_mean else 1) / divisor
         return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
 
-    def catch_up(self, window: Window, device: torch.device) -> None:
-        pass  # ranks have agreed on the denominators before
-
-    def learn(self, window: Window) -> None:
-        pass  # means are accumulated, so nothing is shrunk
-
-    def restore(self, mean_items: float | Tensor | None) -> None:
-        pass
-
     def numbers(self, window: Window) -> dict[str, Tensor]:
-        """For each term, whether this rank's items differ from its denominator."""
-        return {MISCOUNTS: _own_miscounts(window).to(wide(window.device))}
+        """For each term, how far its counts may be off, so that all ranks compare alike."""
+        return {ROUNDING: torch.tensor(_rounding(window), device="cpu").to(window.early.own, non_blocking=True)}
 
     def flags(self, window: Window) -> Flags:
-        """Whether the items of a term do not add up to what was said before the window."""
-        denominators, found = window.denominators, window.everyone.get(MISCOUNTS)
+        """Whether the items of a term do not add up to what was said before the window, over all ranks.
+
+        A rank's own need not: a loss may divide by a mean over ranks, and give that as its items.
+        """
+        denominators, rounding = window.denominators, window.everyone.get(ROUNDING)
         if denominators is None:
             return {}
         pairs = list(zip(denominators.host, window.host_items, _rounding(window), strict=True))
-        known = [(said, have, rounding) for said, have, rounding in pairs if said is not None and have is not None]
+        known = [(said, have, off) for said, have, off in pairs if said is not None and have is not None]
         is_known = not all(_agree(*numbers) for numbers in known)
-        if found is None:
-            if len(known) == len(pairs) and not is_known:
-                return {}
-            found = _own_miscounts(window)
-        miscounted = found != 0
-        return {MISCOUNTS: Flag(miscounted.any(), lambda: _miscount(window, miscounted), True, is_known)}
+        if rounding is None and len(known) == len(pairs) and not is_known:
+            return {}
+        said, found = window.early.total, window.everyone.get("items")
+        if rounding is None or found is None:
+            said, found = window.early.own, window.totals.sums(window.device).items
+            rounding = torch.tensor(_rounding(window), device="cpu").to(said, non_blocking=True)
+        miscounted = _differ(said, found, rounding)
+        error = partial(_miscount, window, said, found, miscounted)
+        return {MISCOUNTS: Flag(miscounted.any(), error, True, is_known)}
 
 
 def _number_of(term: tuple[Tensor, Items] | None, device: torch.device) -> Number:
@@ -140,14 +140,7 @@ def _sum_of(losses: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _rounding(window: Window) -> list[float]:
-    assert window.denominators is not None
-    return list(map(max, window.denominators.rounding, window.totals.rounding))
-
-
-def _own_miscounts(window: Window) -> Tensor:
-    assert window.denominators is not None
-    said, found = window.denominators.own, window.totals.sums(window.device).items
-    return _differ(said, found, torch.tensor(_rounding(window), device="cpu").to(said, non_blocking=True))
+    return list(map(max, window.early.rounding, window.totals.rounding))
 
 
 def _differ(said: Tensor, found: Tensor, rounding: Tensor) -> Tensor:
@@ -164,20 +157,13 @@ def _agree(said: float, found: float, rounding: float) -> bool:
     return said == found or (not is_whole and abs(said - found) <= rounding * largest)
 
 
-def _miscount(window: Window, miscounted: Tensor) -> BatchError:
+def _miscount(window: Window, said: Tensor, found: Tensor, miscounted: Tensor) -> BatchError:
     """The error, with the term and both numbers. The host waits for them."""
-    assert window.denominators is not None
-    index, own = int(miscounted.int().argmax()), window.totals.sums(window.device).items
-    where, said, found = "", window.denominators.own[index].item(), own[index].item()
-    if window.everyone and not _own_miscounts(window)[index]:
-        where = ", with those of the other ranks,"
-        said, found = window.denominators.total[index].item(), window.everyone["items"][index].item()
-    name = window.names[index]
-    mistake = f"the items of the term {name!r}{where} add up to {found:.12g}, but counts= said {said:.12g}"
-    if said == found:
-        mistake = f"the items of the term {name!r} do not add up to what counts= said on another rank"
+    index = int(miscounted.int().argmax())
+    where = ", with those of the other ranks," if window.everyone else ""
     return BatchError(
-        f"{mistake}, in window {window.number}; its step was not taken. What loss_fn returns as items of a term must "
-        "add up, over all micro-batches, to what counts(batch) says of the batch: count both in the same way, "
-        "after any shift of labels."
+        f"the items of the term {window.early.names[index]!r}{where} add up to {found[index].item():.12g}, but counts= "
+        f"said {said[index].item():.12g}, in window {window.number}; its step was not taken. What loss_fn returns as "
+        "items of a term must add up, over all micro-batches, to what counts(batch) says of the batch: count both in "
+        "the same way, after any shift of labels."
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.autograd
 import torch.autograd.graph
 from torch import Tensor
 
@@ -17,9 +19,10 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 
 # The last line of `torch.autograd.backward`; None if torch has no such function any more. It saves the context of the
 # program for the threads of devices. Without a device, the engine itself is enough, and saves 5 us.
-engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_RUN = "_engine_run_backward"
+engine_run_backward: Callable[..., Any] | None = getattr(torch.autograd.graph, _RUN, None)
 
-_run_on_host = torch.autograd.Variable._execution_engine.run_backward
+run_on_host = torch.autograd.Variable._execution_engine.run_backward
 
 # The number of the backward that runs this code; -1 outside of any backward.
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
@@ -28,10 +31,33 @@ backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 def run_backward(loss: Tensor, seed: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
     """Run ``torch.autograd.backward`` without its checks, which take as long as the backward of a small layer."""
     if type(loss) is Tensor and engine_run_backward is not None:
-        run = engine_run_backward if has_accelerator() else _run_on_host
+        run = engine_run_backward if has_accelerator() else run_on_host
         run((loss,), (seed,), False, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, seed, inputs=inputs)
+
+
+@contextlib.contextmanager
+def watching_backwards(see: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]) -> Iterator[None]:
+    """Inside this context, `see` gets the losses and their seeds before each backward of the program, however called.
+
+    Not those of `run_backward`, those inside of another, or `torch.autograd.grad`.
+    """
+    original = getattr(torch.autograd, _RUN, None)
+    if original is None:
+        yield
+        return
+
+    def seeing(losses: Sequence[Tensor], seeds: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("accumulate_grad") and backward_under_way() == -1:
+            see(losses, seeds)
+        return original(losses, seeds, *args, **kwargs)
+
+    setattr(torch.autograd, _RUN, seeing)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, _RUN, original)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -53,9 +53,10 @@ _OWNED = {
         "_foreach_mul_ _foreach_copy_ _foreach_zero_ _foreach_norm": _IMPORT,
         "_amp_foreach_non_finite_check_and_unscale_": _IMPORT,
     },
+    "torch._C._nn": {"flatten_dense_tensors": _IMPORT},
     "torch.Tensor": {
         "_version": "AttributeError in the first window",
-        "_backward_hooks": "AttributeError in verify() and with cuda_graph=True",
+        "_backward_hooks": "AttributeError in the first window",
         "_post_accumulate_grad_hooks": "hooks that write to gradients go unnoticed",
     },
     "torch.distributed.tensor.parallel.ddp": {
@@ -77,12 +78,18 @@ _OWNED = {
     },
     # tensors.py, autograd.py, cuda.py
     "torch._C": {
-        "DisableTorchFunction _current_graph_task_id": _IMPORT,
+        "DisableTorchFunction _is_torch_function_mode_enabled _current_graph_task_id": _IMPORT,
         "_cuda_beginAllocateToPool _cuda_endAllocateToPool _cuda_releasePool": "AttributeError with cuda_graph=True",
     },
     "torch._C._functions": {"AccumulateGrad": _IMPORT},
     "torch._C._functorch": {"get_interpreter_stack TransformType": "AttributeError in verify()"},
     "torch.autograd.graph": {"_engine_run_backward": "torch.autograd.backward() instead: slower"},
+    "torch.autograd": {
+        "_engine_run_backward": "BackendError in audit(); verify() reads no loss of a step, and infers all causes",
+    },
+    "torch.utils._python_dispatch": {"TorchDispatchMode": "verify() cannot be imported: ImportError"},
+    # watching.py
+    "torch.nn.utils.clip_grad": {"_clip_grads_with_norm_": "BackendError in audit()"},
     "torch.autograd.function.BackwardCFunction": {
         "_forward_cls": "all functions of Python are taken for ones with a backward inside: slower",
     },
@@ -164,7 +171,7 @@ _SUCCESSORS = {
 _ONE = torch.ones(1, 1)
 _NODES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "NllLossBackward0": (
-        "_saved_reduction _saved_total_weight _raw_saved_total_weight",
+        "_saved_reduction _saved_total_weight _raw_saved_total_weight _saved_weight _raw_saved_weight",
         lambda x: nll_loss(x, torch.zeros(1, dtype=torch.long)).grad_fn,
     ),
     "MseLossBackward0": ("_saved_reduction _saved_self _raw_saved_self", lambda x: mse_loss(x, _ONE).grad_fn),

@@ -5,8 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+
+def will_broadcast(model: Any) -> bool:
+    """Whether the next forward broadcasts the buffers of the first rank."""
+    return bool(model.will_sync_module_buffers())
+
+
+def run_empty(model: Any) -> None:
+    """Run a forward and a backward of the wrapper around nothing: the gradients travel as they are.
+
+    A parameter without a gradient was not used; with ``find_unused_parameters``, the reducer is told so. But it waits
+    for one that was.
+    """
+    trained = [p for p in model._module_parameters if p.requires_grad]
+    used = [p for p in trained if p.grad is not None] or trained[:1] if model.find_unused_parameters else trained
+    module, model.module = model.module, _Views(used)
+    try:
+        with torch.enable_grad():
+            views = model.forward()  # without hooks on the model, which belong to real forwards
+    finally:
+        model.module = module
+    zeros = [torch.zeros((), dtype=view.dtype, device=view.device).expand_as(view) for view in views]
+    torch.autograd.backward(views, zeros)
+
+
+class _Views(nn.Module):
+    """Stands for the module that DDP wraps. It returns views of parameters, and has none of its own."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._views = [parameter.view_as(parameter) for parameter in parameters]
+
+    def forward(self) -> list[Tensor]:
+        return self._views
 
 
 def prepare_forward(model: Any) -> None:

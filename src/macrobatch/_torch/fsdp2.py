@@ -7,6 +7,8 @@ the end of a backward can reduce it. From 2.15 on, it stays in place, and `FSDPM
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -114,6 +116,17 @@ def divisors_of(topology: Topology) -> set[float]:
 def precisions_of(topology: Topology) -> list[Any]:
     """The `MixedPrecisionPolicy` of each state."""
     return [state._mp_policy for state in topology.states]
+
+
+def gathered_bytes(topology: Topology) -> tuple[int, int]:
+    """The bytes of all gathered parameters, and of the sums of their gradients that a held window keeps."""
+    weights = sums = 0
+    for state, policy in zip(topology.states, precisions_of(topology), strict=True):
+        for shard in [parameter.sharded_param for group in _groups_of(state) for parameter in group.fsdp_params]:
+            dtype = policy.param_dtype or shard.dtype
+            weights += shard.numel() * dtype.itemsize
+            sums += shard.numel() * (policy.reduce_dtype or dtype).itemsize * shard.requires_grad
+    return weights, sums
 
 
 # ---------------------------------------------------------------------------------------------- how it is set
@@ -258,3 +271,16 @@ def reduce_held_gradients(topology: Topology) -> None:
             module.finalize_backward()
         finally:
             module.set_manual_backward_finalization(False)
+
+
+# ---------------------------------------------------------------------------------------------- seen from outside
+
+
+def shards_by_leaf() -> dict[int, tuple[Tensor, Tensor]]:
+    """All gathered parameters of this process, and the shards that optimizers hold, by the ids of the former."""
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    if module is None:
+        return {}
+    found = [one for one in gc.get_objects() if type(one) is module.FSDPParam]
+    pairs = [(getattr(one, "_unsharded_param", None), one.sharded_param) for one in found]
+    return {id(leaf): (leaf, shard) for leaf, shard in pairs if leaf is not None}

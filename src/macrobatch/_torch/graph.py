@@ -53,6 +53,23 @@ def reach_of(loss: Tensor) -> Reach:
     return Reach(leaves, may_nest=any(map(_may_nest, unknown)))
 
 
+def ends_in(loss: Tensor, leaves: Collection[int]) -> bool:
+    """Whether the graph behind `loss` is small, and ends only in leaves with these ids: `reach_of` without its list."""
+    inner: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    for node in inner:  # the list grows while it is read
+        for behind, _ in node.next_functions:
+            if behind not in seen:
+                seen.add(behind)
+                if type(behind) is not AccumulateGrad:
+                    inner.append(behind)
+                elif id(behind.variable) not in leaves:  # type: ignore[attr-defined]
+                    return False
+        if len(inner) > FEW_NODES:
+            return False
+    return True
+
+
 class Walker:
     """Walks a graph on a separate thread while its backward runs. On a GPU the walk then costs no time."""
 

@@ -59,13 +59,21 @@ LOG_SOFTMAX = "LogSoftmaxBackward0"
 OF_ALL_ELEMENTS = _nodes("Sum0 Mean0 Norm0 Prod0 Max1 Min1")
 JOINTS, STACK = _nodes("Stack0 Cat0"), "StackBackward0"
 
+# Whether these mix samples can be told. All other nodes below a reduction are taken for the model's.
+UNDERSTOOD = frozenset({LEAF}) | ELEMENTWISE | LOSSES | ALONG_DIMENSIONS | OF_ALL_ELEMENTS | JOINTS
+
 REDUCTION_MEAN, REDUCTION_SUM = 1, 2
 
 
 NAMES: dict[type, str] = {}  # of the types of nodes that torch implements in C++: a few hundred
 
 
-def known_name(node: Node) -> str:
+def is_sum_of_losses(root: Node) -> bool:
+    """Whether a loss is the sum of what a loss of torch gave for each element, and of nothing else."""
+    return name_of(root) == SUM_OF_ALL and name_of(root.next_functions[0][0]) in LOSSES
+
+
+def name_of(node: Node) -> str:
     """The name of a node. That of a type is looked up once."""
     name = NAMES.get(type(node))
     if name is None:
@@ -96,6 +104,11 @@ def total_weight_of(node: Node) -> Tensor:
     return weight
 
 
+def has_class_weights(node: Node) -> bool:
+    """Whether one of `WEIGHTED` weighs classes."""
+    return node._raw_saved_weight.unpack_hook is not None or node._saved_weight is not None
+
+
 def sizes_of_predictions(node: Node) -> tuple[int, ...]:
     """The sizes of the predictions of one of `LOSSES`."""
     if node._raw_saved_self.unpack_hook is not None:
@@ -104,12 +117,20 @@ def sizes_of_predictions(node: Node) -> tuple[int, ...]:
     return sizes
 
 
-def sizes_of_mean(node: Node) -> tuple[int, ...]:
-    """The same, if one of `BY_ELEMENT` is a mean over them; () if it is not."""
-    if node._saved_reduction != REDUCTION_MEAN or node._raw_saved_self.unpack_hook is not None:
-        return ()
-    sizes: tuple[int, ...] = node._saved_self.shape
-    return sizes
+def sizes_of_plain_mean(root: Node) -> tuple[int, ...] | None:
+    """The sizes of what one of `BY_ELEMENT` right above the model is a mean over; None for all other losses."""
+    if NAMES.get(type(root)) not in BY_ELEMENT:
+        return None
+    for node, _ in root.next_functions:
+        if node is not None and NAMES.get(type(node), LEAF) in UNDERSTOOD:
+            return None
+    try:
+        if root._saved_reduction != REDUCTION_MEAN or root._raw_saved_self.unpack_hook is not None:
+            return None
+        sizes: tuple[int, ...] = root._saved_self.shape
+    except RuntimeError:
+        return None
+    return sizes or None
 
 
 def sizes_before(node: Node) -> tuple[int, ...]:
@@ -159,7 +180,15 @@ def second_of(node: Node) -> Tensor:
     if node._raw_saved_other.unpack_hook is not None:
         raise _PackedError
     second: Tensor = node._saved_other
-    return second.detach()
+    return second.detach() if second.requires_grad else second  # of a number, a dispatch mode could make no view
+
+
+def one_saved_as_second(node: Node, tensors: tuple[Tensor, ...]) -> Tensor | None:
+    """Which of these tensors is itself the second operand of a product or a quotient."""
+    if not tensors or node._raw_saved_other.unpack_hook is not None:
+        return None
+    second = node._saved_other
+    return next((one for one in tensors if one is second), None)
 
 
 def first_of(node: Node) -> Tensor:
@@ -183,3 +212,20 @@ def is_parameter(node: Node) -> bool:
 def is_sink(node: Node) -> bool:
     """Whether it is the function through which DistributedDataParallel passes the outputs of a model."""
     return str(getattr(python_function_of(type(node)), "__module__", "")).startswith("torch.nn.parallel.")
+
+
+def nodes_added_up(loss: Tensor) -> list[Node]:
+    """The nodes of the terms that a loss adds up, in the order of the expression; factors above them are left out."""
+    found: list[Node] = []
+    pending: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        sources = [source for source, _ in node.next_functions if source is not None]
+        name = name_of(node)
+        if name in ADDITIONS | SUBTRACTIONS and sources:
+            pending += reversed(sources)
+        elif len(sources) == 1 and name in COPIES_OF_ONE | PRODUCTS | QUOTIENTS | {NEGATION, REVERSED_SUBTRACTION}:
+            pending += sources
+        elif node not in found:
+            found.append(node)
+    return found

@@ -30,6 +30,7 @@ DataParallel = Literal["DistributedDataParallel", "FullyShardedDataParallel", "F
 DATA_PARALLEL: tuple[DataParallel, ...] = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of dimensions, synchronised or not
+RunningStatistics = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # which training does not read
 
 # Functions in C, for fast loops over all modules. They return the dicts themselves, to read and to write.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")

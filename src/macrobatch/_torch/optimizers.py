@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from macrobatch.errors import BackendError
+
+NO_GRAPH = "does not require grad"  # a part of torch's message if a gradient is to be differentiated
 _OWN_STEPS = {inspect.unwrap(own.step) for own in (Adam, AdamW, SGD, Adagrad)}
 _OF_ALL = vars(sys.modules["torch.optim.optimizer"])  # the attribute of this name in torch.optim is deleted
 
@@ -25,6 +31,52 @@ def has_hooks(optimizer: Optimizer) -> bool:
     )
     # Hooks of this library only look: they have the attribute `only_checks`.
     return not all(hasattr(hook, "only_checks") for hooks in registries for hook in hooks.values())
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def reason_against_step(optimizer: Optimizer, error: Exception) -> BackendError | None:
+    """Why a step has failed, if it cannot use an accumulated gradient; None for any other error."""
+    if isinstance(error, RuntimeError) and NO_GRAPH in str(error):
+        return BackendError(f"{needs_graph(type(optimizer).__name__)} What it said: {error}")
+    if isinstance(error, AssertionError | TypeError) and "closure" in str(error):
+        return BackendError(f"{needs_closure(type(optimizer).__name__)} What it said: {error}")
+    return None
+
+
+def needs_closure(name: str) -> str:
+    """The message for an optimizer that computes the loss several times in a step."""
+    return (
+        f"{name} evaluates the loss several times in a step, with a closure; an accumulated gradient is one of them. "
+        "Use MacroStep(model, None, loss_fn), which leaves the mean gradient in .grad, inside of its closure."
+    )
+
+
+def needs_graph(name: str) -> str:
+    """The message for an optimizer that differentiates gradients."""
+    return (
+        f"{name}.step() differentiates the gradients once more, which needs backward(create_graph=True); an "
+        "accumulated gradient has no graph. Use an optimizer of first order, or take its step on one whole batch."
+    )
+
+
+def advance(scheduler: Any, taken: int) -> None:
+    """Advance a schedule after a step, the number `taken`. One of timm counts updates, and leaves `step` to epochs."""
+    if isinstance(scheduler, LRScheduler) or not hasattr(scheduler, "step_update"):
+        scheduler.step()
+    else:
+        scheduler.step_update(num_updates=taken)
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> tuple[float | Tensor, ...]:
+    """The learning rates of all parameter groups. Tensors are copied: schedulers change them. NaN if there is none."""
+    rates: list[float | Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr", math.nan)
+            rates.append(rate.clone() if isinstance(rate, Tensor) else rate)
+    return tuple(rates)
 
 
 # ---------------------------------------------------------------------------------------------- fused steps

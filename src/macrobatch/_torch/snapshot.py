@@ -31,6 +31,10 @@ class HostRandom:
             or (self._numpy is not None and _comparable(self._numpy) != _comparable(_numpy_state()))
         )
 
+    def has_moved_outside_torch(self) -> bool:
+        """Whether Python or numpy drew random numbers since."""
+        return self.fingerprint()[1:] != HostRandom().fingerprint()[1:]
+
     def fingerprint(self) -> list[object]:
         """The state in a form that can be compared or hashed."""
         return [_bytes_of(self._torch), self._python, _comparable(self._numpy)]
@@ -112,9 +116,13 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything."""
-        self._random.restore()
+        self.restore_random()
         for buffers, name, kept in self._buffers:
             kept.put_back(buffers, name)
+
+    def restore_random(self) -> None:
+        """Restore the random number generators only."""
+        self._random.restore()
 
 
 class History:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +21,37 @@ norms_of_all = torch._foreach_norm
 # Multiplies by a float32 factor, and sets a flag if a number is not finite. A GradScaler divides with it.
 unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
 
+# One vector with the numbers of all these tensors.
+flat: Callable[[Any], Tensor] = torch._C._nn.flatten_dense_tensors
+
 # Inside this context, modes and tensor subclasses do not see the calls of torch functions.
 unobserved = torch._C.DisableTorchFunction
+is_observed: Callable[[], bool] = torch._C._is_torch_function_mode_enabled  # whether there is such a mode
 # Whether there is a device besides the CPU. Without one nothing is pinned, and asking a tensor would take 4 us.
 has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
+DATA_OF: Callable[[Tensor], Tensor] = operator.attrgetter("data")
+ADDRESS_OF: Callable[[Tensor], int] = operator.methodcaller("data_ptr")
+
+
+def has_dense_memory(tensor: Tensor) -> bool:
+    """Whether its numbers fill one piece of memory, in any order of dimensions."""
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")  # None if there were never any
+GRADIENT_HOOKS_OF = operator.attrgetter("_backward_hooks")  # the same
+
+
 def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
     """The hooks that run after each addition to a gradient, in order. This is torch's own dict, if there is one."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return HOOKS_OF(parameter) or {}
 
 
 def hooks_on_gradient(tensor: Tensor) -> dict[int, Any]:
     """The hooks that see, and may change, a gradient before it is added to this tensor's."""
-    return tensor._backward_hooks or {}
+    return GRADIENT_HOOKS_OF(tensor) or {}
 
 
 def layout_before_ddp(parameter: Tensor) -> Any:
@@ -69,6 +86,12 @@ def number_on_host(tensor: Tensor) -> Any:
     return kind.from_address(address).value if address else None
 
 
+def value_of(loss: Tensor) -> float | None:
+    """The value of a scalar that was just computed on the CPU; None if C has no such type."""
+    kind = _IN_C.get(loss.dtype)
+    return None if kind is None or is_observed() else kind.from_address(loss.data_ptr()).value
+
+
 def in_order(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor, moved back to the device if it may still be on its way to the host. So nobody has to wait for it."""
     if type(tensor) is not Tensor or not tensor.is_cpu:
@@ -91,3 +114,30 @@ def inverse_power_of_two(count: float | Tensor) -> float | Tensor:
         number = count.detach().reshape(()).to(torch.float32).clamp(min=1)
         return torch.frexp(number).mantissa / number  # mantissa * 2**exponent = number, so this is exact
     return 2.0 ** -math.frexp(ctypes.c_float(max(count, 1)).value)[1]  # rounded as above
+
+
+def rounding_of(count: int | float | Tensor) -> float:
+    """The relative error that a count may have: 0 for whole numbers."""
+    if isinstance(count, int) or (isinstance(count, Tensor) and not count.is_floating_point()):
+        return 0.0
+    return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
+
+
+def scalar_on(device: torch.device, number: Tensor) -> Tensor:
+    """A detached scalar on the device."""
+    scalar = number.data  # only read after this: cheaper than detach()
+    if scalar.dim():
+        scalar = scalar.reshape(())
+    return scalar if scalar.device == device else scalar.to(device, non_blocking=True)
+
+
+def vector_of(numbers: Sequence[int | float], device: torch.device) -> Tensor:
+    """These numbers on the device, without a copy from host memory if there is one, or if all are 0."""
+    if len(numbers) == 1 or not any(numbers):
+        return torch.full((len(numbers),), numbers[0] if numbers else 0, device=device, dtype=wide(device))
+    return torch.tensor(numbers, dtype=wide(device), device="cpu").to(device, non_blocking=True)
+
+
+def float32_on(device: torch.device, number: float | Tensor) -> Tensor:
+    """The number as a float32 tensor on the device, for ``grad_scale`` of a fused optimizer."""
+    return number.float() if isinstance(number, Tensor) else torch.full((), number, device=device, dtype=torch.float32)

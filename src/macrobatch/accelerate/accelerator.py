@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import warnings
+import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from macrobatch.accelerate.exactness import Exactness
+from macrobatch.accelerate.micro_batch import MicroBatch
 from macrobatch.accelerate.utils import GradientAccumulationPlugin as GradientAccumulationPlugin
-from macrobatch.accelerate.windows import MicroBatch, Windows
+from macrobatch.accelerate.windows import Windows
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -29,40 +31,54 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Accelerate's `Accelerator`, with exact gradient accumulation.
 
     Use it in a program that is written for Accelerate: only the import changes. A *window* is the micro-batches of one
-    optimizer step. Accelerate divides every window by ``gradient_accumulation_steps``. This class divides by the number
-    of micro-batches that the window really has, or with ``items`` by the number of its tokens or other items.
+    optimizer step. Accelerate gives every micro-batch the same weight, and divides every window by
+    ``gradient_accumulation_steps``. This class reads from each loss how many items it is a mean over, and gives every
+    item of a window the same weight.
 
     >>> import torch
     >>> from macrobatch.accelerate import Accelerator
     >>> model = nn.Linear(2, 1)
-    >>> accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    >>> accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    >>> for x in accelerator.prepare(torch.utils.data.DataLoader(torch.ones(6, 2))):
+    >>> batches = [torch.ones(3, 2), torch.full((1, 2), 5.0), torch.ones(2, 2)]
+    >>> for x in accelerator.prepare(torch.utils.data.DataLoader(batches, batch_size=None)):
     ...     with accelerator.accumulate(model):
     ...         accelerator.backward(model(x).mean())
     ...         if accelerator.sync_gradients:
-    ...             print(model.bias.grad.item())  # of four micro-batches, and of the two that are left
+    ...             print(model.weight.grad.tolist())  # the mean over four samples, then over the two that are left
     ...         optimizer.step()
     ...         optimizer.zero_grad()
-    1.0
-    1.0
+    [[2.0, 2.0]]
+    [[1.0, 1.0]]
 
     Args:
         arguments: the arguments of Accelerate's `Accelerator`, with the same meaning.
-        exact_remainder: whether to divide a short window by the number of micro-batches that it has. False divides by
-            ``gradient_accumulation_steps``, as Accelerate does, to repeat its results bit for bit, also where they are
-            wrong. Default: the value in `GradientAccumulationPlugin`; if it has none, the environment variable
-            MACROBATCH_EXACT_REMAINDER (0 or 1); if it is not set, True.
+        exact: whether windows are exact: micro-batches are weighed by their items, and a short window is divided by the
+            number of those that it has. False is Accelerate's arithmetic bit for bit, also where it is wrong. Default:
+            the value in `GradientAccumulationPlugin`; if it has none, the environment variable MACROBATCH_EXACT (0 or
+            1), then MACROBATCH_EXACT_REMAINDER; if neither is set, True.
+        exact_remainder: the older name of ``exact``.
         options: the keyword arguments of Accelerate's `Accelerator`, with the same meaning.
     """
 
-    def __init__(self, *arguments: Any, exact_remainder: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, exact: bool | None = None, exact_remainder: bool | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._exact_remainder = exact_remainder
-        self._default = os.environ.get("MACROBATCH_EXACT_REMAINDER", "1").lower() not in ("0", "false", "no")
-        self._windows = Windows(self.gradient_state, self._current_scaler, self._is_exact)
+        self._is_exact = Exactness(self.gradient_state, {"exact": exact, "exact_remainder": exact_remainder})
+        self._begin_windows()
         self._accumulates_itself = self.distributed_type in THEIR_OWN
         self._has_warned = False
+
+    def _begin_windows(self) -> None:
+        self._windows = Windows(self.gradient_state, _ScalerOf(self), self._is_exact)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_windows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_windows()
 
     # ------------------------------------------------------------------------------------------ accumulating
 
@@ -84,16 +100,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Run the backward of a micro-batch, and add its gradient to the window.
 
         Args:
-            loss: the loss of the micro-batch, a mean. It is divided by the number of micro-batches in the window, or
-                with ``items`` by the number of items, so do not divide it yourself.
+            loss: the loss of the micro-batch, a mean. The window divides it, so do not divide it yourself.
             items: the number of items, such as tokens, that the loss is a mean over: a number, or a tensor with one
                 element. The step then uses the mean over all items of the window on all processes. Pass it for every
-                micro-batch of a window or for none. Default: every micro-batch has the same weight.
+                micro-batch of a window or for none. Default: it is read from the graph of the loss. If that does not
+                say it, every micro-batch has the same weight, and a warning says why.
             kwargs: arguments of `torch.Tensor.backward`, e.g. ``retain_graph=True``. They cannot be combined with
                 ``items``.
 
         Raises:
-            BatchError: the loss is not a scalar with a graph, or only some micro-batches of a window have ``items``.
+            BatchError: the loss is not a scalar with a graph, only some micro-batches of a window have ``items``, these
+                are not in proportion to what the losses are means over, or the items of a loss cannot be read after
+                those of other, different ones were.
             UsageError: ``items`` is given outside of `accumulate`, or twice inside one `accumulate`.
         """
         if items is not None and kwargs:
@@ -127,16 +145,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if isinstance(model, nn.Module):
                 held.enter_context(self.no_sync(model))
         return held
-
-    def _current_scaler(self) -> Any:
-        return self.scaler
-
-    def _is_exact(self) -> bool:
-        """Whether every window is divided by the number of micro-batches that it has (`exact_remainder`)."""
-        if self._exact_remainder is not None:
-            return self._exact_remainder
-        said: bool | None = self.gradient_state.plugin_kwargs.get("exact_remainder")
-        return self._default if said is None else said
 
     def _weighed(self, loss: Tensor, items: Items) -> Tensor:
         """Weight a loss for DeepSpeed, which hides its gradients: possible only if a window is one micro-batch."""
@@ -249,6 +257,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Accelerate's `free_memory`. It also drops the open window and the registered objects."""
         self._windows.forget()
         return super().free_memory(*objects)
+
+
+class _ScalerOf:
+    """Returns the GradScaler of an `Accelerator`, which it does not keep alive. A program may replace the scaler."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
+
+    def __call__(self) -> Any:
+        accelerator = self._accelerator()
+        return None if accelerator is None else accelerator.scaler
 
 
 def __getattr__(name: str) -> Any:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from macrobatch._assembly import checks_of_engines, mean_of
+from macrobatch._assembly import checks_of_engines
 from macrobatch._engine.closing import LeaveMean
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._ranks.select import select_backend
+from macrobatch._terms.mean import Mean
 from macrobatch._torch.modules import data_parallel_of
+from macrobatch.accelerate.ranks import Sharing, sharing_of
+from macrobatch.accelerate.words import in_words_of_accelerate
 from macrobatch.errors import UsageError
 from macrobatch.types import Items
 
@@ -30,14 +34,20 @@ class ItemCounter:
         self._state = state
         self._scaler = scaler
         self._engines: dict[frozenset[int], tuple[Engine, LeaveMean]] = {}
+        self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}  # gradients from before a window, by its `LeaveMean`
 
-    def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool) -> LeaveMean:
+    @in_words_of_accelerate()
+    def add(self, loss: Tensor, items: Items, models: Sequence[Any], *, closes: bool, keeps: bool) -> LeaveMean:
         """Add the backward of a micro-batch. In the last one, which `closes` the window, gradients become the mean over
         items.
+
+        `keeps`: there were gradients before the window, which are to be added to its mean.
 
         Returns the object that knows whether the window had any items.
         """
         engine, closing = self._engine_of(models)
+        if keeps and not engine.has_accumulated:
+            self._before[id(closing)] = _taken_aside(models)
         engine.begin(LAST_OF_ALL if closes else IN_BETWEEN, after_forward=True)
         try:
             engine.backward(loss, items)
@@ -47,12 +57,15 @@ class ItemCounter:
             if engine.window is not None and engine.window.is_broken:
                 engine.discard()
             raise
+        for parameter, gradient in self._before.pop(id(closing), ()) if closes else ():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return closing
 
     def discard(self, dropped: LeaveMean) -> None:
         """Drop the gradients of the window that `dropped` would close."""
         for engine, closing in self._engines.values():
             if closing is dropped:
+                self._before.pop(id(closing), None)
                 engine.discard()
 
     def expect(self, model: nn.Module) -> None:
@@ -84,19 +97,34 @@ class ItemCounter:
                 "accumulate() was given another model than prepare() returned, and fully_shard has gathered its "
                 "parameters by now. Pass the prepared model itself."
             )
+        if sharing_of(models, sends=False) is Sharing.APART:
+            raise UsageError(
+                f"there are {dist.get_world_size()} ranks, but the model is not wrapped: nothing exchanges its "
+                "gradients. Pass it through accelerator.prepare(), and give accumulate() what that returns."
+            )
         each = self._state.plugin_kwargs.get("sync_each_batch", False)
         backend = select_backend(
             models, sync="micro" if each else "window", gather="micro", process_group=None, accumulate_dtype=None
         )
         scaler = self._scaler()
         closing = LeaveMean([], scaler)
-        objective = mean_of("mean", scaler, backend, models)
+        objective = Mean("mean", scaler, backend, models, reads=True)
         return Engine(models, [], backend, closing, objective, checks=checks_of_engines()), closing
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model uses `fully_shard`, which shows other parameters between a forward and its backward."""
     return data_parallel_of(model) == "FSDPModule"
+
+
+def _taken_aside(models: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """The parameters that have gradients, and copies of these, which are taken away."""
+    taken = []
+    for parameter in (p for model in models for p in model.parameters()):
+        if parameter.grad is not None:
+            taken.append((parameter, parameter.grad.clone()))
+            parameter.grad = None
+    return taken
 
 
 def _ids_of(model: nn.Module) -> set[int]:

@@ -54,8 +54,12 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they belong to a window that is not complete."""
-        if self.windows is None or self.windows.may_clear(self):
+        if self.windows is None:
             super().zero_grad(set_to_none)
+        elif self.windows.may_clear(self):
+            super().zero_grad(set_to_none)
+            if set_to_none is False and self.gradient_state.sync_gradients:
+                self.windows.note_zeros(self)
 
     def parameters(self) -> list[Tensor]:
         """All parameters of the optimizer."""

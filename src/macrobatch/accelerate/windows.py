@@ -1,8 +1,10 @@
 """The windows of an `Accelerator`: which micro-batches a gradient contains, and how it becomes their mean.
 
 Accelerate divides every loss by the number of micro-batches that a window should have, and so does this module, bit for
-bit. If a window has another number, its gradient is corrected to the mean after the last backward, before the program
-clips and steps. If a program passes items, an `Engine` does all of that.
+bit, as long as all micro-batches have the same number of items. If a window has another number of micro-batches, its
+gradient is corrected to the mean after the last backward, before the program clips and steps. If micro-batches have
+different numbers of items, which their losses state, each is weighed by its own (`weighing.py`). If a program passes
+items, an `Engine` does all of that.
 
 Each prepared optimizer has its own window. A micro-batch belongs to the windows of the models that were passed to
 `accumulate()`, and to those of all optimizers whose gradients it has changed.
@@ -11,137 +13,28 @@ Each prepared optimizer has its own window. A micro-batch belongs to the windows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from macrobatch._border.arguments import checked_loss
-from macrobatch._checks.steps import StepGuard
-from macrobatch._engine.closing import LeaveMean
-from macrobatch._ranks.collectives import local_tensor
+from macrobatch._loss.proportions import Number
 from macrobatch._ranks.ddp import needs_every_parameter, require_all_used
 from macrobatch._torch.foreach import multiply
 from macrobatch._torch.graph import reach_of
 from macrobatch._torch.modules import data_parallel_of
-from macrobatch._torch.tensors import version_of
 from macrobatch.accelerate.items import ItemCounter
+from macrobatch.accelerate.micro_batch import MicroBatch, Model, parameters_of
 from macrobatch.accelerate.prepared import Optimizer, SharedScaler
+from macrobatch.accelerate.ranks import require_known_graphs
+from macrobatch.accelerate.weighing import CHANGED, Backward, Weigher
+from macrobatch.accelerate.weights import seed_of
+from macrobatch.accelerate.window import Window, gradients_of, marks_of
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
 
-Model = nn.Module | Tensor
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the leaves of their graphs are not their parameters
-
-
-CALL_PREPARED = (
-    "its last micro-batch: call step() of the optimizer that prepare() returned, which leaves out the steps in between."
-)
-
-
-class MicroBatch:
-    """A context manager for the forward, the backwards and the steps of one micro-batch.
-
-    Args:
-        windows: the windows of the `Accelerator`.
-        models: the arguments of `accumulate()`: modules and tensors, also in lists and dicts.
-        advance: advances Accelerate's counter, and returns whether this micro-batch closes its windows.
-        hold: returns a context in which processes do not exchange the gradients of these models; None if they should.
-    """
-
-    def __init__(
-        self,
-        windows: Windows,
-        models: Sequence[Any],
-        advance: Callable[[], bool],
-        hold: Callable[[MicroBatch], AbstractContextManager[object] | None],
-    ) -> None:
-        self.given, self.models = models, _flattened(models)
-        self.closes = False
-        self.has_items = False  # whether a backward had items
-        self.used: set[int] | None = None  # ids of the parameters that the closing backwards reach, if needed
-        self.leaves: list[Tensor] = []  # these parameters themselves, if all are known
-        self._windows = windows
-        self._advance = advance
-        self._hold = hold
-        self._held: AbstractContextManager[object] | None = None
-        self._outer: MicroBatch | None = None
-        self._is_over = False
-
-    def __enter__(self) -> None:
-        if self._is_over:
-            raise UsageError("what accumulate() returned was entered twice: call accumulate() for every micro-batch.")
-        self._is_over = True
-        self.closes = self._advance()
-        if (held := self._hold(self)) is not None:
-            held.__enter__()
-            self._held = held
-        self._outer, self._windows.current = self._windows.current, self
-        self._windows.latest = self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._windows.current, self._outer = self._outer, None
-        if self._held is not None:
-            self._held.__exit__(None, None, None)
-        if kind is None:
-            self._windows.leave(self)
-        self.given, self.models, self.leaves = (), [], []  # so that a window's last micro-batch keeps no model alive
-
-
-class Window:
-    """The contents of the gradients of a prepared optimizer, or of all parameters without a prepared optimizer.
-
-    Attributes:
-        micro_batches: the number of micro-batches with a backward.
-        closing: counts their items; None: they have no items.
-        is_closed: whether the last micro-batch has had its backward.
-        is_stepped, is_cleared: whether the program has called `step` or `zero_grad` since then.
-        carries: whether the gradients also contain an earlier window that was neither stepped nor cleared.
-        wants_clear: whether the program has called `zero_grad` since then, without effect.
-        dropped_in: the closing micro-batch in which the program called `zero_grad` before the backward.
-    """
-
-    def __init__(self, optimizer: Optimizer | None = None) -> None:
-        self.optimizer = optimizer
-        self.wants_clear = self.carries = False
-        self.begin()
-        if optimizer is not None:
-            StepGuard(optimizer.optimizer, self.counts, CALL_PREPARED)
-
-    def begin(self) -> None:
-        """Begin a new window."""
-        self.micro_batches = 0
-        self.closing: LeaveMean | None = None
-        self.is_closed = self.is_stepped = self.is_cleared = False
-        self.factor = 1.0  # the factor that was applied to the gradient
-        self.last: MicroBatch | None = None
-        self.dropped_in: MicroBatch | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has micro-batches, but not its last one."""
-        return self.micro_batches > 0 and not self.is_closed
-
-    def counts(self) -> bool:
-        """Whether its gradients are undivided sums, because it counts items."""
-        return self.closing is not None and self.is_open
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of the optimizer."""
-        return [] if self.optimizer is None else self.optimizer.parameters()
-
-    def count(self, micro_batch: MicroBatch) -> None:
-        """Count a backward of a micro-batch: its first, or one more."""
-        self.micro_batches += micro_batch is not self.last
-        self.last = micro_batch
-        self.is_closed = micro_batch.closes
-
-    def clear(self) -> None:
-        """Clear the gradients of the optimizer."""
-        if self.optimizer is not None:
-            self.optimizer.optimizer.zero_grad()
 
 
 class Windows:
@@ -168,7 +61,9 @@ class Windows:
         self._rest = Window()
         self._of_optimizers: list[Window] = []
         self._modules: list[nn.Module] = []
+        self._is_sharded = False  # whether some of them hold gradients elsewhere than in ``.grad``
         self._items = ItemCounter(self._state, self._scaler)
+        self._weigher = Weigher(self._scaler, self._rescale)
 
     @property
     def _all(self) -> list[Window]:
@@ -182,6 +77,7 @@ class Windows:
                 self._of_optimizers.append(Window(one))
             elif isinstance(one, nn.Module) and not any(module is one for module in self._modules):
                 self._modules.append(one)
+                self._is_sharded |= data_parallel_of(one) in SHARDED
                 self._items.expect(one)
 
     def restart(self) -> None:
@@ -213,90 +109,121 @@ class Windows:
                 raise UsageError("backward(loss, items=...) outside of accumulate(), which knows where a window ends.")
             self._run(loss, self._state.num_steps, options)
             return
-        windows = [self._begin(window, items is not None) for window in self._windows_of(micro_batch.models)]
-        if items is None:
-            self._add(loss, micro_batch, windows, options)
-        else:
-            self._add_counted(loss, items, micro_batch, windows)
-
-    def _add(self, loss: Tensor, micro_batch: MicroBatch, windows: list[Window], options: dict[str, Any]) -> None:
-        """Add a loss without items: every micro-batch has the same weight."""
+        require_known_graphs(micro_batch.models)
+        is_first = not self._has_open
+        windows = self._windows_of(micro_batch.models)
+        for window in windows:
+            self._begin(window, items is not None)
         divisor = self._divisor()
+        others = [window for window in self._of_optimizers if window not in windows]
+        now = Backward(
+            loss,
+            micro_batch,
+            windows,
+            others,
+            micro_batch.models or self._modules,
+            divisor,
+            is_first,
+            is_extra=any(window.last is micro_batch for window in windows),
+            sends_each=bool(self._state.plugin_kwargs.get("sync_each_batch")),
+        )
+        if items is None:
+            self._add(now, options)
+        else:
+            self._add_counted(now, items)
+
+    def _add(self, now: Backward, options: dict[str, Any]) -> None:
+        """Add a loss without items. They are read from it; otherwise every micro-batch has the same weight."""
+        micro_batch, windows = now.micro_batch, list(now.windows)
+        weight = self._weigher.weigh(now) if self._is_exact() else 1
         if micro_batch.closes:
             self._scale(windows, micro_batch, undo=True)  # if an earlier backward of this micro-batch has closed them
-            self._note_reach(loss, micro_batch, windows, divisor)
-        others = [window for window in self._of_optimizers if window not in windows]
-        before = [_marks(window.parameters) for window in others]
+            self._note_reach(now)
+        before = [marks_of(window.parameters) for window in now.others]
         try:
-            self._run(loss, divisor, options)
+            self._run(now.loss, now.steps, options, weight)
         except BaseException:  # an unknown part of the gradient was added
             for window in windows if self._is_exact() else ():
                 self._drop(window)
             raise
-        for window, marks in zip(others, before, strict=True):
-            if _marks(window.parameters) != marks:
-                windows.append(self._begin(window, False, marks))
+        for window, marks in zip(now.others, before, strict=True):
+            if marks_of(window.parameters) != marks:
+                window.prepare(self.current, False, marks)
+                window.weights = None
+                windows.append(window)
         for window in windows:
             window.count(micro_batch)
         if micro_batch.closes:
             self._scale(windows, micro_batch)
 
-    def _add_counted(self, loss: Tensor, items: Items, micro_batch: MicroBatch, windows: list[Window]) -> None:
+    def _add_counted(self, now: Backward, items: Items) -> None:
         """Add a loss with items: every item has the same weight."""
+        micro_batch = now.micro_batch
         if micro_batch.has_items:
             raise UsageError("a second backward(loss, items=...) in one accumulate(): add the losses up, call it once.")
-        models = micro_batch.models or self._modules
-        self._require_given(loss, models)
-        closing = self._items.add(loss, items, models, closes=micro_batch.closes)
+        self._require_given(now.loss, now.models)
+        self._weigher.require_items_everywhere(now)
+        keeps = any(window.carries for window in now.windows)
+        closing = self._items.add(now.loss, items, now.models, closes=micro_batch.closes, keeps=keeps)
         micro_batch.has_items = True
-        for window in windows:
+        for window in now.windows:
             window.closing = closing
             window.count(micro_batch)
 
-    def _run(self, loss: Tensor, divisor: int, options: dict[str, Any]) -> None:
-        """Run the backward of a loss divided by `divisor`, bit for bit as Accelerate does."""
+    def _run(self, loss: Tensor, divisor: int, options: dict[str, Any], weight: Number = 1) -> None:
+        """Run the backward of a loss divided by `divisor`: bit for bit as Accelerate does, if its weight is 1."""
         scaler = self._scaler()
         root = loss if scaler is None else scaler.scale(loss)
-        torch.autograd.backward(root, torch.full_like(root, 1 / divisor), **options)
+        torch.autograd.backward(root, seed_of(root, weight, divisor), **options)
 
-    def _begin(self, window: Window, counts: bool, marks: Sequence[tuple[int, int]] | None = None) -> Window:
-        """Prepare a window for a backward, or for one that is over, with the `marks` from before it."""
-        if window.is_closed and window.last is not self.current:
-            is_left = not (window.is_stepped or window.is_cleared)
-            window.carries = is_left and any(mark[0] for mark in marks or _marks(window.parameters))
-            window.begin()
-        if window.wants_clear and not window.micro_batches:
-            window.clear()  # the program has called zero_grad before this window
-        window.wants_clear, window.dropped_in = False, None
-        if window.micro_batches and (window.closing is not None) != counts:
-            raise BatchError(
-                "items must be given for every micro-batch of a window, or for none: earlier in this one they were "
-                f"{'not' if counts else 'given'}. Without them every micro-batch weighs the same."
-            )
-        return window
+    def _begin(self, window: Window, counts: bool) -> None:
+        """Prepare a window for a backward."""
+        if window.is_open and not self._is_sharded and self._is_exact() and window.was_cleared():
+            self._drop(window)  # the program wants to begin anew
+        window.prepare(self.current, counts)
+
+    @property
+    def _has_open(self) -> bool:
+        return any(window.is_open or window.last is self.current for window in self._all)
 
     def _divisor(self) -> int:
         """The divisor of losses: the length that windows should have, the same for all open windows."""
-        if not self._is_exact() or not any(window.is_open or window.last is self.current for window in self._all):
+        if not (self._is_exact() and self._has_open):
             self._steps = self._state.num_steps
         return self._steps
 
     def _scale(self, windows: Sequence[Window], micro_batch: MicroBatch, *, undo: bool = False) -> None:
-        """Correct closed windows to their mean, if they have another number of micro-batches than the divisor."""
+        """Make the gradients of closed windows means, if they are not."""
         seen: set[int] = set()  # optimizers may share parameters
         for window in windows if self._is_exact() else ():
-            factor = 1.0 if undo or window.carries else self._steps / window.micro_batches
-            if factor == window.factor:
+            if window.is_mean or (undo and window.due is not None):
                 continue
-            parameters = window.parameters
-            if window is windows[0]:
-                held = {id(p) for other in self._of_optimizers for p in other.parameters}
-                trained = [p for model in micro_batch.models for p in _parameters_of(model)] + micro_batch.leaves
-                parameters += [p for p in trained if id(p) not in held]
-            gradients = {id(p): local_tensor(p.grad) for p in parameters if p.grad is not None and id(p) not in seen}
-            seen.update(gradients)
-            multiply(list(gradients.values()), factor / window.factor)
-            window.factor = factor
+            factor: Number = 1.0
+            if window.due is not None:
+                factor, window.is_mean = window.due, True
+            elif not (undo or window.carries or window.is_scaled):
+                factor = self._steps / window.micro_batches
+            if isinstance(factor, Tensor) or factor != window.factor:
+                gradients = self._gradients(window, micro_batch, is_first=window is windows[0], but=seen)
+                seen.update(gradients)
+                multiply(list(gradients.values()), factor / window.factor)
+                window.factor = factor
+
+    def _rescale(self, window: Window, micro_batch: MicroBatch, factor: Number) -> None:
+        """Multiply what a window has accumulated."""
+        gradients = self._gradients(window, micro_batch, is_first=True)
+        multiply(list(gradients.values()), factor)
+
+    def _gradients(
+        self, window: Window, micro_batch: MicroBatch, *, is_first: bool, but: Iterable[int] = ()
+    ) -> dict[int, Tensor]:
+        """The gradients of a window, by the ids of their parameters. With the first one go those of no optimizer."""
+        parameters = window.parameters
+        if is_first:
+            held = {id(p) for other in self._of_optimizers for p in other.parameters}
+            trained = [p for model in micro_batch.models for p in parameters_of(model)] + micro_batch.leaves
+            parameters = parameters + [p for p in trained if id(p) not in held]
+        return gradients_of(parameters, set(but))
 
     # ------------------------------------------------------------------------------------------ steps and zero_grad
 
@@ -307,6 +234,10 @@ class Windows:
         window = self._window(optimizer)
         self._complete(window)
         window.is_stepped = True
+        if window.doubt is not None and bool(window.doubt):
+            raise BatchError(
+                f"no step was taken, because {CHANGED}. Pass items=, the number of items, with every loss."
+            )
         return window.closing is not None and window.is_closed and window.closing.is_void()
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
@@ -327,6 +258,7 @@ class Windows:
                 "which nothing is to be learnt needs its backward too: backward(loss, items=0)."
             )
         window.is_closed = True
+        self._weigher.finish_early(window, self._steps)
         self._scale([window], self.latest)
 
     def may_clear(self, optimizer: Optimizer) -> bool:
@@ -335,7 +267,9 @@ class Windows:
             return True
         window = self._window(optimizer)
         if not self._state.sync_gradients:  # Accelerate itself clears nothing here
-            window.wants_clear = self.current is not None and not window.is_open
+            if self.current is not None and window.is_closed:
+                window.clear()  # a program that clears before the backward
+                window.is_cleared = True
             return True
         if window.is_open and self.current is not None and self.current.closes:
             window.dropped_in = self.current
@@ -344,6 +278,11 @@ class Windows:
         if window.is_open:
             self._drop(window)
         return True
+
+    def note_zeros(self, optimizer: Optimizer) -> None:
+        """Note that `zero_grad` has cleared the gradients of an optimizer."""
+        if self._is_exact():
+            self._window(optimizer).note_zeros()
 
     def _drop(self, window: Window) -> None:
         """Drop the accumulated gradients of a window."""
@@ -383,18 +322,20 @@ class Windows:
         """The windows with gradients of these models. Parameters without an optimizer have a common window."""
         if len(self._of_optimizers) < 2 or not models:
             return self._of_optimizers or [self._rest]
-        own = {id(p) for model in models for p in _parameters_of(model) if p.requires_grad}
+        own = {id(p) for model in models for p in parameters_of(model) if p.requires_grad}
         held = [own.intersection(map(id, window.parameters)) for window in self._of_optimizers]
         found = [window for window, shared in zip(self._of_optimizers, held, strict=True) if shared]
         return found if own <= set().union(*held) else [*found, self._rest]
 
-    def _note_reach(self, loss: Tensor, micro_batch: MicroBatch, windows: Sequence[Window], divisor: int) -> None:
+    def _note_reach(self, now: Backward) -> None:
         """Before a closing backward, note which parameters it reaches, if that is needed later."""
-        lengths = {window.micro_batches + (window.last is not micro_batch) for window in windows}
-        is_irregular = self._is_exact() and lengths != {divisor}
+        micro_batch = now.micro_batch
+        lengths = {window.micro_batches + (window.last is not micro_batch) for window in now.windows}
+        is_due = any(isinstance(w.due, Tensor) or w.due not in (None, 1) for w in now.windows)
+        is_irregular = self._is_exact() and (is_due or lengths != {now.steps})
         if not is_irregular and (lengths == {1} or not needs_every_parameter(micro_batch.models)):
             return
-        reach = reach_of(loss)
+        reach = reach_of(now.loss)
         if not reach.may_nest:
             micro_batch.used = (micro_batch.used or set()) | set(map(id, reach.leaves))
         if not any(isinstance(model, nn.Module) and data_parallel_of(model) in SHARDED for model in micro_batch.models):
@@ -402,33 +343,10 @@ class Windows:
 
     def _require_given(self, loss: Tensor, models: Iterable[object]) -> None:
         """Raise an error if the loss trains a model that `accumulate` did not get: its gradient would be missing."""
-        given = {id(p) for model in models for p in _parameters_of(model)}
+        given = {id(p) for model in models for p in parameters_of(model)}
         others = {id(p) for window in self._of_optimizers for p in window.parameters} - given
         if others and any(id(leaf) in others for leaf in reach_of(loss).leaves):
             raise UsageError(
                 "the loss reaches parameters of a prepared optimizer whose model accumulate() was not given, and whose "
                 "gradient a window with items would leave out. Hand that model to accumulate() too, or freeze it."
             )
-
-
-def _flattened(models: Iterable[Any]) -> list[Model]:
-    found: list[Model] = []
-    for one in models:
-        if isinstance(one, nn.Module | Tensor):
-            found.append(one)
-        elif isinstance(one, Iterable) and not isinstance(one, str):
-            found += _flattened(one.values() if isinstance(one, dict) else one)
-    return found
-
-
-def _parameters_of(owner: object) -> list[Tensor]:
-    """The parameters of a module; a tensor is its own parameter."""
-    if isinstance(owner, nn.Module):
-        return list(owner.parameters())
-    return [owner] if isinstance(owner, Tensor) else []
-
-
-def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Identity and version of each gradient, which change when a backward adds to it."""
-    gradients = (p.grad for p in parameters)
-    return [(0, 0) if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]

@@ -38,8 +38,10 @@ def steps_in_epoch(steps: Steps, epoch: int) -> int:
 
 @contextlib.contextmanager
 def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
-    """A context in which the Trainer counts windows of that length, as with ``accumulate_grad_batches``."""
-    before = trainer.accumulate_grad_batches
+    """A context in which the Trainer counts windows of that length, as with ``accumulate_grad_batches``.
+
+    The length itself stays: hooks and programs read it after the fit, too.
+    """
     own: Any = type(trainer)
     schedule = None if isinstance(steps, int) else _schedule_class(package)(dict(steps))
     if schedule is None:
@@ -51,7 +53,7 @@ def tell_trainer(trainer: Any, steps: Steps, package: str) -> Iterator[None]:
     try:
         yield
     finally:
-        trainer.accumulate_grad_batches, trainer.__class__ = before, own
+        trainer.__class__ = own
         if schedule in trainer.callbacks:
             trainer.callbacks.remove(schedule)
 
@@ -100,8 +102,13 @@ def require_no_other(trainer: Any, package: str) -> None:
 
 def wants_forwards_alone(trainer: Any, package: str) -> bool:
     """Whether this is the extra epoch after the last one, which updates batch norm statistics without a backward."""
-    averaging = importlib.import_module(f"{package}.callbacks").StochasticWeightAveraging
+    averaging = _averaging_class(package)
     return any(
         isinstance(callback, averaging) and trainer.current_epoch == callback.swa_end + 1
         for callback in trainer.callbacks
     )
+
+
+@functools.cache
+def _averaging_class(package: str) -> Any:
+    return importlib.import_module(f"{package}.callbacks").StochasticWeightAveraging

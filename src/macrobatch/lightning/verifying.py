@@ -16,8 +16,9 @@ from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import samples_of
 from macrobatch.errors import UsageError
 from macrobatch.lightning import private
+from macrobatch.lightning.outputs import loss_and_items
 from macrobatch.lightning.rehearsal import Rehearsal
-from macrobatch.lightning.windows import loss_and_items, padding_for
+from macrobatch.lightning.windows import padding_for
 from macrobatch.types import Items
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")

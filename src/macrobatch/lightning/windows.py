@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from macrobatch._assembly import engine_for
+from macrobatch._border.arguments import checked_items
 from macrobatch._cut.joining import joined, the_only_one
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.policies import Policy
@@ -19,11 +20,14 @@ from macrobatch._cut.token_groups import BESIDE_TOKENS, LABELS, MASK, OTHER_MASK
 from macrobatch._engine.closing import LeaveMean
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._loss.weighing import weigh
+from macrobatch._terms.mean import Mean
 from macrobatch._torch.modules import data_parallel_of
-from macrobatch.errors import UsageError, warn
+from macrobatch.errors import UsageError
 from macrobatch.lightning.choosing import package_of
 from macrobatch.lightning.gradients import ClearingHook, StaleGradients
 from macrobatch.lightning.logged import Logged
+from macrobatch.lightning.outputs import items_stated_by, loss_and_items, unreadable
 from macrobatch.lightning.schedule import wants_forwards_alone
 from macrobatch.macrostep import MacroStep
 from macrobatch.types import Items, StepResult
@@ -54,8 +58,11 @@ class Settings:
 class Windows(Protocol):
     """Processes the batches of windows, one by one."""
 
-    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:
-        """Process a batch. `run` calls the module's ``training_step`` with it. Returns the output for Lightning."""
+    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool, alone: bool) -> Any:
+        """Process a batch. `run` calls the module's ``training_step`` with it. Returns the output for Lightning.
+
+        `last`: whether it is the last one of its window. `alone`: the only one, in the only process.
+        """
 
     def backward(self) -> StepResult | None:
         """Run the backward of that batch. Returns the result if it closed the window."""
@@ -82,8 +89,8 @@ class Windows(Protocol):
         """The number of batches in the open window."""
 
     @property
-    def length(self) -> int:
-        """The number of batches in the last window."""
+    def is_stock(self) -> bool:
+        """Whether Lightning runs the backward, and `backward` only returns the result."""
 
     def state_dict(self) -> dict[str, int | float]:
         """The state to save."""
@@ -99,23 +106,33 @@ class BatchByBatch:
         models: the trained models.
         options: the options of the engine.
         clearing: the module's hook that clears gradients.
+        steps: returns the number of batches in a full window.
     """
 
-    def __init__(self, models: list[nn.Module], options: Mapping[str, Any], clearing: ClearingHook) -> None:
-        self._engine = engine_for(Engine, models, None, **options)
+    is_stock = False
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        options: Mapping[str, Any],
+        clearing: ClearingHook,
+        steps: Callable[[], int],
+    ) -> None:
+        objective = partial(Mean, reads=True, steps=steps)
+        self._engine = engine_for(Engine, models, None, objective=objective, **options)
         self._clearing = clearing
         self._stale = StaleGradients([p for model in models for p in model.parameters()])
         self._loss: tuple[Tensor, Items] | None = None  # of the current batch, with its items
-        self.length = 0
+        self._is_alone = False
 
-    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:  # noqa: ARG002
+    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool, alone: bool) -> Any:
         engine = self._engine
         engine.give_up()  # the last batch had no backward: a callback may run forwards only
         with contextlib.nullcontext() if engine.has_accumulated else self._stale.hidden():
-            engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
+            engine.begin(LAST_OF_ALL if last else IN_BETWEEN, arguments[0] if arguments else None)
             output = run()
         loss, items = loss_and_items(output)
-        self._loss = None if loss is None else (loss, items)
+        self._loss, self._is_alone = None if loss is None else (loss, items), alone
         if loss is None:
             engine.give_up()  # Lightning does not call the backward
         return output
@@ -124,15 +141,18 @@ class BatchByBatch:
         assert self._loss is not None, "there was a forward"
         (loss, items), self._loss = self._loss, None
         self._clearing.warn_about(self._stale.drop())
-        self._engine.backward(loss, items)
-        return self._noted(self._engine.close())
+        if not (self._is_alone and items is None):
+            self._engine.backward(loss, items)
+            if self._engine.unread is not None:
+                raise unreadable(self._engine.unread)
+            return self._engine.close()
+        stated = items_stated_by(loss) if isinstance(loss, Tensor) else None  # before the backward frees its graph
+        self._engine.backward(loss, 1)  # whatever it is a mean over
+        result = self._engine.close()
+        return result if result is None or stated is None else replace(result, items=stated)
 
     def close(self) -> StepResult | None:
-        return self._noted(self._engine.close(now=True) if self._engine.has_accumulated else None)
-
-    def _noted(self, result: StepResult | None) -> StepResult | None:
-        self.length = self.length if result is None else result.micro_batches
-        return result
+        return self._engine.close(now=True) if self._engine.has_accumulated else None
 
     def drop(self) -> None:
         self._engine.give_up()
@@ -163,6 +183,12 @@ class BatchByBatch:
         self._engine.load_state(state)
 
 
+class _ForTheirOptimizers(MacroStep):
+    """Leaves gradients in the dtype of their parameters, which optimizers want."""
+
+    leaves_wide = False
+
+
 class WholeWindow:
     """Keeps the batches of a window until the last one, then runs them together: cut again, or recorded.
 
@@ -178,7 +204,7 @@ class WholeWindow:
         clearing: the module's hook that clears gradients.
     """
 
-    is_broken = False
+    is_stock = is_broken = False
 
     def __init__(
         self,
@@ -201,16 +227,16 @@ class WholeWindow:
         self._others: Sequence[Any] = ()  # the other arguments of the training_step
         self._ready: list[tuple[nn.Parameter, Tensor]] | None = None  # gradients that wait for the backward
         self._result: StepResult | None = None
+        self._unread: str | None = None  # the node that kept the items of a loss from being read
         self.has_loss = False
-        self.length = 0
         how: dict[str, Any] = {"micro": settings.micro} if self._cuts else {"micro": 1, "collate": the_only_one}
-        self._train = MacroStep(
+        self._train = _ForTheirOptimizers(
             [*models, self._logged], None, self._loss, cuda_graph=settings.cuda_graph, **how, **options
         )
         if settings.cuda_graph and data_parallel_of(models[0]) in (None, "DistributedDataParallel"):
             self._logged.watch(self._train)
 
-    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool) -> Any:
+    def forward(self, run: Callable[[], Any], arguments: Sequence[Any], *, last: bool, alone: bool) -> Any:
         trainer = self._strategy.lightning_module.trainer
         if wants_forwards_alone(trainer, package_of(self._strategy.around)):
             self._take_gradients()  # because Lightning steps anyway
@@ -220,13 +246,15 @@ class WholeWindow:
         if not last:
             return torch.zeros((), device=self._parameters[0].device)
         whole = joined(self._waiting, self._padding, None) if self._cuts else self._waiting
-        self.length, self._waiting, self._others = len(self._waiting), [], arguments[1:]
+        num_batches, self._waiting, self._others = len(self._waiting), [], arguments[1:]
         left = self._take_gradients()  # left by the step before
-        if self.length > 1:  # otherwise the hook runs later, and finds no gradients
+        if num_batches > 1:  # otherwise the hook runs later, and finds no gradients
             self._clearing.warn_about(left)
         with self._logged.window():
             self._result = self._train(whole)
         self._ready = self._take_gradients()
+        if self._unread is not None and not (alone and self._result.micro_batches == 1):
+            raise unreadable(self._unread)
         # Lightning divides by the length of windows, so that its losses of a window add up to the mean.
         return self._result.loss * trainer.accumulate_grad_batches
 
@@ -247,6 +275,10 @@ class WholeWindow:
                 output = self._run(micro_batch, *self._others)
             loss, items = loss_and_items(output)
             logged.items = items
+            if isinstance(loss, Tensor) and loss.grad_fn is not None:
+                steps = module.trainer.accumulate_grad_batches
+                weight = weigh(loss, checked_items(items), is_mean=True, steps=steps, on_host=False)
+                logged.items, self._unread = weight.items, weight.unread
         if loss is None:
             raise UsageError(
                 f"{type(module).__name__}.training_step returned no loss for a micro-batch: a window that is cut "
@@ -281,15 +313,6 @@ class WholeWindow:
 
     def load_state_dict(self, state: State) -> None:
         self._train.load_state_dict(state)
-
-
-def loss_and_items(output: Any) -> tuple[Any, Any]:
-    """Loss and items of the output of a ``training_step``; items are None if it does not count them."""
-    if not isinstance(output, Mapping):
-        return output, None
-    if "items" not in output and (meant := difflib.get_close_matches("items", map(str, output), cutoff=0.8)):
-        warn(f'training_step has returned {meant[0]!r}, which is not read: if it counts the items, call it "items".')
-    return output.get("loss"), output.get("items")
 
 
 def padding_for(module: nn.Module) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -248,12 +249,36 @@ def frozen_fingerprint(model: nn.Module) -> str:
         return hashlib.sha256(b"".join(pool.map(digest, frozen))).hexdigest()
 
 
-def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the model to a device and dtype. The adapter stays in float32 or wider, because its updates are small."""
+def move(model: nn.Module, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None = None) -> None:
+    """Move the model to a device and dtype. The adapter stays in float32 or wider, because its updates are small.
+
+    The frozen weights of linear layers are stored in the dtype of autocast, which would convert them at every use: this
+    takes half of the memory, and changes no result.
+    """
     wide = {p: p.detach().clone() for p in model.parameters() if p.requires_grad} if is_adapted(model) else {}
+    if autocast is not None and wide:
+        for parameter in _of_linear_layers(model):
+            parameter.data = parameter.data.to(autocast)
+        model.to(device)
+        return
     model.to(device=device, dtype=dtype)
     for parameter, value in wide.items():
         parameter.data = value.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
+
+
+def _of_linear_layers(model: nn.Module) -> list[nn.Parameter]:
+    """The frozen parameters that only linear layers use."""
+    from transformers.pytorch_utils import Conv1D
+
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(module)
+    return [
+        parameter
+        for parameter, modules in users.items()
+        if not parameter.requires_grad and all(isinstance(module, nn.Linear | Conv1D) for module in modules)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- exporting
@@ -282,6 +307,7 @@ def write(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Pa
     config.base_model_name_or_path, config.inference_mode = base, True
     try:
         config.save_pretrained(folder)
+        shutil.copymode(folder / ADAPTER, folder / ADAPTER_WEIGHTS)  # the library writes it for its owner only
     finally:
         config.base_model_name_or_path, config.inference_mode = before
 

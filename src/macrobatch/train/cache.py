@@ -24,7 +24,7 @@ from macrobatch.errors import UsageError
 logger = logging.getLogger("macrobatch")
 
 # Raise the number whenever the content of any kept file is computed in another way.
-_MAGIC = b"macrobatch cache 2\n".ljust(64)  # as wide as the checksum, so that the content is aligned
+_MAGIC = b"macrobatch cache 3\n".ljust(64)  # as wide as the checksum, so that the content is aligned
 _DIGEST = 64  # characters of a SHA-256
 _HEAD = len(_MAGIC) + _DIGEST
 _BLOCK = 1 << 20  # bytes per read

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train.cache import digest
 from macrobatch.train.formats import ASSISTANT, Document, Message
+from macrobatch.train.limits import within
 
 STOP = "<|im_end|>"
 CHATML = (
@@ -90,16 +91,20 @@ class ChatTemplate:
         source = self._source(tools, document.where)
         self._check_place(document, source)
         by = self._by_marks if _MARKS.search(source) else self._by_prefixes
-        text, spans = by(messages, learns, tools, document.where)
+        what = f"{document.where}: the chat template"
+        text, spans = within(lambda: by(messages, learns, tools, document.where), what, is_python=True)
         return Marked(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
 
-    def question(self, text: str) -> tuple[str, str]:
-        """A user's message with the prompt for an answer; and the text that the template writes after an answer."""
-        asked: list[Message] = [{"role": "user", "content": text}]
-        answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _STAND_IN}]
-        opening = self._text(asked, None, "the prompt", asks=True)
-        *_, after = self._text(answered, None, "the prompt").partition(_STAND_IN)
-        return opening, after.strip()
+    def question(self, asked: Sequence[Message]) -> tuple[str, str]:
+        """A conversation with the prompt for an answer; and the text that the template writes after an answer."""
+
+        def rendered() -> tuple[str, str]:
+            answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _STAND_IN}]
+            opening = self._text(asked, None, "the prompt", asks=True)
+            *_, after = self._text(answered, None, "the prompt").partition(_STAND_IN)
+            return opening, after.strip()
+
+        return within(rendered, "the chat template", is_python=True)
 
     # ------------------------------------------------------------------------------------------------------- spans
 
@@ -113,6 +118,8 @@ class ChatTemplate:
                 conversations=[messages], tools=tools, chat_template=self._source(tools, where),
                 return_assistant_tokens_mask=True, **self._renderer.special_tokens_map,
             )  # fmt: skip
+        except MemoryError:
+            raise
         except Exception as error:  # whatever a template raises
             raise _not_rendered(error, where) from error
         spans: list[Span] = [(first, last) for first, last in found[0]]
@@ -196,6 +203,8 @@ class ChatTemplate:
             text: str = self._renderer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=asks
             )
+        except MemoryError:
+            raise
         except Exception as error:  # whatever a template raises
             raise _not_rendered(error, where) from error
         return text

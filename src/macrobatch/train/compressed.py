@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from macrobatch.errors import BatchError, UsageError, pip_install
+from macrobatch.train.limits import Bounded
 
 _AT_ONCE = 1 << 20  # bytes
 
@@ -22,8 +23,12 @@ _AT_ONCE = 1 << 20  # bytes
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it. An error names a file that is damaged or cannot be read."""
     try:
-        with _OPENERS.get(path.suffix.lower(), _unpacked)(path) as file:
-            yield file
+        if not is_packed(path):
+            with path.open("rb") as file:
+                yield file
+            return
+        with _OPENERS[path.suffix.lower()](path) as unpacked:
+            yield io.BufferedReader(Bounded(unpacked, path), _AT_ONCE)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
@@ -85,10 +90,6 @@ class _Frames(io.RawIOBase):
         self._unpacked = memoryview(frame.decompress(packed))
         self._frame, self._rest = (None, frame.unused_data) if frame.eof else (frame, b"")
         return True
-
-
-def _unpacked(path: Path) -> IO[bytes]:
-    return path.open("rb")
 
 
 _OPENERS: dict[str, Callable[[Path], Any]] = {

@@ -13,7 +13,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -58,6 +58,8 @@ class Corpus:
         parents: the number of the document that each sample is a piece of.
         truncated: the number of documents that did not fit completely.
         unlearnt: the number of conversations that were left out, because no token of them has a loss.
+        num_whole: the number of conversations and of prompts with completions, which are not cut into pieces.
+        longest: the number of tokens of the longest of these, before the rest was cut off.
     """
 
     codes: Tensor
@@ -66,6 +68,8 @@ class Corpus:
     parents: Tensor
     truncated: int = 0
     unlearnt: int = 0
+    num_whole: int = 0
+    longest: int = 0
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -136,15 +140,21 @@ class Corpus:
 
     def _some(self, keep: list[bool]) -> Corpus:
         mask = torch.tensor(keep, dtype=torch.bool)
-        return Corpus(
-            self.codes, self.starts[mask], self.sizes[mask], self.parents[mask], self.truncated, self.unlearnt
-        )
+        return replace(self, starts=self.starts[mask], sizes=self.sizes[mask], parents=self.parents[mask])
 
     # ------------------------------------------------------------------------------------------------------- making
 
     @classmethod
     def made(
-        cls, documents: Iterable[Document], vocabulary: Vocabulary, *, seq_len: int, cache: Path | None = None
+        cls,
+        documents: Iterable[Document],
+        vocabulary: Vocabulary,
+        *,
+        seq_len: int,
+        whole_len: int | None = None,
+        most_cut: float = 1.0,
+        positions: int | None = None,
+        cache: Path | None = None,
     ) -> Corpus:
         """Make the samples of these documents.
 
@@ -155,41 +165,70 @@ class Corpus:
                 token that has a loss is left out.
             vocabulary: tokenizes the documents.
             seq_len: the largest number of tokens in a sample.
+            whole_len: the largest number of tokens of a pair or a conversation, if it may be longer than a piece of a
+                text.
+            most_cut: the largest part of pairs and conversations that may be cut off.
+            positions: the largest number of tokens that the model takes; None: any number.
             cache: a folder in which to keep the result.
         """
         if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
             raise UsageError(f"seq_len must be a whole number of tokens, at least 2 to predict one: got {seq_len!r}.")
         found = Documents.of(documents)
         template = vocabulary.chat.fingerprint if vocabulary.chat and found.has_conversations else ""
-        name = f"corpus-{seq_len}-{digest([vocabulary.fingerprint, template, found.digest])}"
-        corpus = cls._from(mapped(cache, name, partial(_write, found, vocabulary, seq_len)))
+        whole_len = max(seq_len, whole_len or 0)
+        name = f"corpus-{seq_len}-{whole_len}-{digest([vocabulary.fingerprint, template, found.digest])}"
+        corpus = cls._from(mapped(cache, name, partial(_write, found, vocabulary, seq_len, whole_len)))
         if template and vocabulary.chat and vocabulary.chat.writes_the_date:
             logger.warning(
                 "the chat template writes the date of the day on which the data was prepared. On another day, without "
                 "what was kept of it, it is other data, and the run cannot be resumed."
             )
+        kind = "conversations" if template else "prompts and completions"
+        if corpus.truncated > most_cut * corpus.num_whole:
+            raise UsageError(
+                f"{corpus.truncated:,} of {corpus.num_whole:,} {kind} are longer than {whole_len:,} tokens, and would "
+                f"be cut. {_cure_of_cutting(corpus, kind, positions)}"
+            )
         if corpus.unlearnt:
             logger.warning(
                 "left out %d of %d documents: conversations in which the assistant says nothing to learn within their "
-                "first %d tokens.", corpus.unlearnt, len(found), seq_len,
+                "first %d tokens.", corpus.unlearnt, len(found), whole_len,
             )  # fmt: skip
         if not len(corpus):
             raise BatchError(f"there is nothing to train on: {len(found)} documents made no token to predict.")
         if corpus.truncated:
             logger.warning(
-                "%d of %d %s are longer than %d tokens: %s was left out.", corpus.truncated, len(found),
-                "conversations" if template else "prompts and completions", seq_len,
+                "%d of %d %s are longer than %d tokens: %s was left out. The longest has %d tokens%s.",
+                corpus.truncated, corpus.num_whole, kind, whole_len,
                 "their end" if template else "what did not fit of the prompt, and then of the completion,",
+                corpus.longest, "" if (needed := _length_for_all(corpus, positions)) is None else
+                f"; --seq-len {needed} keeps all",
             )  # fmt: skip
         return corpus
 
     @classmethod
     def _from(cls, content: memoryview) -> Corpus:
         """The corpus in a file that `_write` wrote."""
-        *_, num_tokens, num_samples, truncated, unlearnt = _tensor(content[-32:], torch.int64, 4).tolist()
+        *counts, num_tokens, num_samples = _tensor(content[-48:], torch.int64, 6).tolist()
         table = content[-(-num_tokens // 2) * 8 :]
         starts, sizes, parents = _tensor(table, torch.int64, 3 * num_samples).view(3, -1)
-        return cls(_tensor(content, torch.int32, num_tokens), starts, sizes, parents, truncated, unlearnt)
+        return cls(_tensor(content, torch.int32, num_tokens), starts, sizes, parents, *counts)
+
+
+def _length_for_all(corpus: Corpus, positions: int | None) -> int | None:
+    """The length that cuts nothing, a multiple of 64 if the model takes that; None if it takes no such length."""
+    rounded = -(-corpus.longest // 64) * 64
+    return next((one for one in (rounded, corpus.longest) if positions is None or one <= positions), None)
+
+
+def _cure_of_cutting(corpus: Corpus, kind: str, positions: int | None) -> str:
+    """What to do about conversations and the like that are too long."""
+    if (needed := _length_for_all(corpus, positions)) is not None:
+        return f"--seq-len {needed} keeps all {corpus.num_whole:,} {kind}; --truncate cuts them."
+    return (
+        f"The longest has {corpus.longest:,}, and the model takes {positions:,}: --truncate cuts them, or leave them "
+        "out of the data."
+    )
 
 
 def _tensor(content: memoryview, dtype: torch.dtype, count: int) -> Tensor:
@@ -205,10 +244,10 @@ def _ids(codes: Tensor) -> Tensor:
     return torch.where(codes < 0, ~codes, codes)
 
 
-def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put) -> None:
-    """Write all codes; then starts, sizes and parents of the samples; then four counts."""
+def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len: int, put: Put) -> None:
+    """Write all codes; then starts, sizes and parents of the samples; then six counts."""
     codes, starts, sizes, parents = array("i"), array("q"), array("q"), array("q")
-    written = first = parent = truncated = unlearnt = 0
+    written = first = parent = truncated = unlearnt = num_whole = longest = 0
     for document, ids, completion in _encoded(documents, vocabulary):
         if len(codes) > _BLOCK:
             put(codes.tobytes())
@@ -216,14 +255,15 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
         is_new, is_sample = first == written + len(codes), True
         if completion is not None:
             prompt = [*vocabulary.start, *ids]
-            truncated += len(prompt) + len(completion) > seq_len
-            prompt = _fitted(prompt, len(vocabulary.start), seq_len - len(completion))
-            codes.extend([*(~token for token in prompt), *completion][:seq_len])
+            length = len(prompt) + len(completion)
+            num_whole, truncated, longest = num_whole + 1, truncated + (length > whole_len), max(longest, length)
+            prompt = _fitted(prompt, len(vocabulary.start), whole_len - len(completion))
+            codes.extend([*(~token for token in prompt), *completion][:whole_len])
         elif document.messages is not None:
-            truncated += len(ids) > seq_len
-            is_sample = any(code >= 0 for code in ids[1:seq_len])
+            num_whole, truncated, longest = num_whole + 1, truncated + (len(ids) > whole_len), max(longest, len(ids))
+            is_sample = any(code >= 0 for code in ids[1:whole_len])
             unlearnt += not is_sample
-            codes.extend(ids[:seq_len] * is_sample)
+            codes.extend(ids[:whole_len] * is_sample)
         else:
             codes.extend([*vocabulary.start, *ids] if is_new else ids)
             if document.goes_on:
@@ -232,7 +272,8 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
             codes.extend([vocabulary.end] * is_sample)
         length = written + len(codes) - first
         if is_sample and length > 1:  # the first token cannot be predicted
-            for start, size in _pieces(length, seq_len):
+            is_text = completion is None and document.messages is None
+            for start, size in _pieces(length, seq_len if is_text else whole_len):
                 starts.append(first + start)
                 sizes.append(size)
                 parents.append(parent)
@@ -240,7 +281,8 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, put: Put)
     put(codes.tobytes())
     written += len(codes)
     put(bytes(4 * (written % 2)))  # to align the table to 8 bytes
-    for column in (starts, sizes, parents, array("q", [written, len(starts), truncated, unlearnt])):
+    counts = [truncated, unlearnt, num_whole, longest, written, len(starts)]
+    for column in (starts, sizes, parents, array("q", counts)):
         put(column.tobytes())
 
 

@@ -32,8 +32,15 @@ def micro_of(settings: Settings, longest: int, device: torch.device) -> Micro:
     if kind == "auto" and not settings.pack:
         return "auto"
     is_tried = kind == "auto" or (size is None and device.type == "cuda")
+    longest = packed_width(settings) if settings.pack else longest
     budget: int | Literal["auto"] = "auto" if is_tried else size or max(CPU_TOKENS, longest)
     return PackedRows(budget, width=longest) if settings.pack else by_tokens(budget)
+
+
+def packed_width(settings: Settings) -> int:
+    """The number of tokens that fit into a packed row."""
+    assert settings.seq_len is not None, "it was derived from the data"
+    return settings.seq_len
 
 
 def described(micro: Micro, lengths: Sequence[int]) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import BatchError, UsageError, counted
@@ -12,12 +16,16 @@ from macrobatch.train import models
 from macrobatch.train.cache import cache_folder
 from macrobatch.train.chat import CHATML, named_template
 from macrobatch.train.corpus import Corpus
-from macrobatch.train.documents import Say, documents
+from macrobatch.train.documents import Documents, Say, documents
 from macrobatch.train.settings import DEFAULT_VALIDATION, Settings
+from macrobatch.train.stream import Mixture
 from macrobatch.train.vocabulary import Vocabulary
 
 logger = logging.getLogger("macrobatch")
 
+ENOUGH = 0.9  # of a model's tokens; embeddings often have some more rows than the tokenizer has tokens
+MOST_CUT = 0.05  # of the conversations, unless the user wants more to be cut
+SHOWN = 400  # tokens of the sample that is shown
 FEW = 16  # samples; a validation with fewer gets a warning
 
 
@@ -28,10 +36,18 @@ class Data:
     train: Corpus
     validation: Corpus
     vocabulary: Vocabulary
+    seq_len: int
+    mixture: Mixture | None = None
 
     @classmethod
-    def read(cls, settings: Settings, say: Say | None = None) -> Data:
-        """Read, tokenize and split the data according to the settings. `say` prints the progress if that takes long."""
+    def read(cls, settings: Settings, say: Say | None = None, *, is_new: bool = True) -> Data:
+        """Read, tokenize and split the data according to the settings.
+
+        Args:
+            settings: the settings of the run.
+            say: prints the progress if that takes long.
+            is_new: whether the run begins. A run that is resumed keeps what was cut at its beginning.
+        """
         cache = cache_folder()
         read = partial(documents, text_field=settings.text_field, fields=settings.fields, cache=cache, say=say)
         template = None if settings.chat_template is None else named_template(settings.chat_template)
@@ -44,15 +60,52 @@ class Data:
         else:
             vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
             vocabulary = vocabulary if template is None else vocabulary.with_chat(template)
-        corpus = Corpus.made(texts, vocabulary, seq_len=settings.seq_len, cache=cache)
+        sources = [texts, *([read(settings.validation_data)] if settings.validation_data else [])]
+        seq_len, whole_len = models.lengths_of(settings)
+        is_asked = settings.truncate or settings.seq_len is not None
+        most_cut = 1.0 if is_asked or not is_new else MOST_CUT
+        made = partial(Corpus.made, vocabulary=vocabulary, most_cut=most_cut, positions=models.positions_of(settings))
+        corpora = [made(source, seq_len=seq_len, whole_len=whole_len, cache=cache) for source in sources]
+        longest = max(seq_len, *(max(corpus.lengths) for corpus in corpora))
+        if longest > seq_len and any(
+            corpus.num_whole < len(source) for corpus, source in zip(corpora, sources, strict=True)
+        ):  # there are texts too: their pieces get the same length as the conversations
+            corpora = [made(source, seq_len=longest, cache=cache) for source in sources]
         if settings.validation_data:
-            held_out = read(settings.validation_data)
-            train = corpus
-            validation = Corpus.made(held_out, vocabulary, seq_len=settings.seq_len, cache=cache)
+            train, validation = corpora
         else:
             part = DEFAULT_VALIDATION if settings.validation is None else settings.validation
-            train, validation = corpus.split(part, settings.seed)
-        return cls(train=train, validation=validation, vocabulary=vocabulary)
+            train, validation = corpora[0].split(part, settings.seed)
+        mixture = None
+        if texts.weights is not None:
+            mixture = _mixture(train, texts, settings.data)
+        return cls(train=train, validation=validation, vocabulary=vocabulary, seq_len=longest, mixture=mixture)
+
+    @property
+    def described_lengths(self) -> str:
+        """The distribution of the lengths of samples, and what fits, as text."""
+        sizes = self.train.sizes.sort().values
+        half, most = (int(sizes[int(share * (len(sizes) - 1))]) for share in (0.5, 0.95))
+        spread = f"{int(sizes[0]):,} to {int(sizes[-1]):,} tokens; half have at most {half:,}, 95 % at most {most:,}"
+        cut, whole = self.train.truncated, self.train.num_whole
+        if not whole:
+            return f"{spread}; longer texts are cut into pieces of {self.seq_len:,}"
+        cure = f"; --seq-len {self.train.longest} would keep them" if cut else ""
+        return f"{spread}; {whole - cut:,} of {whole:,} fit into {self.seq_len:,}{cure}"
+
+    @property
+    def example(self) -> str:
+        """A sample as text, in which the tokens that the model learns are marked."""
+        codes = self.train[0]
+        ids, is_learnt = codes["input_ids"][:SHOWN].tolist(), (codes["labels"][:SHOWN] != IGNORED).tolist()
+        more = " ..." if len(codes["input_ids"]) > SHOWN else ""
+        if all(is_learnt):
+            return f"a sample, of which all is learnt:\n{self.vocabulary.decode(ids, with_special=True)}{more}\n"
+        text = ""
+        for learnt, group in itertools.groupby(zip(ids, is_learnt, strict=True), key=lambda pair: pair[1]):
+            part = self.vocabulary.decode((token for token, _ in group), with_special=True)
+            text += f">>>{part}<<<" if learnt else part
+        return f"a sample, of which the part between >>> and <<< is learnt:\n{text}{more}\n"
 
     def warn_of_few(self) -> None:
         """Warn if the validation has so few samples that its loss is unreliable."""
@@ -62,7 +115,7 @@ class Data:
                 "--validation.", counted(len(self.validation), "sample"),
             )  # fmt: skip
 
-    def fits(self, vocabulary_size: int, positions: int | None) -> None:
+    def fits(self, vocabulary_size: int, positions: int | None, *, packs: bool = False) -> None:
         """Refuse samples with token ids or lengths that the model does not support."""
         largest = max(self.train.largest_id, self.validation.largest_id)
         if largest >= vocabulary_size:
@@ -70,11 +123,37 @@ class Data:
                 f"the data has the token {largest}, and the model's vocabulary ends at "
                 f"{vocabulary_size - 1}: model and tokenizer do not belong together. Say which --tokenizer does."
             )
-        longest = max([*self.train.lengths, *self.validation.lengths])
+        longest = self.seq_len if packs else max([*self.train.lengths, *self.validation.lengths])
         if positions is not None and longest > positions:
+            what = "a packed row" if packs else "the longest sample"
             raise UsageError(
-                f"the longest sample has {longest} tokens, and the model takes {positions}: say --seq-len {positions}."
+                f"{what} has {longest} tokens, and the model takes {positions}: say --seq-len {positions}."
             )
+
+    def warn_of_tokenizer(self, settings: Settings, vocabulary_size: int, end: object) -> None:
+        """Warn if the tokenizer seems to be of another model than the existing weights.
+
+        Args:
+            settings: name both.
+            vocabulary_size: the number of tokens in the model's embedding.
+            end: the token that ends a text, according to the model's configuration; there may be several, or none.
+        """
+        origin = models.origin_of(settings)
+        if not origin.has_weights:
+            return
+        name, said = settings.tokenizer or origin.tokenizer, ""
+        if settings.tokenizer and origin.tokenizer and settings.tokenizer != origin.tokenizer:
+            others = self.vocabulary.differences(Vocabulary.load(origin.tokenizer))
+            said = f"{others:,} of its {self.vocabulary.size:,} tokens are other ones there" if others else ""
+        elif self.vocabulary.size < ENOUGH * vocabulary_size:
+            said = f"it has {self.vocabulary.size:,} tokens, and the model has {vocabulary_size:,}"
+        elif not origin.tokenizer and self.vocabulary.end not in (end if isinstance(end, list) else [end, None]):
+            said = f"its texts end with the token {self.vocabulary.end}, and those of the model with {end}"
+        if said:
+            logger.warning(
+                "the tokenizer %s seems to be that of another model than %s: %s. The weights would not know what the "
+                "tokens mean.", name, settings.model, said,
+            )  # fmt: skip
 
     @property
     def opening(self) -> str:
@@ -86,6 +165,16 @@ class Data:
             return self.vocabulary.decode(ids[:8])
         asked = ids[len(start) : question] if ids[: len(start)] == start else ids[:question]
         return self.vocabulary.decode(asked, with_special=True)
+
+
+def _mixture(train: Corpus, texts: Documents, names: Sequence[str]) -> Mixture:
+    """The samples of each source, with its weight."""
+    assert texts.weights is not None
+    sources = torch.bucketize(train.parents, torch.tensor(texts.ends), right=True)
+    members = [(sources == number).nonzero().flatten().tolist() for number in range(len(texts.ends))]
+    if empty := [name for name, samples in zip(names, members, strict=True) if not samples]:
+        raise BatchError(f"--data {empty[0]}: no sample of it is left to train on, so it cannot have a share.")
+    return Mixture(members, texts.weights)
 
 
 def _loaded(name: str, flag: str) -> Vocabulary:

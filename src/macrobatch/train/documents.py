@@ -11,7 +11,9 @@ import ast
 import hashlib
 import json
 import logging
+import math
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -30,6 +32,7 @@ __all__ = ["Document", "Documents", "documents"]
 logger = logging.getLogger("macrobatch")
 
 Say = Callable[[str], None]
+_WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*|\.\d+)", re.DOTALL)
 _SILENT = 5.0  # seconds between two messages about the progress
 
 
@@ -49,7 +52,11 @@ class Documents:
         num_empty: the number of documents that were left out because they are empty.
         num_characters: the number of characters of all texts together.
         has_conversations: whether at least one document is a conversation.
+        ends: the number of documents up to the end of each source.
+        weights: how often to draw samples of each source, relative to the others; None: each sample equally often.
     """
+
+    weights: Sequence[float] | None = None
 
     def __init__(self, source: Iterable[Document], say: Say | None = None) -> None:
         self._source, self._say = source, say
@@ -62,6 +69,7 @@ class Documents:
             self.num_characters += sum(map(len, document.texts))
             self.has_conversations |= document.messages is not None
         self.digest = total.hexdigest()
+        self.ends: Sequence[int] = source.ends if isinstance(source, _Sources) else [self._count]
 
     @classmethod
     def of(cls, source: Iterable[Document]) -> Documents:
@@ -115,11 +123,17 @@ class _Sources:
     def __init__(self, sources: Sequence[str | Path], columns: Columns) -> None:
         self._sources, self._columns = [Path(source) for source in sources], columns
         self._warn = True
+        self.ends: list[int] = []
 
     def __iter__(self) -> Iterator[Document]:
         warn, self._warn = self._warn, False  # only the first iteration warns
+        ends, count = [], 0
         for source in self._sources:
-            yield from files.read(source, self._columns, warn=warn)
+            for document in files.read(source, self._columns, warn=warn):
+                count += not document.goes_on and not document.is_empty
+                yield document
+            ends.append(count)
+        self.ends = ends
 
 
 def documents(
@@ -133,10 +147,11 @@ def documents(
     """All the documents of some sources, in order.
 
     Args:
-        sources: files and folders. ``.jsonl`` has one record per line, ``.json`` a list of records; ``.csv``, ``.tsv``,
-            ``.parquet``, ``.arrow`` and folders saved by the library `datasets` have rows. Any other file is one text,
-            in UTF-8. All except tables of Arrow may be compressed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the
-            functions of the standard library.
+        sources: files and folders, each with a weight if they are to be mixed: ``a.jsonl:0.7``. ``.jsonl`` has one
+            record per line, ``.json`` a list of records or one record; ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``
+            and folders saved by the library `datasets` have rows. Any other file is one text, in UTF-8. All except
+            tables of Arrow may be compressed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the functions of the
+            standard library.
         text_field: another name for the field "text".
         fields: other names for other fields, as ``NAME=COLUMN``: see `Columns`.
         cache: a folder in which to keep the functions of the standard library.
@@ -147,7 +162,9 @@ def documents(
     columns = Columns.of(fields, text_field)
     if not sources:
         return Documents(_standard_library(cache))
-    found = Documents(_Sources(sources, columns), say)
+    paths, weights = _weighted(sources)
+    found = Documents(_Sources(paths, columns), say)
+    found.weights = weights
     count = len(found) + found.num_empty
     if not len(found):
         named = ", ".join(str(source) for source in sources)
@@ -156,6 +173,23 @@ def documents(
     if found.num_empty:
         logger.warning("left out %s of %d.", counted(found.num_empty, "empty text"), count)
     return found
+
+
+def _weighted(sources: Sequence[str | Path]) -> tuple[list[str], list[float] | None]:
+    """The paths of sources, and their weights; None: they have no weights.
+
+    >>> _weighted(["a.jsonl:3", "b.jsonl:1"])
+    (['a.jsonl', 'b.jsonl'], [3.0, 1.0])
+    """
+    found = [_WEIGHTED.fullmatch(str(source)) if not Path(source).exists() else None for source in sources]
+    if not any(found):
+        return [str(source) for source in sources], None
+    if unweighted := [source for source, match in zip(sources, found, strict=True) if match is None]:
+        raise UsageError(f"--data: {str(unweighted[0])!r} has no weight, and others have. Add one, as in NAME:0.5.")
+    weights = [float(match["weight"]) for match in found if match is not None]
+    if not all(0 < weight < math.inf for weight in weights):
+        raise UsageError(f"--data: weights must be above 0: got {', '.join(map(str, sources))}.")
+    return [match["path"] for match in found if match is not None], weights
 
 
 # ------------------------------------------------------------------------------------------------ the standard library

@@ -1,41 +1,34 @@
-"""Read the settings of a run from flags, from a TOML file, and from the run that is resumed.
+"""Read the settings of a run from flags, from a YAML or TOML file, and from the run that is resumed.
 
-Flags override the configuration file or the run that is resumed, which override the defaults. tyro, which makes the
-command line from the dataclass, is imported only when there are flags to parse.
+Flags override the configuration file or the run that is resumed, which override the defaults. The command line is made
+from the dataclass `Settings`: its groups, types, defaults and texts.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
-import itertools
+import inspect
 import json
 import re
+import textwrap
 import tomllib
+import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
-from macrobatch.errors import UsageError
-from macrobatch.train.settings import ALTERNATIVES, DEFAULT_STEPS, ONCE, Settings, flag_of
+from macrobatch.errors import UsageError, pip_install
+from macrobatch.train.settings import ALTERNATIVES, DEFAULT_STEPS, GROUPS, ONCE, Settings, flag_of, is_union
 
-NAMES = tuple(field.name for field in dataclasses.fields(Settings))
-
-
-def parsed(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line."""
-    import tyro
-
-    arguments = _said_in_full(arguments)
-    _check_flags(arguments)
-    _check_lists(arguments)
-    chosen = tyro.cli(Settings, args=list(arguments), default=_basis(arguments), prog="macrobatch train")
-    if chosen.epochs is None:
-        chosen.check_warmup(chosen.steps or DEFAULT_STEPS)
-    return chosen
-
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+NAMES = tuple(FIELDS)
+YES_OR_NO = ("checkpoint_activations",)  # and more: --name alone says yes, --no-name no; in a file, true and false
+_FLAG = re.compile(r"--[A-Za-z][\w-]*")
 
 # What other trainers call it.
 SYNONYMS = {
@@ -43,6 +36,7 @@ SYNONYMS = {
     "output_dir": "out",
     "output": "out",
     "dataset": "data",
+    "datasets": "data",
     "train_file": "data",
     "train_data": "data",
     "dataset_text_field": "text_field",
@@ -50,12 +44,19 @@ SYNONYMS = {
     "chat_template_path": "chat_template",
     "validation_file": "validation_data",
     "val_data": "validation_data",
+    "test_datasets": "validation_data",
+    "eval_dataset": "validation_data",
+    "val_set_size": "validation",
+    "val_size": "validation",
     "model_name_or_path": "model",
+    "base_model": "model",
     "max_steps": "steps",
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",
     "max_seq_length": "seq_len",
     "max_length": "seq_len",
+    "cutoff_len": "seq_len",
+    "sequence_len": "seq_len",
     "block_size": "seq_len",
     "context": "seq_len",
     "lr_scheduler_type": "schedule",
@@ -65,124 +66,280 @@ SYNONYMS = {
     "grad_clip": "max_norm",
     "gradient_clip_val": "max_norm",
     "per_device_train_batch_size": "micro",
+    "micro_batch_size": "micro",
     "gradient_accumulation_steps": "batch_size",
     "dtype": "precision",
     "gradient_checkpointing": "checkpoint_activations",
     "save_steps": "save_every",
+    "save_total_limit": "keep",
     "eval_steps": "validate_every",
     "patience": "early_stop",
+    "early_stopping_patience": "early_stop",
     "metric_for_best_model": "best",
     "compute_metrics": "evaluate",
     "report_to": "track",
     "logger": "track",
     "wandb_project": "track_project",
     "resume_from_checkpoint": "resume",
+    "auto_resume_from_checkpoints": "resume",
     "optim": "optimizer",
     "optim_args": "optimizer_options",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
     "use_peft": "lora",
     "lora_r": "lora_rank",
+    "lora_target": "lora_targets",
     "lora_target_modules": "lora_targets",
+    "packing": "pack",
+    "sample_packing": "pack",
+    "torch_compile": "compile",
+}
+
+# What other trainers have, and this one does in another way.
+_QUANTIZED = (
+    "quantized weights are not supported; with --lora, the frozen weights are in bfloat16 wherever bf16 is used"
+)
+_FAST = "the fastest attention that the model supports is chosen without a flag"
+ADVICE = {
+    "bf16": "say --precision bf16; on a GPU that has bf16 it is the default",
+    "fp16": "say --precision fp16",
+    "tf32": "say --precision bf16",
+    "fp8": "the precisions are float32, bf16, fp16, pure-bf16 and float64",
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "quantization_bit": _QUANTIZED,
+    "push_to_hub": "the run writes its model into the folder RUN/model; upload it with: hf upload NAME RUN/model",
+    "hub_model_id": "the run writes its model into the folder RUN/model; upload it with: hf upload NAME RUN/model",
+    "adapter": "say --lora",
+    "finetuning_type": "say --lora for adapters; without it, all weights are trained",
+    "warmup_ratio": "say --warmup STEPS; a tenth of all steps is the default",
+    "logging_steps": "every step is recorded in RUN/metrics.jsonl",
+    "train_on_inputs": "only answers are learnt; to learn the whole text, write it into the field 'text'",
+    "train_on_prompt": "only answers are learnt; to learn the whole text, write it into the field 'text'",
+    "group_by_length": "micro-batches hold samples of about the same length without a flag: see --micro",
+    "pad_to_sequence_len": "only --cuda-graph needs few shapes, and pads to them without a flag",
+    "flash_attention": _FAST,
+    "flash_attn": _FAST,
+    "attn_implementation": _FAST,
+    "deepspeed": "shard the model over ranks with --parallel fsdp, under torchrun",
+    "fsdp": "shard the model over ranks with --parallel fsdp, under torchrun",
+    "trust_remote_code": "code in the folder of a model is never executed here",
+    "neftune_noise_alpha": "noise on embeddings is not supported",
+    "do_train": "macrobatch train always trains; leave it out",
+    "stage": "this trains on texts and conversations; leave it out",
+    "saves_per_epoch": "say --save-every STEPS",
+    "evals_per_epoch": "say --validate-every STEPS",
+    "wandb_watch": "say --track wandb",
+    "special_tokens": "name a folder whose tokenizer has these tokens: --tokenizer FOLDER",
 }
 
 
-_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-YES_OR_NO = ("checkpoint_activations",)  # and more: --name alone says yes, --no-name no; in a file, true and false
+def parsed(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line."""
+    words = [_with_dashes(word) for word in arguments]
+    found, rest = _parser().parse_known_args(words)
+    if rest:
+        written = dict(zip(words, arguments, strict=True))
+        raise UsageError(_unknown([written[word] for word in rest]))
+    given = {name: _value(name, value) for name, value in vars(found).items()}
+    if isinstance(given.get("resume"), str) and given["resume"] != "auto":
+        raise UsageError(f"--resume takes no folder: say --resume --out {given['resume']}.")
+    basis = _basis(given)
+    for pair in ALTERNATIVES:
+        if any(name in given for name in pair):  # said instead of the other
+            given = {**dict.fromkeys(pair), **given}
+    chosen = dataclasses.replace(basis, **given)
+    if chosen.epochs is None:
+        chosen.check_warmup(chosen.steps or DEFAULT_STEPS)
+    return chosen
 
 
-def _said_in_full(arguments: Sequence[str]) -> list[str]:
-    """Add a value to flags that may be given without one.
+def _basis(given: Mapping[str, Any]) -> Settings:
+    """The settings that the flags override: those of a file, of the run that is resumed, or the defaults."""
+    if given.get("config") is not None:
+        return loaded(Path(given["config"]))
+    resume, out = given.get("resume"), given.get("out")
+    if resume and out is None:
+        value = "" if resume is True else " auto"
+        raise UsageError(f"--resume{value} needs the folder of the run: add --out RUN.")
+    if resume and out is not None and (saved := Path(out, "run.json")).is_file():
+        return of_run(saved)
+    return Settings()
 
-    >>> _said_in_full(["--checkpoint-activations", "--steps", "3", "--no-checkpoint-activations"])
-    ['--checkpoint-activations', 'yes', '--steps', '3', '--checkpoint-activations', 'no']
-    """
-    found: list[str] = []
-    alone = {flag_of(name): (flag_of(name), "yes") for name in YES_OR_NO}
-    alone |= {flag_of(f"no_{name}"): (flag_of(name), "no") for name in YES_OR_NO}
-    for word, following in itertools.pairwise([*arguments, "--"]):
-        flag = word.replace("_", "-") if word.startswith("--") else word
-        is_alone = flag in alone and (following.startswith("--") or flag.startswith("--no-"))
-        found += alone[flag] if is_alone else [word]
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of this package."""
+
+    def error(self, message: str) -> NoReturn:
+        text = re.sub(r"^argument (--[\w-]+).*?: ", r"\1: ", message)
+        raise UsageError(f"{text.rstrip('.')}. macrobatch train --help lists all flags.")
+
+
+class _List(argparse.Action):
+    """A flag with one or more values, which must not be given twice: one list would be lost."""
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        if not values:
+            raise UsageError(f"{flag} is followed by nothing: say what it is, or leave it out.")
+        if hasattr(namespace, self.dest):
+            raise UsageError(f"{flag} is given twice: put all behind one, as in {flag} ONE TWO.")
+        setattr(namespace, self.dest, values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = (inspect.getdoc(Settings) or "").partition("The flags of")[0]
+    parser = _Parser(
+        prog="macrobatch train", description=about, usage="macrobatch train [--FLAG VALUE ...]", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
+    )  # fmt: skip
+    texts, hints = _texts(), typing.get_type_hints(Settings)
+    group: Any = parser
+    starts = {first: title for title, first in GROUPS.items()}
+    for name, field in FIELDS.items():
+        if name in starts:
+            group = parser.add_argument_group(starts[name])
+        default = (
+            ""
+            if field.default is None or field.default is False or field.default == ()
+            else f" Default: {field.default}."
+        )
+        _add(group, name, hints[name], (texts[name] + default).replace("%", "%%"))
+    return parser
+
+
+def _add(group: Any, name: str, hint: Any, text: str) -> None:
+    """Add the flag of a setting."""
+    flag = flag_of(name)
+    if hint is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    elif typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        group.add_argument(flag, action=_List, nargs="*", metavar=_metavar(inner), help=text)
+    elif name in YES_OR_NO:
+        group.add_argument(flag, nargs="?", const="yes", metavar=_metavar(hint), help=text)
+        group.add_argument(flag_of(f"no_{name}"), dest=name, action="store_const", const="no", help=argparse.SUPPRESS)
+    elif name == "resume":
+        group.add_argument(flag, nargs="?", const=True, metavar="auto", help=text)
+    else:
+        group.add_argument(flag, metavar=_metavar(hint), help=text)
+
+
+def _metavar(hint: Any) -> str:
+    """The kind of value that a flag takes, for people."""
+    kinds = [kind for kind in _kinds(hint) if kind is not types.NoneType]
+    if typing.get_origin(kinds[0]) is Literal:
+        return "|".join(typing.get_args(kinds[0]))
+    return {int: "N", float: "NUMBER"}.get(kinds[0], "TEXT")
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if is_union(hint) else (hint,)
+
+
+def _texts() -> dict[str, str]:
+    """The text below each field of `Settings`, from its source."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(Settings))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(below.value.value).split())
     return found
 
 
-def _check_flags(arguments: Sequence[str]) -> None:
-    """Raise an error for a flag that does not exist, and name the one that was probably meant."""
-    hints = typing.get_type_hints(Settings)
-    known = {*NAMES, *(f"no_{name}" for name in NAMES if hints[name] is bool), "help"}
-    for word in arguments:
-        flag, name = word.partition("=")[0], _name_of(word)
-        if not _FLAG.fullmatch(word) or name in known or name.startswith("tyro"):
-            continue
-        meant = _meant(name)
-        hint = f"did you mean {flag_of(meant)}?" if meant else "macrobatch train --help lists them."
-        raise UsageError(f"there is no {flag}: {hint}")
+def _with_dashes(word: str) -> str:
+    """A flag as it is listed, for a word of the command line: --batch_size is --batch-size."""
+    flag, equals, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}" if _FLAG.fullmatch(flag) else word
 
 
-def _name_of(word: str) -> str:
-    """The name of the setting that a flag sets."""
-    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+def _unknown(rest: Sequence[str]) -> str:
+    """The message for words that are no flags; it names the flags that were probably meant."""
+    flags = [flag for word in rest if _FLAG.fullmatch(flag := word.partition("=")[0])]
+    if not flags:
+        return f"{rest[0]!r} belongs to no flag. macrobatch train --help lists them."
+    said = []
+    for flag in dict.fromkeys(flags):
+        meant, advice = _meant(flag.removeprefix("--").replace("-", "_").removeprefix("no_"))
+        listed = "macrobatch train --help lists them" if meant is None else f"did you mean {flag_of(meant)}?"
+        said.append(f"there is no {flag}: {advice or listed}")
+    return "\n".join(f"{text}{'' if text.endswith('?') else '.'}" for text in said)
 
 
-def _check_lists(arguments: Sequence[str]) -> None:
-    """Raise an error for a list flag that is given twice, because one list would be lost, or without a value."""
-    hints = typing.get_type_hints(Settings)
-    lists = {name for name in NAMES if typing.get_origin(hints[name]) is tuple}
-    seen: set[str] = set()
-    for word, following in itertools.pairwise([*arguments, "--"]):
-        name = _name_of(word)
-        if not _FLAG.fullmatch(word) or name not in lists:
-            continue
-        if name in seen:
-            raise UsageError(f"{flag_of(name)} is given twice: put all behind one, as in {flag_of(name)} ONE TWO.")
-        if "=" not in word and following.startswith("--"):
-            raise UsageError(f"{flag_of(name)} is followed by nothing: say what it is, or leave it out.")
-        seen.add(name)
+def _meant(name: str) -> tuple[str | None, str | None]:
+    """The setting that a user who writes this name probably means; or advice, if there is no such setting."""
+    close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS, *ADVICE}), 1)), None)
+    if close in ADVICE and close not in NAMES:
+        return None, ADVICE[close]
+    return (SYNONYMS.get(close, close) if close else None), None
 
 
-def _meant(name: str) -> str | None:
-    """The setting that a user who writes this name probably means."""
-    close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS}), 1)), None)
-    return SYNONYMS.get(close, close) if close else None
+def _value(name: str, value: Any) -> Any:
+    """The value of a setting, for what the command line or a file has. What cannot be converted is refused later."""
+    hint = typing.get_type_hints(Settings)[name]
+    if typing.get_origin(hint) is tuple:
+        return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+    if name in YES_OR_NO and isinstance(value, bool):
+        return "yes" if value else "no"
+    for kind in _kinds(hint):
+        if kind in (int, float) and isinstance(value, str):
+            try:
+                return kind(value)  # YAML reads 1e-5 as a text
+            except ValueError:
+                continue
+        if kind is str and isinstance(value, int) and not isinstance(value, bool):
+            return str(value)  # YAML reads `micro: 4` as a number
+    return value
 
 
-def _basis(arguments: Sequence[str]) -> Settings:
-    """The settings that the flags override: those of a file, of the run that is resumed, or the defaults."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--resume", action="store_true")
-    for name in ("config", "out", *(name for pair in ALTERNATIVES for name in pair)):
-        first.add_argument(flag_of(name), f"--{name}", dest=name)
-    known, _ = first.parse_known_args(arguments)
-    if known.config is not None:
-        basis = loaded(Path(known.config))
-    elif known.resume and known.out is None:
-        raise UsageError("--resume goes on with a run: say which, with --out RUN.")
-    elif known.resume and (saved := Path(known.out, "run.json")).is_file():
-        basis = of_run(saved)
-    else:
-        basis = Settings()
-    for pair in ALTERNATIVES:
-        if any(getattr(known, name) is not None for name in pair):  # said instead of the other
-            unsaid: dict[str, Any] = dict.fromkeys(pair)
-            basis = dataclasses.replace(basis, **unsaid)
-    return basis
+# --------------------------------------------------------------------------------------------------------------- files
 
 
 def loaded(file: Path) -> Settings:
-    """The settings in a TOML file; defaults for all others."""
+    """The settings in a YAML or TOML file; defaults for all others."""
+    is_yaml = file.suffix.lower() in (".yaml", ".yml")
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8-sig")
+        values = _yaml(text) if is_yaml else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"--config {file} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} is not TOML: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        kind = "YAML" if is_yaml else "TOML; a file in YAML must be named .yaml"
+        raise UsageError(f"--config {file} is not {kind}: {' '.join(str(error).split())}.") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UsageError(f"--config {file} must hold one setting a line, as in lr: 1e-4.")
     return _from(values, str(file))
+
+
+def _yaml(text: str) -> Any:
+    """The content of a YAML file. Refuses a name that is given twice, and aliases, which could stand for any amount."""
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(f"a file in YAML needs PyYAML: {pip_install('train')}. Or write the file as TOML.") from None
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"aliases such as *{event.anchor} are not supported")
+        root = yaml.compose(text, yaml.SafeLoader)
+        names = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is given twice")
+        return {} if root is None else yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 def of_run(file: Path) -> Settings:
     """The settings with which a run was started."""
     try:
         return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UsageError(
             f"{file} does not tell the settings of a run. Give them all, or choose another --out."
         ) from None
@@ -190,29 +347,22 @@ def of_run(file: Path) -> Settings:
 
 def _from(values: Mapping[str, Any], where: str) -> Settings:
     given = {name.replace("-", "_"): value for name, value in values.items()}
-    for name in given:
-        _check_name(name, where)
+    if unknown := [said for name in given if (said := _unknown_name(name))]:
+        raise UsageError("\n".join(f"{where} has no setting {said}" for said in unknown))
     try:
-        return Settings(**{name: _listed(name, value) for name, value in given.items()})
+        return Settings(**{name: _value(name, value) for name, value in given.items()})
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _check_name(name: str, where: str) -> None:
+def _unknown_name(name: str) -> str | None:
+    """What to say about the name of a setting that does not exist in files; None if it does."""
     possible = [known for known in NAMES if known not in ONCE]
     if name in possible:
-        return
+        return None
     if name in ONCE:
-        raise UsageError(f"{where} has no setting {name!r}: it belongs to a call, as the flag {flag_of(name)}.")
-    if meant := _meant(name):
-        raise UsageError(f"{where} has no setting {name!r}: did you mean {meant!r}?")
-    raise UsageError(f"{where} has no setting {name!r}. There are {', '.join(possible)}.")
-
-
-def _listed(name: str, value: Any) -> Any:
-    """Convert a value from a file: lists to tuples, a single text to a tuple of one, true and false to yes and no."""
-    if name in YES_OR_NO and isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str) and typing.get_origin(typing.get_type_hints(Settings)[name]) is tuple:
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
+        return f"{name!r}: it belongs to a call, as the flag {flag_of(name)}."
+    meant, advice = _meant(name)
+    if advice:
+        return f"{name!r}: {advice}."
+    return f"{name!r}: did you mean {meant!r}?" if meant else f"{name!r}. There are {', '.join(possible)}."

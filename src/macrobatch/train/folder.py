@@ -29,6 +29,7 @@ from macrobatch.train.settings import Settings
 Json = dict[str, Any]
 
 DESCRIPTION = "run.json"
+CONFIG = "config.toml"
 PARTIAL = "run.json.partial"
 RUNS = "runs"
 PATIENCE = 5.0  # seconds to wait for a killed process to end
@@ -43,7 +44,7 @@ def chosen(settings: Settings) -> Path | None:
         return folder
     _require_idle(folder)
     require_unused(folder)
-    if settings.resume:
+    if settings.resume is True:
         raise UsageError(f"there is no run in {folder}. Check the name, or leave out --resume to begin one there.")
     return None
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from macrobatch.errors import UsageError
 from macrobatch.train import models, suitable
 from macrobatch.train.chat import Marked
+from macrobatch.train.formats import ASSISTANT, Message
 from macrobatch.train.pretrained import in_folder
 from macrobatch.train.vocabulary import Vocabulary
 
@@ -39,43 +40,75 @@ def text_from(
         top_k: sample among this number of the most likely tokens.
         seed: the seed of the sampling.
     """
-    origin = in_folder(run)
-    if not origin.has_weights:
-        raise UsageError(f"{run} holds the configuration of a model, and no weights.")
-    model, vocabulary = models.merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
-    suitable.require_causal(model, origin)
-    closing = ""
     if chat:
-        ids, closing = _asked(vocabulary, prompt, run)
-    else:
-        (ids,) = vocabulary.encode([prompt])
-        ids = [*vocabulary.start, *ids] or [vocabulary.end]
+        answers = conversation(run, [prompt], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        return "".join(answers)
+    model, vocabulary = _loaded(run)
+    (ids,) = vocabulary.encode([prompt])
+    ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)
-    added: list[int] = []
-    for token in itertools.islice(_continuation(model, ids, temperature, top_k, generator), tokens):
-        if token == vocabulary.end:
-            break
-        added.append(token)
-        if closing and closing in vocabulary.decode(added, with_special=True):
-            break
-    if chat:
-        answer = vocabulary.decode(added)
-        return (answer.partition(closing)[0] if closing else answer).strip()
+    added = _added(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens)
     return vocabulary.decode([*ids, *added])
 
 
-def _asked(vocabulary: Vocabulary, prompt: str, run: Path) -> tuple[list[int], str]:
-    """The token ids of a user's message with the prompt for an answer; and the text that ends an answer."""
-    if not prompt:
-        raise UsageError("--chat answers a --prompt, and there is none.")
+def conversation(
+    run: Path, questions: Iterable[str], *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> Iterator[str]:
+    """Answer one question after the other, each with all earlier questions and answers before it.
+
+    If the conversation no longer fits into the model, its oldest questions and answers are left out.
+
+    Args:
+        run: the folder of the run or of the model. Its tokenizer needs a chat template.
+        questions: what the user says. The next question is read when the answer to the last one has been returned.
+        tokens: the largest number of tokens of an answer.
+        temperature: the sampling temperature; 0 always takes the most likely token.
+        top_k: sample among this number of the most likely tokens.
+        seed: the seed of the sampling.
+    """
+    model, vocabulary = _loaded(run)
     if vocabulary.chat is None:
         raise UsageError(
             f"{run}: --chat needs a chat template, and its tokenizer has none. Leave --chat out, or train the model on "
             "conversations with --chat-template."
         )
-    opening, closing = vocabulary.chat.question(prompt)
-    (ids,) = vocabulary.encoded([Marked(opening, ())])
-    return [~one for one in ids], closing  # `encoded` returns ~id for tokens without a loss
+    longest = models.longest_of(model.config)
+    generator, said = torch.Generator().manual_seed(seed), list[Message]()
+    for question in questions:
+        said.append({"role": "user", "content": question})
+        while True:
+            opening, closing = vocabulary.chat.question(said)
+            (codes,) = vocabulary.encoded([Marked(opening, ())])
+            if longest is None or len(said) == 1 or len(codes) + min(tokens, longest // 2) <= longest:
+                break
+            del said[:2]
+        ids = [~code for code in codes]  # `encoded` returns ~id for tokens without a loss
+        added = _added(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens, closing)
+        answer = vocabulary.decode(added)
+        answer = (answer.partition(closing)[0] if closing else answer).strip()
+        said.append({"role": ASSISTANT, "content": answer})
+        yield answer
+
+
+def _loaded(run: Path) -> tuple[nn.Module, Vocabulary]:
+    origin = in_folder(run)
+    if not origin.has_weights:
+        raise UsageError(f"{run} holds the configuration of a model, and no weights.")
+    model, vocabulary = models.merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
+    suitable.require_causal(model, origin)
+    return model, vocabulary
+
+
+def _added(vocabulary: Vocabulary, drawn: Iterator[int], most: int, closing: str = "") -> list[int]:
+    """The first tokens of those that are drawn, until the end of the text or of the answer."""
+    added: list[int] = []
+    for token in itertools.islice(drawn, most):
+        if token == vocabulary.end:
+            break
+        added.append(token)
+        if closing and closing in vocabulary.decode(added, with_special=True):
+            break
+    return added
 
 
 @torch.inference_mode()
@@ -84,7 +117,7 @@ def _continuation(
 ) -> Iterator[int]:
     """New token ids, one after the other, until the model's largest number of positions."""
     model.eval()
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = models.longest_of(model.config)
     if longest is not None and len(ids) > longest:
         raise UsageError(f"the prompt has {len(ids)} tokens, and the model takes {longest}: shorten it.")
     taken, cache = torch.tensor([ids]), None

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,25 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from macrobatch._cut.plans import plan_by_tokens
-from macrobatch.errors import CheckpointError, FitError, NonFiniteError, UsageError
+from macrobatch._joint.balance import Balance
+from macrobatch.errors import CheckpointError, FitError, NonFiniteError, UsageError, counted
 from macrobatch.losses import causal_lm_loss
 from macrobatch.macrostep import MacroStep
-from macrobatch.train import checkpoint, cutting, models, optimizers, suitable
+from macrobatch.train import checkpoint, cutting, experts, models, optimizers, suitable
 from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
 from macrobatch.train.corpus import Corpus, Sample, collated
-from macrobatch.train.cutting import Micro
+from macrobatch.train.cutting import Micro, packed_width
 from macrobatch.train.data import Data
 from macrobatch.train.packing import SEGMENTS, Inputs, Packer, inputs_for, mask_for
 from macrobatch.train.record import padded_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
 from macrobatch.train.signals import Signals
-from macrobatch.train.stream import Stream, share
+from macrobatch.train.stream import Mixture, Stream, share
 from macrobatch.train.world import World
-from macrobatch.types import StepResult
+from macrobatch.types import Encoded, StepResult
 
 logger = logging.getLogger("macrobatch")
 
@@ -58,8 +60,10 @@ class Plan:
     ramp: Ramp | None
     steps: int
     epochs: int | None
+    last: int | None  # samples in the last batch of the epochs
     rate: Rate
     micro: Micro
+    mixture: Mixture | None = None
 
     @classmethod
     def made(cls, settings: Settings, data: Data, world: World) -> Plan:
@@ -72,12 +76,13 @@ class Plan:
                 f"a batch of {smallest} samples is smaller than the {world.size} ranks: each needs one at least. Raise "
                 f"--batch-size{' or --batch-ramp-start' if ramp else ''}, or start fewer ranks."
             )
-        lengths, steps = data.train.lengths, settings.steps or DEFAULT_STEPS
+        lengths, steps, last = data.train.lengths, settings.steps or DEFAULT_STEPS, None
         if settings.epochs is not None:
             batches = Stream(
-                lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp
-            )
-            steps = batches.num_steps(settings.epochs)
+                lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp,
+                mixture=data.mixture,
+            )  # fmt: skip
+            steps, last = batches.extent(settings.epochs)
         return cls(
             lengths=lengths,
             seed=settings.seed,
@@ -86,9 +91,23 @@ class Plan:
             ramp=ramp,
             steps=steps,
             epochs=settings.epochs,
+            last=last,
             rate=rate_of(settings, steps, models.learning_rate(settings)),
             micro=cutting.micro_of(settings, max(lengths), world.device),
+            mixture=data.mixture,
         )
+
+    @property
+    def extent(self) -> str:
+        """A text that says how many steps and epochs the run takes."""
+        if self.epochs is not None:
+            smaller = self.batch_size is not None and self.last is not None and self.last < self.batch_size
+            end = f"; the last batch has {self.last:,} samples, all that are left" if smaller else ""
+            return f"{self.steps:,}, {counted(self.epochs, 'epoch')}{end}"
+        batches = sum(map(self.ramp, range(self.steps))) if self.ramp else self.steps
+        share = self.batch_size / len(self.lengths) if self.batch_size else (self.batch_tokens or 0) / sum(self.lengths)
+        about = "about " if self.ramp or self.batch_tokens else ""
+        return f"{self.steps:,}, {about}{batches * share:.2f} epochs"
 
     def stream(self) -> Stream:
         """The batches of the run, from the first one on."""
@@ -99,21 +118,26 @@ class Plan:
             batch_tokens=self.batch_tokens,
             ramp=self.ramp,
             epochs=self.epochs,
+            mixture=self.mixture,
         )
 
 
 class Learner:
     """Model, optimizer and position in the data: everything that a step changes and a checkpoint holds."""
 
-    def __init__(self, model: nn.Module, plan: Plan, settings: Settings, world: World) -> None:
-        self.settings, self.plan, self.world = settings, plan, world
+    def __init__(
+        self, model: nn.Module, plan: Plan, settings: Settings, world: World, balance: Balance | None = None
+    ) -> None:
+        self.settings, self.plan, self.world, self.balance = settings, plan, world, balance
         self.origin = models.origin_of(settings)
         self.kept = self.origin.kept()
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: each rank has its own random numbers
         self.stream = plan.stream()
-        self._packer = Packer(max(plan.lengths), whole=self._has_few_shapes) if settings.pack else None
+        self._packer = Packer(packed_width(settings), whole=self._has_few_shapes) if settings.pack else None
+        self._autocast = models.AUTOCAST.get(settings.precision)
+        has_half = settings.lora and self._autocast is not None  # the frozen weights
         mask = None
-        if self._packer is not None and models.WEIGHTS.get(settings.precision) == torch.bfloat16:
+        if self._packer is not None and (has_half or settings.precision == "pure-bf16"):
             mask = mask_for(model, self._packer, torch.device("cpu"))  # while the model is still in float32
         self.model = models.prepared(model, settings, world)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -124,8 +148,8 @@ class Learner:
         self.best = Best(*settings.best_number)
         self.taken = 0  # steps
         self._widths: dict[int, float] = {}  # padded tokens per sample, by id of the sample, in its last micro-batch
-        self._autocast = models.AUTOCAST.get(settings.precision)
-        self._padding = suitable.padding_effect(self.model, max(plan.lengths), world.device)
+        trial_dtype = self._autocast if has_half else None
+        self._padding = suitable.padding_effect(self.model, max(plan.lengths), world.device, trial_dtype)
         if not self._padding.is_masked and self._packer is None and plan.micro != 1:
             warnings.warn(
                 "what this model computes for a sample depends on the padding beside it, so that losses depend on how "
@@ -139,13 +163,15 @@ class Learner:
         self._train = MacroStep(
             self.model,
             self.optimizers,
-            self._loss,
+            self._loss if balance is None else partial(self._encoded, balance),
             micro=plan.micro,
+            joint=None if balance is None else balance.joint,
             collate=self._collated,
             max_norm=settings.max_norm,
             scaler=self.scaler,
             accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
             cuda_graph=settings.cuda_graph,
+            fuse=False,  # a resumed run records shapes later: recorded and eager micro-steps must have the same bits
             fit_file=cutting.fit_file(settings, plan.micro),
         )
         self.clock.watch(self._train)
@@ -240,6 +266,11 @@ class Learner:
             del batch["attention_mask"]
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), self._attention():
             return causal_lm_loss(model, batch)
+
+    def _encoded(self, balance: Balance, model: nn.Module, batch: Sample) -> Encoded:
+        shown = batch["attention_mask"] if SEGMENTS not in batch else batch[SEGMENTS] >= 0
+        shown = shown.to(self.world.device, non_blocking=True)
+        return experts.encoded(balance, model, lambda: self._loss(model, batch), shown)
 
     def _attention(self) -> AbstractContextManager[object]:
         """The kernels of attention in order of preference. torch prefers cuDNN's, which plan each new shape for a long

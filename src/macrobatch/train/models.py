@@ -6,7 +6,6 @@ New weights depend only on the seed: every rank draws them in float32 on the CPU
 # mypy: untyped-calls-exclude="torch,transformers"
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from pathlib import Path
@@ -14,24 +13,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from macrobatch._joint.balance import Balance
 from macrobatch._torch.modules import without_ddp
-from macrobatch.errors import BackendError, UsageError
-from macrobatch.train import adapters, suitable
-from macrobatch.train.files import replacing_folder
+from macrobatch.errors import BackendError, MacrobatchError, UsageError
+from macrobatch.train import adapters, experts, suitable
 from macrobatch.train.pretrained import (
     ADAPTER,
     CONFIG,
-    GENERATION,
     INDEX,
-    Kept,
     Origin,
+    check_code,
     check_index,
     check_type,
     code_in,
@@ -39,8 +35,8 @@ from macrobatch.train.pretrained import (
     read_json,
     reason,
 )
-from macrobatch.train.settings import Settings
-from macrobatch.train.vocabulary import Vocabulary, hub_is_out_of_reach
+from macrobatch.train.settings import Precision, Settings
+from macrobatch.train.vocabulary import hub_is_out_of_reach
 from macrobatch.train.world import World
 
 # Llama models: width, layers, heads. Keys and values have as many heads as queries; embedding and head are tied.
@@ -51,10 +47,13 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "large": (768, 12, 12),
 }
 RATES = {"tiny": 5e-3, "small": 5e-3, "medium": 1.5e-3, "large": 6e-4}  # default learning rates of these sizes
+NEW_LENGTHS = 256, 2048  # tokens of a piece of a text, and of a conversation, in a new model of these sizes
+LENGTHS = 2048, 8192  # in all other models, if they have so many positions
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = {"float64": torch.float64, "pure-bf16": torch.bfloat16}
 
-NAMES_OF_CODE = {"auto_map", "custom_pipelines"}  # entries of a configuration that refer to code
+CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, IndexError)
+MOST_LAYERS = 10_000  # a hundred times the deepest model in use; each takes a millisecond and more to make
 
 Config = dict[str, Any]
 
@@ -108,21 +107,49 @@ def origin_of(settings: Settings) -> Origin:
     return Origin(settings.model, "size", Path(settings.model)) if settings.model in SIZES else find(settings.model)
 
 
-def model_of(settings: Settings, vocabulary_size: int, end: int) -> nn.Module:
-    """The model to train, new or loaded, in float32 on the CPU."""
+def model_of(settings: Settings, vocabulary_size: int, end: int) -> tuple[nn.Module, Balance | None]:
+    """The model to train, new or loaded, in float32 on the CPU; and the balance loss, if it is a mixture of experts."""
     origin = origin_of(settings)
     _warn_of_code(origin, settings.tokenizer)
     if origin.kind == "size":
         size = SIZES[settings.model]
-        return made(_llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len), settings.seed)
+        assert settings.seq_len is not None, "it was derived from the data"
+        config = _llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len)
+        return made(config, settings.seed), None
     if settings.lora:
         model = loaded(origin)
-        adapters.add(model, blocks_of(model), settings, origin)
     else:
         model = merged(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
     suitable.require_causal(model, origin)
-    suitable.require_plain_loss(model, origin)
-    return model
+    balance = experts.balance_in(model, origin.said)
+    if settings.lora:
+        adapters.add(model, blocks_of(model), settings, origin)
+    return model, balance
+
+
+def lengths_of(settings: Settings) -> tuple[int, int]:
+    """How long a piece of a text may be, and how long a conversation, or a prompt with its completion."""
+    if settings.seq_len is not None:
+        return settings.seq_len, settings.seq_len
+    origin = origin_of(settings)
+    if origin.kind == "size":
+        return NEW_LENGTHS
+    config = _full_config(origin)
+    positions = positions_of(settings) or LENGTHS[1]
+    window = getattr(config, "sliding_window", None) if settings.pack else None
+    return min(LENGTHS[0], positions, window or positions), min(LENGTHS[1], positions)
+
+
+def positions_of(settings: Settings) -> int | None:
+    """The number of positions of the model that the settings name; None: no limit, or a new model of a size."""
+    origin = origin_of(settings)
+    return None if origin.kind == "size" else longest_of(_full_config(origin))
+
+
+def longest_of(config: Any) -> int | None:
+    """The number of positions of a model; None: there is no limit."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 def merged(origin: Origin) -> nn.Module:
@@ -131,6 +158,14 @@ def merged(origin: Origin) -> nn.Module:
     if origin.adapter is not None:
         adapters.merge(model, origin.adapter, origin.said)
     return model
+
+
+def precision_of(settings: Settings, world: World) -> Precision:
+    """The precision of the settings; for auto: bf16 on a GPU that computes in it, else float32."""
+    if settings.precision != "auto":
+        return settings.precision
+    has_bf16 = world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_bf16 else "float32"
 
 
 def learning_rate(settings: Settings) -> float:
@@ -162,31 +197,60 @@ def _llama(width: int, layers: int, heads: int, *, vocabulary_size: int, end: in
 
 
 def _config_of(origin: Origin) -> Config:
-    """The configuration in a file, or in a folder with weights."""
-    folder = origin.folder
-    assert folder is not None
-    file = origin.path if origin.kind == "config" else folder / CONFIG
-    config: Config = read_json(file)
-    check_type(config, origin.said if origin.kind == "weights" else str(file), folder)
+    """The configuration in a file, in a folder with weights, or on the hub. Refuses one that needs code."""
+    file = origin.path if origin.kind == "config" else origin.file(CONFIG)
+    config: Config = read_json(file or Path(origin.name, CONFIG))
+    if origin.folder is not None:
+        check_type(config, origin.said if origin.kind == "weights" else str(file), origin.folder)
+    check_code(config, origin.said)
     return config
 
 
 def made(config: Config, seed: int) -> nn.Module:
     """A model of this configuration with new weights that depend only on the seed, in float32 on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    kind, rest = config["model_type"], {name: value for name, value in config.items() if name != "model_type"}
+    full = _checked(config)
+    full.dtype = torch.float32
     try:
-        full = AutoConfig.for_model(kind, **rest)
-        full.dtype = torch.float32
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model: nn.Module = AutoModelForCausalLM.from_config(full)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UsageError(
-            f"a model of the type {kind!r} cannot be made of this configuration: {reason(error)}"
-        ) from error
+    except CONFIG_ERRORS as error:
+        raise _not_made(config, error) from error
     return model.float()
+
+
+def _full_config(origin: Origin) -> Any:
+    """The configuration of a model that is not one of the sizes, as an object of transformers."""
+    from transformers import AutoConfig
+
+    config = _config_of(origin)
+    if origin.kind != "hub":
+        return _checked(config)
+    return AutoConfig.from_pretrained(origin.name, trust_remote_code=False, local_files_only=hub_is_out_of_reach())
+
+
+def _checked(config: Config) -> Any:
+    """A configuration as an object of transformers. Refuses one that no machine can hold."""
+    from transformers import AutoConfig
+
+    try:
+        full = AutoConfig.for_model(**config)
+        layers = getattr(full.get_text_config(), "num_hidden_layers", None)
+    except Exception as error:  # many types, e.g. for a value of another kind
+        raise _not_made(config, error) from error
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise UsageError(
+            f"the configuration of the model has {layers:,} layers, and the most here are {MOST_LAYERS:,}."
+        )
+    return full
+
+
+def _not_made(config: Config, error: Exception) -> UsageError:
+    return UsageError(
+        f"a model of the type {config['model_type']!r} cannot be made of this configuration: {reason(error)}"
+    )
 
 
 def _check_hub(origin: Origin) -> None:
@@ -196,6 +260,9 @@ def _check_hub(origin: Origin) -> None:
     try:
         AutoConfig.from_pretrained(origin.name, trust_remote_code=False, local_files_only=hub_is_out_of_reach())
         index, adapter = origin.file(INDEX), origin.file(ADAPTER)
+        _config_of(origin)
+    except MacrobatchError:
+        raise
     except Exception as error:  # many types, e.g. for a missing, damaged or unreachable model
         raise UsageError(
             f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
@@ -212,6 +279,7 @@ def loaded(origin: Origin) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    _full_config(origin)  # refuses what needs code, and what no machine can hold
     shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # missing weights are an error below, so its warning is not needed
@@ -257,8 +325,10 @@ def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     """The model ready for training: in its precision, on its device, and distributed."""
     _warn_of_dropout(model)
     model.train()
-    adapters.move(model, world.device, WEIGHTS.get(settings.precision, torch.float32))
+    adapters.move(model, world.device, WEIGHTS.get(settings.precision, torch.float32), AUTOCAST.get(settings.precision))
     _widen_norms(model)
+    if settings.precision == "float64" and callable(choose := getattr(model, "set_experts_implementation", None)):
+        choose("eager")  # torch's grouped products have no float64
     if settings.checkpoint_activations == "yes":
         checkpoint_activations(model)
     if settings.compile:
@@ -333,51 +403,3 @@ def _mesh(settings: Settings, world: World) -> Any:
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     shard = settings.shard_ranks or world.local_size
     return init_device_mesh(kind, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
-
-
-# ---------------------------------------------------------------------------------------------------------- exporting
-
-
-def exported(
-    model: nn.Module, run: Path, vocabulary: Vocabulary, kept: Kept, world: World, *, which: str = ""
-) -> list[Path]:
-    """Write the model with its tokenizer, so that ``AutoModelForCausalLM.from_pretrained`` can read it.
-
-    Weights that were loaded keep their dtype on disk. All ranks take part, because each may hold only a shard. An
-    earlier export stays until the new one is complete. An adapter is merged into the model, and also written alone.
-    Returns the folders, whose names end with `which`.
-    """
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    plain = without_ddp(model)
-    folders = [run / f"model{which}", *([run / f"adapter{which}"] if adapters.is_adapted(plain) else [])]
-    if not world.is_first:
-        return folders
-    tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in plain.named_parameters()}
-    own = {n: v.contiguous() for n, v in weights.items() if n not in tied and isinstance(v, torch.Tensor)}
-    for folder in folders[1:]:
-        with replacing_folder(folder) as aside:
-            adapters.write(plain, own, kept.base, aside)
-            vocabulary.save(aside)
-    with replacing_folder(folders[0]) as aside:
-        dtype = kept.dtype or next(plain.parameters()).dtype
-        own = {name: _as_saved(tensor, dtype) for name, tensor in adapters.merged(plain, own).items()}
-        save_file(own, aside / "model.safetensors", metadata={"format": "pt"})
-        config: Any = copy.deepcopy(plain.config)
-        config.architectures = [type(plain).__name__.removeprefix("FSDP")]
-        config.dtype = dtype
-        for name in NAMES_OF_CODE & vars(config).keys():  # the code itself is not exported
-            delattr(config, name)
-        config.save_pretrained(aside)
-        if kept.generation is not None:
-            (aside / GENERATION).write_bytes(kept.generation)
-        vocabulary.save(aside)
-    return folders
-
-
-def _as_saved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the dtype of the original weights, unless values would become infinite in it."""
-    if not tensor.is_floating_point() or tensor.dtype == dtype:
-        return tensor
-    narrow = tensor.to(dtype)
-    return tensor if narrow.isinf().any() and not tensor.isinf().any() else narrow

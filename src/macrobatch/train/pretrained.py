@@ -8,6 +8,7 @@ that weights that cannot be read are never silently replaced by new ones.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -268,6 +269,33 @@ def code_in(folder: Path) -> str | None:
 def _names_code(file: Path) -> bool:
     content = read_json(file) if file.is_file() else None
     return isinstance(content, dict) and bool(content.get("auto_map"))
+
+
+# Entries of a configuration for which transformers would fetch code, or that need libraries which execute their own.
+_CHOICES = re.compile(r"_?\w+_implementation(_internal)?")
+_LOCAL = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|\w+_mm|deepgemm|sonicmoe)")
+_WITH_CODE = ("quantization_config", "use_kernels", "kernel_config", "custom_generate")
+
+
+def check_code(config: Any, said: str) -> None:
+    """Refuse a configuration, or a part of it, that makes transformers fetch or execute code."""
+    if isinstance(config, list):
+        for part in config:
+            check_code(part, said)
+    if not isinstance(config, dict):
+        return
+    for name, value in config.items():
+        names = [*(value.values() if isinstance(value, dict) else (value,))] if _CHOICES.fullmatch(str(name)) else []
+        foreign = [one for one in names if one is not None and not (isinstance(one, str) and _LOCAL.fullmatch(one))]
+        if foreign or (name in _WITH_CODE and value):
+            shown = repr(foreign[0] if foreign else value)
+            raise UsageError(
+                f"{said}: its {CONFIG} has {name}, {shown[:80]}, for which code would be fetched or executed. "
+                f"{UNEXECUTED} Remove this entry; for quantized weights, take the model before it was quantized."
+            )
+        if name == "transformers_weights" and value not in (None, WEIGHTS, INDEX):
+            raise UsageError(f"{said}: its {CONFIG} has {name}, {value!r}, and only {WEIGHTS} is read here.")
+        check_code(value, said)
 
 
 def reason(error: Exception) -> str:

@@ -38,7 +38,6 @@ VALIDATION = "validation.jsonl"
 
 LINES = 20  # per run in a log file, or one line in
 SECONDS = 30.0  # if that is sooner
-SHOWN = {"loss", "perplexity"}  # numbers of a validation that the bar shows
 RECENT = 50  # steps from which the remaining time is estimated
 
 
@@ -159,10 +158,9 @@ class Recorder(Silent):
         if "loss" in numbers:
             more = f" (perplexity {numbers['perplexity']:.4g})" if "perplexity" in numbers else ""
             self._last_validation = f"validation {numbers['loss']:.3f}{more}  "
-        if self._bar is None or numbers.keys() - SHOWN:
-            said = [f"validation loss {numbers['loss']:.4f}"] if "loss" in numbers else []
-            said += [f"{name} {value:.6g}" for name, value in numbers.items() if name != "loss"]
-            self.say(f"step {step}  {'  '.join(said)}")
+        said = [f"validation loss {numbers['loss']:.4f}"] if "loss" in numbers else []
+        said += [f"{name} {value:.6g}" for name, value in numbers.items() if name != "loss"]
+        self.say(f"step {step}  {'  '.join(said)}")
 
     def finish(self, lines: Sequence[str], state: State = "finished") -> None:
         self._state = state
@@ -237,10 +235,10 @@ class Recorder(Silent):
         self._bar.refresh()
 
     def _is_due(self, step: int) -> bool:
-        """Whether a log file should get another line."""
+        """Whether a log file should get another line. That of the last step comes at the end of the run."""
         now, share = time.monotonic(), step * LINES // max(self._total, 1)
         before, last_share = self._logged
-        if share <= last_share and now - before < SECONDS and step < self._total:
+        if step == self._total or (share <= last_share and now - before < SECONDS):
             return False
         self._logged = now, share
         return True

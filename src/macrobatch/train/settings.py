@@ -15,7 +15,7 @@ from macrobatch.errors import UsageError, counted
 
 Schedule = Literal["cosine", "linear", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
-Precision = Literal["float32", "bf16", "fp16", "pure-bf16", "float64"]
+Precision = Literal["auto", "float32", "bf16", "fp16", "pure-bf16", "float64"]
 Parallel = Literal["ddp", "fsdp", "hsdp"]
 Track = Literal["tensorboard", "wandb", "mlflow", "trackio", "none"]
 
@@ -24,6 +24,14 @@ DEFAULT_STEPS = 320
 DEFAULT_RAMP_START = 0.25
 DEFAULT_VALIDATION = 0.01  # of the documents
 ALTERNATIVES = (("batch_size", "batch_tokens"), ("steps", "epochs"))
+GROUPS = {
+    "model": "model",
+    "data": "data",
+    "batch": "batch_size",
+    "optimizer": "lr",
+    "run": "out",
+    "report": "validate_every",
+}  # the groups of flags, each with its first one
 ONCE = ("config", "print_config", "resume", "debug")  # of this call, not of the run
 
 
@@ -39,9 +47,25 @@ class Settings:
 
     model: str = "small"
     """tiny, small, medium or large; a config.json of transformers; a folder with weights; a run; a name on the hub."""
+    tokenizer: str | None = None
+    """A tokenizer.json, a folder with one, or a name on the hub.
+    If not set: the model's own tokenizer, or a new one that is trained on the data."""
+    vocabulary_size: int = 4096
+    """The number of tokens in the vocabulary of a tokenizer that is trained on the data."""
+    lora: bool = False
+    """Freeze the existing weights, and train small adapters beside them (LoRA)."""
+    lora_rank: int | None = None
+    """The rank of the adapters. If not set: 16."""
+    lora_alpha: float | None = None
+    """The output of the adapters is multiplied by alpha / rank. If not set: twice the rank."""
+    lora_dropout: float | None = None
+    """The dropout probability for the inputs of the adapters. If not set: 0."""
+    lora_targets: tuple[str, ...] = ()
+    """The names of the layers that get an adapter. If not set: all linear layers of the decoder's blocks."""
+
     data: tuple[str, ...] = ()
-    """Files of text, JSONL, CSV or parquet; folders of such files, or folders saved by `datasets`.
-    If not set: the functions of the Python standard library."""
+    """Files of text, JSONL, CSV or parquet; folders of such files, or folders saved by `datasets`. To mix them, give
+    each a weight, as in a.jsonl:0.7 b.jsonl:0.3. If not set: the functions of the Python standard library."""
     text_field: str = "text"
     """The name of the field that holds the text of a record."""
     fields: tuple[str, ...] = ()
@@ -49,27 +73,16 @@ class Settings:
     Each as NAME=COLUMN, e.g. prompt=question."""
     chat_template: str | None = None
     """The template that turns conversations into text: a Jinja file, or chatml. If not set: the tokenizer's own."""
-    tokenizer: str | None = None
-    """A tokenizer.json, a folder with one, or a name on the hub.
-    If not set: the model's own tokenizer, or a new one that is trained on the data."""
-    vocabulary_size: int = 4096
-    """The number of tokens in the vocabulary of a tokenizer that is trained on the data."""
-    seq_len: int = 256
-    """The length of the longest sample, in tokens. Longer texts are cut into pieces."""
+    seq_len: int | None = None
+    """The length of the longest sample, in tokens; longer texts are cut into pieces. If not set: long enough for all
+    conversations and prompts, if the model allows it; 256 or more for new models, 2048 or more for all others."""
+    truncate: bool = False
+    """Cut conversations and prompts that are too long, even if they are more than 5 % of the data. --seq-len does so
+    too."""
     validation: float | None = None
     """The fraction of the documents that is kept for validation. 0: no validation. If not set: 0.01."""
     validation_data: tuple[str, ...] = ()
     """Files and folders to validate on, instead of a fraction of the data."""
-    early_stop: int | None = None
-    """Stop after this many validations in a row without a new best result. If not set: do not stop early."""
-    validate_every: int = 100
-    """The number of steps between validations. There is also one at the end; 0: only that one."""
-    evaluate: str | None = None
-    """MODULE:FUNCTION, your own evaluation. Each validation calls the function with the model and the tokenizer.
-    It returns a dict of numbers, which are recorded."""
-    best: str = "loss"
-    """The number of a validation that decides which checkpoint is the best: the lowest value is best.
-    With :max, as in accuracy:max, the highest is best."""
 
     batch_size: int | None = None
     """The number of samples in the batch of one optimizer step, over all ranks. If not set: 16."""
@@ -117,20 +130,18 @@ class Settings:
     max_norm: float = 1.0
     """The norm to which gradients are clipped. inf: no clipping."""
 
-    lora: bool = False
-    """Freeze the existing weights, and train small adapters beside them (LoRA)."""
-    lora_rank: int | None = None
-    """The rank of the adapters. If not set: 16."""
-    lora_alpha: float | None = None
-    """The output of the adapters is multiplied by alpha / rank. If not set: twice the rank."""
-    lora_dropout: float | None = None
-    """The dropout probability for the inputs of the adapters. If not set: 0."""
-    lora_targets: tuple[str, ...] = ()
-    """The names of the layers that get an adapter. If not set: all linear layers of the decoder's blocks."""
-
-    precision: Precision = "float32"
-    """bf16, fp16: weights in float32, matrix products in 16 bits (autocast).
-    pure-bf16: weights in bfloat16 too, and gradients summed in float32."""
+    out: str | None = None
+    """The run folder. If not set: runs/MODEL-1, or the next free number."""
+    resume: bool | Literal["auto"] = False
+    """Resume the run in --out from its last checkpoint. A larger --steps or --epochs extends a finished run.
+    auto: resume it if it exists, and begin it otherwise."""
+    save_every: int = 100
+    """The number of steps between checkpoints. There is also one at the end; 0: only that one."""
+    keep: int = 2
+    """The number of latest checkpoints to keep. The one with the best validation is kept in addition."""
+    precision: Precision = "auto"
+    """bf16, fp16: weights in float32 (frozen ones in 16 bits), matrix products in 16 bits (autocast).
+    pure-bf16: weights in bfloat16 too, and gradients summed in float32. auto: bf16 on a GPU that has it, or float32."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     cuda_graph: bool = False
@@ -146,15 +157,23 @@ class Settings:
     """Where to train. auto: on GPUs if there are any."""
     seed: int = 0
     """The seed for the initial weights, the order of the samples, and the choice of the validation data."""
+    config: str | None = None
+    """A YAML or TOML file with any of these settings. Flags override it."""
+    print_config: bool = False
+    """Print all settings as a TOML file, and exit."""
+    debug: bool = False
+    """Show the traceback of an error."""
 
-    out: str | None = None
-    """The run folder. If not set: runs/MODEL-1, or the next free number."""
-    resume: bool = False
-    """Resume the run in --out from its last checkpoint. A larger --steps or --epochs extends a finished run."""
-    save_every: int = 100
-    """The number of steps between checkpoints. There is also one at the end; 0: only that one."""
-    keep: int = 2
-    """The number of latest checkpoints to keep. The one with the best validation is kept in addition."""
+    validate_every: int = 100
+    """The number of steps between validations. There is also one at the end; 0: only that one."""
+    early_stop: int | None = None
+    """Stop after this many validations in a row without a new best result. If not set: do not stop early."""
+    evaluate: str | None = None
+    """MODULE:FUNCTION, your own evaluation. Each validation calls the function with the model and the tokenizer.
+    It returns a dict of numbers, which are recorded."""
+    best: str = "loss"
+    """The number of a validation that decides which checkpoint is the best: the lowest value is best.
+    With :max, as in accuracy:max, the highest is best."""
     track: tuple[Track, ...] = ()
     """The trackers that record all numbers, beside the run folder. none: no tracker. If not set: tensorboard."""
     track_project: str = "macrobatch"
@@ -163,13 +182,6 @@ class Settings:
     """The beginning of the text that the model writes at the end of the run. If not set: the beginning of a sample."""
     sample_tokens: int = 96
     """The length of that text, in tokens. 0: no text."""
-
-    config: str | None = None
-    """A TOML file with any of these settings. Flags override it."""
-    print_config: bool = False
-    """Print all settings as such a TOML file, and exit."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # programs have paths, and lists
@@ -226,7 +238,8 @@ class Settings:
         lines = []
         for name, value in self.lasting.items():
             lines.append(f"# {name} =" if value is None else f"{name} = {_toml(value)}")
-        return "\n".join(lines) + "\n"
+        text = "\n".join(lines) + "\n"
+        return text.encode("utf-8", "replace").decode("utf-8")  # names of files may hold bytes that are no text
 
 
 def _plain(value: Any) -> Any:
@@ -250,12 +263,17 @@ def _check_types(settings: Settings) -> None:
             raise UsageError(f"{flag_of(field.name)} must not hold a NUL character: got {value!r}.")
 
 
+def is_union(wanted: Any) -> bool:
+    """Whether a type is a union of several."""
+    return typing.get_origin(wanted) in (types.UnionType, typing.Union)
+
+
 def _is_of(value: object, wanted: Any) -> bool:
     if typing.get_origin(wanted) is Literal:
         return value in typing.get_args(wanted)
     if typing.get_origin(wanted) is tuple:
         return isinstance(value, tuple) and all(_is_of(item, typing.get_args(wanted)[0]) for item in value)
-    if isinstance(wanted, types.UnionType):
+    if is_union(wanted):
         return any(_is_of(value, choice) for choice in typing.get_args(wanted))
     if wanted is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
@@ -266,8 +284,8 @@ def _is_of(value: object, wanted: Any) -> bool:
 
 def _words(wanted: Any) -> str:
     if typing.get_origin(wanted) is Literal:
-        return "one of " + ", ".join(typing.get_args(wanted))
-    if isinstance(wanted, types.UnionType):
+        return ("one of " if len(typing.get_args(wanted)) > 1 else "") + ", ".join(typing.get_args(wanted))
+    if is_union(wanted):
         return " or ".join(_words(choice) for choice in typing.get_args(wanted) if choice is not types.NoneType)
     if wanted == tuple[str, ...]:
         return "a list of texts"

@@ -202,6 +202,8 @@ def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
     except _SeveralValuesError:
         yield from _json_lines(path, columns)  # JSON lines are often in files named .json
         return
+    if isinstance(records, dict):
+        records = [records]
     if not isinstance(records, list):
         raise BatchError(
             f"{path}: a .json file must hold a list of records, or a record a line: found {kind_of(records)}."

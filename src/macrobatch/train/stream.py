@@ -8,8 +8,53 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from macrobatch.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several sources, of which an epoch has samples in given shares. An epoch has as many samples as all sources.
+
+    From a source with a small share an epoch takes only some samples, and the next epoch goes on with the others. From
+    one with a large share it takes samples several times.
+
+    >>> Mixture([[0, 1, 2, 3, 4, 5], [6, 7]], [1, 3]).counts
+    [2, 6]
+
+    Attributes:
+        members: the samples of each source.
+        weights: the share of each source, relative to the others.
+    """
+
+    members: Sequence[Sequence[int]]
+    weights: Sequence[float]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of samples of each source in an epoch."""
+        size, total = sum(map(len, self.members)), sum(self.weights)
+        exact = [size * weight / total for weight in self.weights]
+        found = [math.floor(count) for count in exact]
+        for source in sorted(range(len(exact)), key=lambda number: (found[number] - exact[number], number))[
+            : size - sum(found)
+        ]:
+            found[source] += 1
+        return found
+
+    def drawn(self, epoch: int, seed: int) -> list[int]:
+        """The samples of an epoch, source after source."""
+        drawn: list[int] = []
+        for source, (members, count) in enumerate(zip(self.members, self.counts, strict=True)):
+            passes: dict[int, list[int]] = {}
+            for place in range(epoch * count, (epoch + 1) * count):
+                number, index = divmod(place, len(members))
+                if number not in passes:
+                    passes[number] = list(members)
+                    random.Random(f"pass {number} of source {source} of seed {seed}").shuffle(passes[number])
+                drawn.append(passes[number][index])
+        return drawn
 
 
 class Stream:
@@ -30,6 +75,7 @@ class Stream:
         batch_tokens: the largest number of tokens in a batch. A longer sample is a batch of its own.
         ramp: ``ramp(step)`` is the fraction of the batch size at this optimizer step, above 0 and at most 1.
         epochs: the number of epochs, after which there are no more batches; None: there is no end.
+        mixture: the shares of several sources in an epoch; None: an epoch has each sample once.
     """
 
     def __init__(
@@ -41,6 +87,7 @@ class Stream:
         batch_tokens: int | None = None,
         ramp: Callable[[int], float] | None = None,
         epochs: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if (batch_size is None) == (batch_tokens is None):
             raise UsageError(
@@ -58,6 +105,7 @@ class Stream:
         self._batch_tokens = batch_tokens
         self._ramp = ramp
         self._epochs = epochs
+        self._mixture = mixture
         self._epoch = 0
         self._position = 0  # in the order of this epoch
         self._order = self._order_of(0)
@@ -80,12 +128,13 @@ class Stream:
         assert self._batch_tokens is not None
         return self._next_tokens(max(round(self._batch_tokens * fraction), 1))
 
-    def num_steps(self, epochs: int) -> int:
-        """The number of batches in `epochs` epochs, from the first batch on."""
+    def extent(self, epochs: int) -> tuple[int, int]:
+        """The number of batches in `epochs` epochs, from the first batch on, and the samples in the last of them."""
         if not _is_count(epochs):
             raise UsageError(f"epochs must be a whole number, 1 or more: got {epochs!r}.")
         if self._batch_size is not None and self._ramp is None:
-            return math.ceil(epochs * len(self._lengths) / self._batch_size)
+            whole, rest = divmod(epochs * len(self._lengths), self._batch_size)
+            return (whole + 1, rest) if rest else (whole, self._batch_size)
         again = Stream(
             self._lengths,
             seed=self._seed,
@@ -93,11 +142,12 @@ class Stream:
             batch_tokens=self._batch_tokens,
             ramp=self._ramp,
             epochs=epochs,
+            mixture=self._mixture,
         )
-        step = 0
-        while again.next(step):
-            step += 1
-        return step
+        step = last = 0
+        while batch := again.next(step):
+            step, last = step + 1, len(batch)
+        return step, last
 
     # ------------------------------------------------------------------------------------------- saving and restoring
 
@@ -126,7 +176,7 @@ class Stream:
     # ------------------------------------------------------------------------------------------------------- batches
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._lengths)))
+        order = list(range(len(self._lengths))) if self._mixture is None else self._mixture.drawn(epoch, self._seed)
         random.Random(f"epoch {epoch} of seed {self._seed}").shuffle(order)
         return order
 

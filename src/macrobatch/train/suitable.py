@@ -12,7 +12,6 @@ from torch import nn
 
 from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import UsageError
-from macrobatch.losses import causal_lm_loss
 from macrobatch.train.pretrained import Origin
 
 # Relative differences: below ROUNDING they are only rounding, above MORE they are not. (Some models always compute in
@@ -33,22 +32,6 @@ def require_causal(model: nn.Module, origin: Origin) -> None:
             f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
             "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
             '"is_decoder": true makes one.'
-        )
-
-
-@torch.no_grad()
-def require_plain_loss(model: nn.Module, origin: Origin) -> None:
-    """Refuse a model whose own loss has more terms than predicting the next token: they would be missing here."""
-    ids = _some_ids(model).unsqueeze(0)
-    model.eval()
-    own = getattr(model(input_ids=ids, labels=ids), "loss", None)
-    ours, _ = causal_lm_loss(model, {"input_ids": ids})
-    if own is not None and abs(own.item() - ours.item()) > 1e-3 * abs(ours.item()):
-        raise UsageError(
-            f"{origin.said}: the loss of {type(model).__name__} is not only that of predicting the next token: "
-            f"{own.item():.4f}, where that is {ours.item():.4f}. It adds something, such as the balance of its "
-            "experts, which is not computed here. Train it with exact(Trainer) of macrobatch.transformers; or leave it "
-            'out: "output_router_logits": false in its config.json.'
         )
 
 
@@ -76,8 +59,13 @@ def on_trial(model: nn.Module, device: torch.device) -> Iterator[None]:
             model.train(was_training)
 
 
-def padding_effect(model: nn.Module, width: int, device: torch.device) -> PaddingEffect:
-    """Compare padded samples with the same samples alone, in eval mode, and in train mode if there is no dropout."""
+def padding_effect(
+    model: nn.Module, width: int, device: torch.device, autocast: torch.dtype | None = None
+) -> PaddingEffect:
+    """Compare padded samples with the same samples alone, in eval mode, and in train mode if there is no dropout.
+
+    `autocast` is needed for a model with weights of several dtypes.
+    """
     sizes = sorted({width // 3 + 1, width // 8 + 1, min(width, 2)})
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, _num_words(model), (1 + len(sizes), width), generator=draw).to(device)
@@ -86,7 +74,7 @@ def padding_effect(model: nn.Module, width: int, device: torch.device) -> Paddin
     for row, size in enumerate(sizes, start=1):
         ids[row, size:] = mask[row, size:] = 0
     is_none = is_masked = True
-    with on_trial(model, device):
+    with on_trial(model, device), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         for trains in (False, True):
             model.train(trains)
             expected = [states_of(model, input_ids=sample)[0] for sample in samples]
@@ -96,8 +84,9 @@ def padding_effect(model: nn.Module, width: int, device: torch.device) -> Paddin
                 _farthest(states_of(model, input_ids=ids, **more)[1:], expected)
                 for more in ({}, {"attention_mask": mask})
             )
-            is_none &= without <= ROUNDING.get(expected[0].dtype, 1e-2)
-            is_masked &= not masked > MORE.get(expected[0].dtype, 1e-1)  # NaN does not count as an effect of padding
+            dtype = autocast or expected[0].dtype
+            is_none &= without <= ROUNDING.get(dtype, 1e-2)
+            is_masked &= not masked > MORE.get(dtype, 1e-1)  # NaN does not count as an effect of padding
     return PaddingEffect(is_none, is_masked)
 
 

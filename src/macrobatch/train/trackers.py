@@ -110,6 +110,11 @@ def require_installed(names: Sequence[str]) -> None:
         kind = KINDS[name]
         if not _is_installed(kind.library):
             raise UsageError(f"--track {name} needs {kind.library}, which is not installed: pip install {kind.package}")
+        if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and not _is_installed("sqlalchemy"):
+            raise UsageError(
+                "--track mlflow: mlflow-skinny cannot keep runs on this machine, as it comes without a database: pip "
+                "install mlflow, or set MLFLOW_TRACKING_URI to the address of a server."
+            )
 
 
 def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
@@ -133,7 +138,7 @@ def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
                 raise UsageError(
                     f"--track {name}: {kind.title} could not be opened: {_reason(error)}. {kind.hint} The run has not "
                     "begun, and left nothing behind; or choose another --track."
-                ) from error
+                ) from None  # its traceback may hold a password
             logger.warning("%s gets no numbers of this run: %s", kind.title, _reason(error))
             continue
         found[kind.title] = tracker
@@ -155,14 +160,23 @@ def _known_ids(folder: Path) -> dict[str, str]:
     try:
         ids = json.loads((folder / IDS).read_text(encoding="utf-8"))
         return {str(name): str(one) for name, one in ids.items()}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 
 def _reason(error: Exception) -> str:
     """The first line of an error."""
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")
+    return without_passwords(text.splitlines()[0].rstrip("."))
+
+
+def without_passwords(text: str) -> str:
+    """A text in which no address has a name and a password any more.
+
+    >>> without_passwords("https://me:secret@host:5000/x is gone")
+    'https://***@host:5000/x is gone'
+    """
+    return re.sub(r"(?<=://)[^/\s]*@", "***@", text)
 
 
 # ---------------------------------------------------------------------------------------------- Weights & Biases

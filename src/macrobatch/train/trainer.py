@@ -13,25 +13,29 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from macrobatch._joint.balance import Balance
 from macrobatch._torch.modules import without_ddp
-from macrobatch.errors import MacrobatchError
+from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.train import adapters, cutting, folder, generate, models, optimizers, report, trackers
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
 from macrobatch.train.documents import Say
+from macrobatch.train.export import exported
+from macrobatch.train.files import replace_whole
 from macrobatch.train.hooks import Callback, Evaluate, Event, Hooks, perplexity_of
 from macrobatch.train.learner import Learner, Plan
 from macrobatch.train.outcome import Outcome
 from macrobatch.train.record import Recorder, Silent
 from macrobatch.train.settings import Settings
 from macrobatch.train.signals import Signals
-from macrobatch.train.stream import share
+from macrobatch.train.stream import Mixture, share
 from macrobatch.train.world import World, joined
 
 
@@ -64,18 +68,20 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
         MacrobatchError: an error that the command would print, such as an invalid setting or a damaged file.
     """
     with joined(settings) as world, ExitStack() as stack:
+        settings = replace(settings, precision=models.precision_of(settings, world))
         world.together(lambda: optimizers.check(settings))
         world.together(lambda: models.check(settings, world))
         world.together(lambda: trackers.require_installed(settings.trackers or ()) if world.is_first else None)
         hooks = world.together(lambda: Hooks(settings, world, callbacks, evaluate))
         hooks.agree()
         found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
-        data = world.together(lambda: Data.read(settings, _say_of(world)), alone_first=True)
+        data = world.together(lambda: Data.read(settings, _say_of(world), is_new=not found), alone_first=True)
+        asked, settings = settings, replace(settings, seq_len=data.seq_len)
         plan = world.together(lambda: Plan.made(settings, data, world))
-        model = world.together(lambda: _model(settings, data))
+        model, balance = world.together(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model) | _identity_of_adapter(model, world)
         world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, plan.micro), world))
-        learner = world.together(lambda: Learner(model, plan, settings, world))
+        learner = world.together(lambda: Learner(model, plan, settings, world, balance))
         baseline = {} if found else hooks.check(learner.model, data.vocabulary)
         run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
         world.together(lambda: stack.enter_context(folder.locked(run)) if world.is_first else None)
@@ -98,7 +104,8 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
                 folder.note(run, status=None, stopped=None)  # the run is no longer ended
             if past is None or plan.steps != past.steps:
                 unused = ["vocabulary_size"] if settings.tokenizer or learner.origin.tokenizer else []
-                folder.described(run, settings=settings, derived=derived, identity=identity, past=past, unused=unused)
+                folder.described(run, settings=asked, derived=derived, identity=identity, past=past, unused=unused)
+            replace_whole(run / folder.CONFIG, settings.toml())
         recorder: Silent = Silent()
         with Signals(say=lambda text: recorder.say(text)) as signals:
             resume_step = first if past else None
@@ -110,6 +117,8 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
                 raise
             stack.enter_context(recorder)
             recorder.derived(derived)
+            if past is None:
+                recorder.say(data.example)
             if baseline:
                 recorder.validation(0, baseline)
             if first == plan.steps:  # a killed process may not have written model and report
@@ -196,16 +205,17 @@ def _ended(
     is_stopped: bool,
 ) -> None:
     """Write the model, the best model too if it is another one, the report, and a text by the model."""
-    exported, *adapter = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world)
-    said = [f"model: {exported}", *(f"adapter: {folder}" for folder in adapter)]
+    export = partial(exported, has_balance=learner.balance is not None)
+    written, *adapter = export(learner.model, run, data.vocabulary, learner.kept, learner.world)
+    said = [f"model: {written}", *(f"adapter: {folder}" for folder in adapter)]
     if learner.best.step == learner.taken and learner.world.is_first:
         for name in ("model-best", "adapter-best"):
             shutil.rmtree(run / name, ignore_errors=True)  # from before the run was extended
     if status == 0 and learner.restored_best(checkpoints):
-        best, *_ = models.exported(learner.model, run, data.vocabulary, learner.kept, learner.world, which="-best")
+        best, *_ = export(learner.model, run, data.vocabulary, learner.kept, learner.world, which="-best")
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
-        sample = _sample(learner, data, exported) if status == 0 else None
+        sample = _sample(learner, data, written) if status == 0 else None
         folder.note(run, status=status, sample=sample, stopped="by a callback" if is_stopped else None)
         said.append(f"report: {report.written(run)}")
         state: trackers.State = "interrupted" if status else "finished"
@@ -224,10 +234,17 @@ def _sample(learner: Learner, data: Data, exported: Path) -> str | None:
 # --------------------------------------------------------------------------------------------------- before the run
 
 
-def _model(settings: Settings, data: Data) -> nn.Module:
-    model = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
-    data.fits(models.vocabulary_size_of(model), getattr(model.config, "max_position_embeddings", None))
-    return model
+def _model(settings: Settings, data: Data) -> tuple[nn.Module, Balance | None]:
+    model, balance = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
+    config: Any = model.config
+    positions = models.longest_of(config)
+    data.fits(models.vocabulary_size_of(model), positions, packs=settings.pack)
+    if settings.prompt is not None and settings.sample_tokens:
+        size = len(data.vocabulary.start) + len(data.vocabulary.encode([settings.prompt])[0])
+        if positions is not None and size > positions:
+            raise UsageError(f"--prompt has {size:,} tokens, and the model takes {positions:,}: shorten it.")
+    data.warn_of_tokenizer(settings, models.vocabulary_size_of(model), getattr(config, "eos_token_id", None))
+    return model, balance
 
 
 def _say_of(world: World) -> Say | None:
@@ -263,6 +280,7 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
         "adamw": [settings.beta1, settings.beta2, settings.eps, settings.weight_decay],
         "max_norm": str(settings.max_norm),
         "precision": settings.precision,
+        "mixture": None if plan.mixture is None else [*plan.mixture.weights],
     }
 
 
@@ -302,20 +320,38 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     shards = world.size if settings.parallel == "fsdp" else settings.shard_ranks or world.local_size
     shards = 1 if settings.parallel == "ddp" else shards
     tokenizer = settings.tokenizer or learner.origin.tokenizer
+    of = f"of {tokenizer}" if tokenizer else "trained on the data"
+    rows = models.vocabulary_size_of(without_ddp(learner.model))
+    room = f"; the model has {rows:,}" if rows != data.vocabulary.size else ""
     fixed, counted = optimizers.fixed_bytes(learner.model, settings, shards)
     return {
         "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
         **_trained(learner),
+        **(
+            {"experts": f"with their balance loss, {balance.coefficient:g} of it"}
+            if (balance := learner.balance)
+            else {}
+        ),
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
-        "vocabulary": f"{data.vocabulary.size:,} words, {f'of {tokenizer}' if tokenizer else 'trained on the data'}",
+        **({"mixture": _mixed(plan.mixture, settings.data)} if plan.mixture else {}),
+        "lengths": data.described_lengths,
+        "vocabulary": f"{data.vocabulary.size:,} words, {of}{room}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens{repeated}",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": cutting.described(plan.micro, mine),
         "memory": f"{_bytes(fixed)} a rank for {counted}",
-        "steps": f"{plan.steps:,}, {plan.steps * len(batch) / len(corpus):.2f} epochs",
+        "steps": plan.extent,
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
     }
+
+
+def _mixed(mixture: Mixture, names: Sequence[str]) -> str:
+    """What an epoch has of each source."""
+    parts = zip(names, mixture.members, mixture.counts, strict=True)
+    return "; ".join(
+        f"{count:,} samples of {name} an epoch, each {count / len(members):.2g} times" for name, members, count in parts
+    )
 
 
 def _trained(learner: Learner) -> dict[str, str]:

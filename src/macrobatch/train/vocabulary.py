@@ -23,6 +23,7 @@ from macrobatch.errors import UsageError
 from macrobatch.train.cache import digest, kept
 from macrobatch.train.chat import CHATML, STOP, ChatTemplate, Marked, special_tokens, templates_in, tokens_in
 from macrobatch.train.documents import Document, Documents
+from macrobatch.train.limits import within
 from macrobatch.train.pretrained import read_json, reason
 from macrobatch.train.sources import blocks
 
@@ -100,17 +101,21 @@ class Vocabulary:
         yield from self._encoded(waiting)
 
     def _encoded(self, texts: list[str | Marked]) -> Iterator[list[int]]:
+        plain = [part for text in texts if isinstance(text, str) for part in blocks(text)]
+        # Not in parts, as other programs encode conversations; and with the position of each token.
+        marked = [text.text for text in texts if isinstance(text, Marked)]
+
+        def encoded() -> tuple[list[Any], list[Any]]:
+            return (
+                self._tokenizer.encode_batch_fast(plain, add_special_tokens=False),
+                self._placing.encode_batch(marked, add_special_tokens=False),
+            )
+
+        share = 1 + sum(map(len, [*plain, *marked])) / 1e6
         try:
-            plain = self._tokenizer.encode_batch_fast(
-                [part for text in texts if isinstance(text, str) for part in blocks(text)], add_special_tokens=False
-            )
-            # Not in parts, as other programs encode conversations; and with the position of each token.
-            marked = self._placing.encode_batch(
-                [text.text for text in texts if isinstance(text, Marked)], add_special_tokens=False
-            )
+            parts, wholes = map(iter, within(encoded, "the tokenizer", share=share))
         except TypeError:  # for a lone surrogate
             raise UsageError("a text holds half of a character (a lone surrogate): it cannot be encoded.") from None
-        parts, wholes = iter(plain), iter(marked)
         for text in texts:
             if isinstance(text, str):
                 yield [token for _ in blocks(text) for token in next(parts).ids]
@@ -134,6 +139,11 @@ class Vocabulary:
     def fingerprint(self) -> str:
         """A hash of everything that determines the ids of a text."""
         return digest([self._tokenizer.to_str(), str(self.end), str(self.start)])
+
+    def differences(self, other: Vocabulary) -> int:
+        """How many ids stand for other tokens, or none, in another vocabulary."""
+        theirs = other._tokenizer.id_to_token
+        return sum(token != theirs(number) for token, number in self._tokenizer.get_vocab().items())
 
     def with_chat(self, template: str) -> Vocabulary:
         """The same vocabulary with another chat template, which is saved with it."""
@@ -168,7 +178,10 @@ class Vocabulary:
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
         """Load a ``tokenizer.json``, a folder with one, or anything else that ``AutoTokenizer`` can load."""
-        path = Path(path)
+        return within(lambda: cls._loaded(Path(path)), f"loading the tokenizer {path}")
+
+    @classmethod
+    def _loaded(cls, path: Path) -> Vocabulary:
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
             tokenizer, config, templates = _tokenizer_in(file), _config_beside(file), _templates_beside(file)
@@ -240,8 +253,9 @@ def _marked(ids: list[int], places: list[tuple[int, int]], spans: Sequence[tuple
 
 def _before_a_text(tokenizer: Tokenizer) -> list[int]:
     """The ids that a tokenizer puts before a text."""
-    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    dressed: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    # Batches, as the library lets other threads run meanwhile, so that `within` can look at the time.
+    bare: list[int] = tokenizer.encode_batch(["a"], add_special_tokens=False)[0].ids
+    dressed: list[int] = tokenizer.encode_batch(["a"], add_special_tokens=True)[0].ids
     places = range(len(dressed) - len(bare) + 1)
     first = next((place for place in places if dressed[place : place + len(bare)] == bare), 0)
     return dressed[:first]

@@ -22,6 +22,7 @@ from macrobatch.train.settings import Settings
 
 Result = TypeVar("Result")
 
+LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # set by torchrun and other launchers
 HOST = torch.device("cpu")
 PATIENCE = timedelta(minutes=30)  # how long ranks wait for one that prepares the data or saves
 
@@ -86,7 +87,7 @@ def joined(settings: Settings) -> Iterator[World]:
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = _device(settings, local)
     is_connected = dist.is_initialized()
-    if not is_connected and "TORCHELASTIC_RUN_ID" not in os.environ and "MASTER_ADDR" not in os.environ:
+    if not is_connected and not os.environ.keys() >= LAUNCHED:  # MASTER_ADDR alone may be left in an environment
         yield World(rank=0, size=1, local_rank=0, local_size=1, device=device)
         return
     if not is_connected:

@@ -1,119 +1,111 @@
-"""The load balancing loss of mixture-of-experts models, over the whole window.
-
-It multiplies two means: the share of tokens that each expert got, and its mean probability. So it is no mean over
-micro-batches, and depends on how a batch is cut. The sums of both can be added, so a first pass computes them over the
-whole window.
-"""
+"""The balance loss of a mixture of experts in a trainer's loss: taken out, to be computed over the whole window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from macrobatch._joint.balance import choices_of, from_sums, outputs_of, sums_of
+from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import UsageError
-from macrobatch.types import Encoded, Items, Sum
+from macrobatch.transformers.reading import Reading
+from macrobatch.transformers.samples import Inputs
+from macrobatch.types import Encoded, Sum
+
+SWITCH, COEFFICIENT = "output_router_logits", "router_aux_loss_coef"  # names in configurations
 
 
-@dataclass(frozen=True)
-class Balance:
-    """The balance loss of a model.
+def has_balance(trainer: Any) -> bool:
+    """Whether the model computes a balance loss, which its configuration or the trainer adds to the loss."""
+    if getattr(trainer, "aux_loss_enabled", False):
+        return True
+    config: Any = getattr(trainer.model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return any(getattr(one, SWITCH, False) and getattr(one, COEFFICIENT, 1.0) for one in (config, text))
 
-    Attributes:
-        coefficient: its factor in the loss.
-        choices: the number of experts for each token.
-        value: its value when it was found.
+
+class BalanceLoss:
+    """Takes the balance loss out of the losses of micro-batches.
+
+    Args:
+        trainer: the trainer.
+        reading: reads what the rest of the loss is a mean over.
     """
 
-    coefficient: float
-    choices: int
-    value: float
+    def __init__(self, trainer: Any, reading: Reading) -> None:
+        self._trainer = trainer
+        self._reading = reading
+        self._is_known = False  # whether its formula was compared with the model's own
+        own = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+        self._inner: nn.Module = getattr(own, "base_model", own)  # has the outputs of the routers
+        self._choices = choices_of(own)
 
-    def of(self, loss: float) -> float:
-        """Its share of a loss."""
-        return self.coefficient * self.value / loss
+    def encoded(self, model: Any, inputs: Inputs) -> Encoded:
+        """The loss of a micro-batch without its balance loss, and the sums that the balance loss needs."""
+        is_first_pass = not torch.is_grad_enabled()
+        if is_first_pass:  # DDP would wait for the backward of a graph that is only read
+            model = without_ddp(model)
+        trainer, mask = self._trainer, inputs.get("attention_mask")
+        with torch.enable_grad(), outputs_of(trainer.model) as outputs, outputs_of(self._inner) as inner:
+            loss = self._reading.loss(model, inputs)
+            aux = self._last(outputs, "aux_loss")
+            logits = self._last(outputs, "router_logits") or self._last(inner, "router_logits")
+            slope = _slope(loss, aux)
+            rest, items = self._reading.weighed(loss, aux)
+            if slope is not None:
+                rest = rest - slope * aux
+            if (scale := getattr(items, "scale", None)) is not None:
+                rest = rest * scale
+            chosen, probable, tokens = sums_of(self._required(logits), self._choices or 1, mask)
+            self._compare(aux, chosen, probable, tokens)
+            probable = probable * (0.0 if slope is None else slope)
+        if is_first_pass:
+            rest, probable = rest.detach(), probable.detach()
+        count = getattr(items, "items", items)
+        return Encoded(rest, count, chosen=Sum(chosen), probable=Sum(probable), tokens=Sum(tokens))
 
-    def encoded(self, loss: Tensor, items: Items, outputs: Any, mask: Tensor | None) -> Encoded:
-        """The loss of a micro-batch without the balance loss, and the sums that the balance loss needs."""
-        chosen, probable, tokens = sums_of(outputs.router_logits, self.choices, mask)
-        rest = loss - self.coefficient * outputs.aux_loss
-        return Encoded(rest, items, chosen=Sum(chosen), probable=Sum(probable), tokens=Sum(tokens))
+    @staticmethod
+    def joint(_: nn.Module, encoded: Encoded) -> Tensor:
+        """The balance loss of all micro-batches on all ranks. Its coefficient is in the probabilities."""
+        return from_sums(encoded.chosen, encoded.probable, encoded.tokens)
 
-    def joint(self, _: nn.Module, encoded: Encoded) -> Tensor:
-        """The balance loss of all micro-batches on all ranks."""
-        return self.coefficient * from_sums(encoded.chosen, encoded.probable, encoded.tokens)
+    def _required(self, logits: Any) -> tuple[Tensor, ...]:
+        if logits is None or self._choices is None:
+            raise self._unknown()
+        return tuple(logits)
 
+    def _unknown(self) -> UsageError:
+        return UsageError(
+            f"{type(self._trainer.model).__name__} adds a loss of its own (aux_loss) that depends on the whole batch, "
+            "and is none that can be put together from micro-batches here. Switch it off (router_aux_loss_coef=0, or "
+            "output_router_logits=False), or write the loop with MacroStep(joint=)."
+        )
 
-def sums_of(logits: tuple[Tensor, ...], choices: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the tokens of all layers: how often each expert was chosen, its probability, number of tokens."""
-    chosen, probable, tokens = [], [], []
-    for layer in logits:
-        weights = layer.flatten(0, -2).softmax(-1).float()
-        shown = weights.new_ones(len(weights)) if mask is None else mask.reshape(-1).to(weights)
-        best = torch.zeros_like(weights).scatter_(1, weights.topk(choices, -1).indices, 1.0)
-        chosen.append((best * shown[:, None]).sum(0))
-        probable.append((weights * shown[:, None]).sum(0))
-        tokens.append(shown.sum())
-    return torch.stack(chosen).sum(0).detach(), torch.stack(probable).sum(0), torch.stack(tokens).sum()
-
-
-def from_sums(chosen: Tensor, probable: Tensor, tokens: Tensor) -> Tensor:
-    """The balance loss: 1 if all experts are used equally."""
-    return len(chosen) * ((chosen / tokens) * (probable / tokens)).sum()
-
-
-@contextmanager
-def outputs_of(model: nn.Module, is_watched: bool = True) -> Iterator[list[Any]]:
-    """A context that collects the outputs of the model; none if it is not watched, because outputs are large."""
-    found: list[Any] = []
-    if not is_watched:
-        yield found
-        return
-    handle = model.register_forward_hook(lambda _module, _arguments, outputs: found.append(outputs))
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
-def balance_of(model: nn.Module, inputs: dict[str, Any], run: Callable[[], Any]) -> Balance | None:
-    """The balance loss in what `run` returns, or None. Its coefficient is found as the derivative of the loss.
-
-    Raises:
-        UsageError: the model has a balance loss that is computed in an unknown way.
-    """
-    with torch.no_grad(), outputs_of(model) as outputs:
-        run()
-    if not outputs or not isinstance(getattr(outputs[-1], "aux_loss", None), Tensor):
-        return None  # most models, which then need no graph
-    with torch.enable_grad(), outputs_of(model) as outputs:
-        loss = run()
-    aux = outputs[-1].aux_loss
-    if not isinstance(loss, Tensor) or not aux.requires_grad:
-        return None
-    (slope,) = torch.autograd.grad(loss, aux, allow_unused=True)
-    if slope is None or not slope.item():
-        return None
-    logits, choices = getattr(outputs[-1], "router_logits", None), _choices_of(model)
-    mask = inputs.get("attention_mask")
-    if logits is not None and choices is not None:
+    def _compare(self, aux: Tensor | None, *sums: Tensor) -> None:
+        """Once: whether the model's balance loss is the one that is computed here."""
+        if self._is_known or aux is None:
+            return
         with torch.no_grad():
-            known = from_sums(*sums_of(tuple(logits), choices, mask))
-        if torch.isclose(known, aux.detach().to(known), rtol=1e-3, atol=1e-4):
-            return Balance(slope.item(), choices, aux.item())
-    raise UsageError(
-        f"{type(model).__name__} adds a loss of its own (aux_loss) that depends on the whole batch, and is none that "
-        "can be put together from micro-batches here. Switch it off (router_aux_loss_coef=0, or "
-        "output_router_logits=False), or write the loop with MacroStep(joint=)."
-    )
+            known = from_sums(*sums)
+        if not torch.isclose(known, aux.detach().to(known), rtol=1e-2, atol=1e-3, equal_nan=True):
+            raise self._unknown()
+        self._is_known = True
+
+    def _last(self, outputs: list[Any], name: str) -> Any:
+        """What the last forward with a graph has returned: others are those of a reference."""
+        found = [value for one in outputs if (value := getattr(one, name, None)) is not None and _has_graph(value)]
+        return found[-1] if found else None
 
 
-def _choices_of(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
-    return found if isinstance(found, int) else None
+def _has_graph(value: Any) -> bool:
+    return bool((value if isinstance(value, Tensor) else value[0]).requires_grad)
+
+
+def _slope(loss: Tensor, aux: Tensor | None) -> Tensor | None:
+    """The coefficient of the balance loss in the loss. Its graph says it."""
+    if aux is None:
+        return None
+    (slope,) = torch.autograd.grad(loss, aux, retain_graph=True, allow_unused=True)
+    return slope

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from macrobatch.transformers.meaning import Inputs
 from macrobatch.transformers.private import add_tokens, every_position_scored, unlogged
+from macrobatch.transformers.samples import Inputs
 from macrobatch.transformers.trl import PAIRS, has_own_loss, is_one_of
 
 TOKENS = "num_tokens"  # the total since the training began

@@ -36,11 +36,6 @@ class Layout:
         rows, count = _rows(inputs), self.count(inputs)
         return {key: _select(value, list(samples), rows, count) for key, value in inputs.items()}
 
-    def at_least_two(self, inputs: Inputs) -> Inputs:
-        """The batch, with its sample twice if there is only one. A packed row with bounds stays as it is."""
-        is_alone = self.count(inputs) == 1 and not is_bounded(inputs)
-        return self.select(inputs, [0, 0]) if is_alone else dict(inputs)
-
     def as_rows(self, inputs: Inputs) -> Inputs:
         """The batch with one row per sample in every tensor, so that it can be cut."""
         if not self.has_pairs:
@@ -58,11 +53,6 @@ class Layout:
         if not self.has_pairs:
             return dict(rows)
         return {**joined([rows[half] for half in HALVES], padding), **rows["both"]}
-
-
-def is_bounded(inputs: Mapping[str, Any]) -> bool:
-    """Whether a batch is one long row of samples with their bounds."""
-    return any(name.startswith(BOUNDS) for name in inputs)
 
 
 def _length(value: Any) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from macrobatch.errors import BackendError, UsageError
+from macrobatch.transformers.trl import require_possible
+
+OWN_STEPS = {"GRPOTrainer", "DistillationTrainer", "SDFTTrainer", "SDPOTrainer"}  # of TRL
 
 
 def require_supported(trainer: Any, settings: Any) -> None:
@@ -34,11 +37,12 @@ def require_supported(trainer: Any, settings: Any) -> None:
             f"{owner} has a training_step of its own, which micro= and cuda_graph= would leave out: they run the "
             "batches of a window together. Leave these options out, or override compute_loss instead."
         )
+    require_possible(trainer, cuts=settings.cuts)
 
 
 def _own_training_step(trainer: Any) -> str | None:
-    """The class that overrides ``training_step``. TRL's are ignored, except GRPO's: they only offload activations."""
+    """The class that overrides ``training_step``. TRL's are ignored if they only offload activations."""
     for one in type(trainer).__mro__:
         if "training_step" in vars(one) and one.__module__.split(".")[0] not in ("macrobatch", "transformers"):
-            return None if one.__module__.startswith("trl.") and one.__name__ != "GRPOTrainer" else one.__name__
+            return None if one.__module__.startswith("trl.") and one.__name__ not in OWN_STEPS else one.__name__
     return None

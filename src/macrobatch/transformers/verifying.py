@@ -6,21 +6,21 @@ import contextlib
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 
 from macrobatch._cut.joining import joined
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.errors import UsageError
-from macrobatch.transformers.asking import meaning_of
-from macrobatch.transformers.balance import outputs_of
-from macrobatch.transformers.meaning import Inputs
+from macrobatch.transformers.balance import BalanceLoss, has_balance
+from macrobatch.transformers.preferences import terms_of
 from macrobatch.transformers.private import prepared
+from macrobatch.transformers.reading import Reading
+from macrobatch.transformers.samples import Inputs
 from macrobatch.transformers.support import require_supported
 from macrobatch.transformers.trainer import ExactTrainer
-from macrobatch.transformers.trl import declared, generates, layout_for
+from macrobatch.transformers.trl import generates, has_terms, layout_for
 from macrobatch.transformers.windows import Settings, padding_of
-from macrobatch.types import Encoded, Items, Terms
 
 
 def is_trainer(given: object) -> bool:
@@ -30,6 +30,8 @@ def is_trainer(given: object) -> bool:
 
 def case_of(trainer: Any) -> dict[str, Any]:
     """The arguments of `verified` for a trainer, exact or not: its first window, as the trainer runs it.
+
+    The loss is the trainer's own expression, computed for the whole window at once.
 
     Raises:
         UsageError: it has no batch to try, or its batches come only with training.
@@ -42,25 +44,44 @@ def case_of(trainer: Any) -> dict[str, Any]:
         )
     model = _wrapped(trainer)
     batches = _first_window(trainer)
-    padding, layout = padding_of(trainer), layout_for(trainer)
-    meaning = declared(trainer) or meaning_of(trainer, model, batches[0], layout)
+    padding, layout, loss = padding_of(trainer), layout_for(trainer), _WholeLoss(trainer)
     rows = [layout.count(batch) for batch in batches]
-
-    def loss_fn(model: Any, inputs: Inputs) -> tuple[Tensor, Items] | Encoded | Terms:
-        if (terms := meaning.terms) is not None:
-            return terms.loss(trainer, model, inputs)
-        with outputs_of(trainer.model, meaning.balance is not None) as outputs, trainer.compute_loss_context_manager():
-            loss, items = meaning.loss(trainer, trainer.compute_loss, model, dict(inputs))
-        return meaning.weighed(loss, items, outputs, inputs)
 
     def window_of(inputs: Inputs) -> list[Inputs]:
         starts = [sum(rows[:index]) for index in range(len(rows))]
         return [layout.select(inputs, range(at, at + count)) for at, count in zip(starts, rows, strict=True)]
 
-    joint = None if meaning.balance is None else meaning.balance.joint
     batch = layout.as_inputs(joined([layout.as_rows(batch) for batch in batches], padding), padding)
-    case = {"model": model, "loss_fn": loss_fn, "batch": batch, "joint": joint}
+    case = {"model": model, "loss_fn": loss, "batch": batch, "joint": loss.joint}
     return {**case, "batches": batches, "window_of": window_of, "run": partial(run_window, trainer)}
+
+
+class _WholeLoss:
+    """The loss of a whole window, or of a part of it, as the trainer's own expression of those samples.
+
+    Attributes:
+        joint: what computes the balance loss of the whole window, if there is one.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._reading = Reading(trainer)
+        self._terms = terms_of(trainer) if has_terms(trainer) else None
+        self._balance = BalanceLoss(trainer, self._reading) if has_balance(trainer) else None
+        self.joint = None if self._balance is None else self._balance.joint
+
+    def __call__(self, model: Any, inputs: Inputs) -> Any:
+        if self._terms is not None:
+            return self._terms.loss(self._trainer, model, inputs)
+        if self._balance is not None:
+            return self._balance.encoded(model, inputs)
+        loss = self._reading.loss(model, inputs)
+        try:
+            loss, items = self._reading.weighed(loss)
+        except UsageError:  # it says nothing, but has a gradient
+            return loss
+        scale = getattr(items, "scale", None)
+        return loss if scale is None else loss * scale, getattr(items, "items", items)
 
 
 def run_window(trainer: Any, model: nn.Module, batches: list[Inputs]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +21,20 @@ from macrobatch._cut.policies import Policy
 from macrobatch._engine.closing import LeaveMean
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
+from macrobatch._joint.balance import outputs_of
+from macrobatch._terms.mean import Mean
 from macrobatch._torch.modules import modules_of
-from macrobatch.errors import UsageError
+from macrobatch.errors import BatchError
 from macrobatch.macrostep import MacroStep
-from macrobatch.transformers.balance import outputs_of
+from macrobatch.transformers.balance import BalanceLoss, has_balance
 from macrobatch.transformers.logs import logs_of
-from macrobatch.transformers.meaning import Inputs, Meaning
+from macrobatch.transformers.preferences import terms_of
 from macrobatch.transformers.private import prepared
-from macrobatch.types import Encoded, Items, StepResult, Terms
+from macrobatch.transformers.reading import ADVICE, Reading
+from macrobatch.transformers.samples import Inputs
+from macrobatch.transformers.trl import has_terms, is_total, layout_for
 
 PLAIN = {nn.Module.train, PreTrainedModel.train, DistributedDataParallel.train}
-
-
-class _Stated(MacroStep):
-    """Takes the items that it is told, whatever the graph of a loss says."""
-
-    reads = False
 
 
 @dataclass(frozen=True)
@@ -61,32 +60,15 @@ class Settings:
 class Windows(ABC):
     """Processes the batches of windows, one by one."""
 
-    def __init__(self, trainer: Any) -> None:
+    is_for_one = False  # whether windows have one batch, in one process
+
+    def __init__(self, trainer: Any, *, on_host: bool = True) -> None:
         self._trainer = trainer
-        self._items: list[Items] = []  # items of the losses that compute_loss has returned and no backward has used
-        self._last: Any = None  # the last of these losses, if it is to be compared
-        self.compares = False
-
-    def note(self, loss: Any, items: Items) -> None:
-        """Note a loss that ``compute_loss`` has returned, and the number of items that it is a mean over."""
-        self._items.append(items)
-        if self.compares:
-            self._last = (loss[0] if isinstance(loss, tuple) else loss).detach()  # detached, so that its graph is freed
-
-    def _noted(self) -> Items:
-        items, self._items = self._items, []
-        if len(items) != 1:
-            name = type(self._trainer).__name__
-            raise UsageError(
-                f"{name} has called the compute_loss that exact() was given {len(items)} times for one backward: its "
-                "loss is weighed by the items of that, so it must be called once. What replaces compute_loss "
-                "altogether belongs into the class that is passed to exact()."
-            )
-        return items[0]
+        self.reading = Reading(trainer, on_host=on_host, is_alone=self.is_for_one)
 
     @abstractmethod
-    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:
-        """Process a batch with `run`, the trainer's own ``training_step``. Returns the result of a closed window."""
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> Tensor | None:
+        """Process a batch with `run`, the trainer's own ``training_step``. Returns the loss of a closed window."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -97,52 +79,76 @@ class Windows(ABC):
     def is_void(self) -> bool:
         """Whether the last window had no items."""
 
+    @contextlib.contextmanager
+    def _backward_here(self, backward: Callable[..., None]) -> Iterator[None]:
+        """A context in which the trainer runs another backward."""
+        accelerator = self._trainer.accelerator
+        accelerator.backward = backward  # only for this object and this context
+        try:
+            yield
+        finally:
+            del accelerator.backward
+
+
+class OneBatch(Windows):
+    """A window of one batch in one process is the trainer's own step, bit by bit, and exact whatever its loss is.
+
+    Only two things differ: labels that the trainer counts but its loss does not have do not shrink the gradient, and
+    a batch without any label takes no step.
+    """
+
+    is_for_one = True
+    is_void = False
+
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> Tensor | None:  # noqa: ARG002
+        self.is_void, scales = False, list[Any]()
+        backward = self._trainer.accelerator.backward
+
+        def scaled(loss: Tensor, **options: Any) -> None:
+            items, scale = self.reading.scale_alone(loss)
+            scales.append(scale)
+            backward(loss if scale is None else loss * scale, **options)
+            self.is_void = items is not None and not bool(items)
+
+        with self._backward_here(scaled):
+            loss: Tensor = run()
+        return loss if not scales or scales[-1] is None else loss * scales[-1]
+
+    def drop(self) -> None:
+        """There is nothing to drop: the trainer clears its gradients."""
+
 
 class BatchByBatch(Windows):
     """Every batch is a micro-batch. The trainer's own ``training_step`` runs it, but with our backward.
 
-    Args:
-        trainer: the trainer.
-        model: the model, as the trainer has wrapped it.
-        settings: the options of `exact`.
-        saves_train: whether to skip the ``model.train()`` with which ``training_step`` begins.
+    `saves_train`: whether to skip the ``model.train()`` with which ``training_step`` begins.
     """
 
     def __init__(self, trainer: Any, model: nn.Module, settings: Settings, *, saves_train: bool) -> None:
         super().__init__(trainer)
         self._model = model
         self._train_saved: Any = first_train_saved if saves_train else contextlib.nullcontext
-        self._engine = engine_for(Engine, model, None, scaler=trainer.accelerator.scaler, **settings.options)
+        options: dict[str, Any] = {"scaler": trainer.accelerator.scaler, **settings.options}
+        self._engine = engine_for(Engine, model, None, objective=partial(Mean, reads=True), **options)
 
-    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> Tensor | None:
         engine = self._engine
-        self._items.clear()
-        engine.begin(LAST_OF_ALL if last else IN_BETWEEN)
+        engine.begin(LAST_OF_ALL if last else IN_BETWEEN, inputs)
         try:
-            with self._backward_here(), self._train_saved(self._model):
-                run()
-            return engine.close()
+            with self._backward_here(self._backward), self._train_saved(self._model), advised(self._trainer):
+                with self.reading.looking(inputs):
+                    run()
+                result = engine.close()
         except BaseException:
             engine.give_up()
             self.drop()
             raise
-
-    @contextlib.contextmanager
-    def _backward_here(self) -> Iterator[None]:
-        accelerator = self._trainer.accelerator
-        accelerator.backward = self._backward  # only for this object and this context
-        try:
-            yield
-        finally:
-            del accelerator.backward
+        return None if result is None else result.loss
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
-        items = self._noted()
-        if self.compares and not torch.allclose(loss.detach(), self._last.to(loss), equal_nan=True):
-            raise UsageError(
-                f"training_step of {type(self._trainer).__name__} changes the loss after compute_loss: it adds to it, "
-                "or divides it, which exact() does itself. What belongs to the loss belongs into compute_loss."
-            )
+        loss, items = self.reading.weighed(loss)
+        if is_total(self._trainer):
+            loss = loss * self._trainer.batches_of_window
         self._engine.backward(loss, items)
 
     def drop(self) -> None:
@@ -155,69 +161,61 @@ class BatchByBatch(Windows):
         return closing.is_void()
 
 
+class _ForTheirOptimizer(MacroStep):
+    """Leaves gradients in the dtype of their parameters, which the trainer's optimizer wants."""
+
+    leaves_wide = False
+
+
 class WholeWindow(Windows):
-    """Keeps the batches of a window until the last one, then runs them together: cut again, recorded, or in two passes.
+    """Keeps the batches of a window until the last one, then runs them together: cut, recorded, or in two passes."""
 
-    Args:
-        trainer: the trainer.
-        model: the model, as the trainer has wrapped it.
-        settings: the options of `exact`.
-        meaning: what the loss is a mean over.
-    """
-
-    def __init__(self, trainer: Any, model: nn.Module, settings: Settings, meaning: Meaning) -> None:
-        super().__init__(trainer)
-        self._meaning = meaning
+    def __init__(self, trainer: Any, model: nn.Module, settings: Settings) -> None:
+        super().__init__(trainer, on_host=not settings.cuda_graph)
+        self._layout = layout_for(trainer)
         self._cuts = settings.cuts
         self._padding = padding_of(trainer)
         self._logged = logs_of(trainer, is_recorded=settings.cuda_graph)
+        self._terms = terms_of(trainer) if has_terms(trainer) else None
+        self._balance = BalanceLoss(trainer, self.reading) if has_balance(trainer) else None
         self._waiting: list[Inputs] = []
         options: dict[str, Any] = {"micro": settings.micro} if settings.cuts else {"micro": 1, "collate": the_only_one}
-        if meaning.balance is not None:
-            options["joint"] = meaning.balance.joint
-        if meaning.terms is not None:
+        if self._balance is not None:
+            options["joint"] = self._balance.joint
+        if self._terms is not None:
             options["counts"] = self._counts
-        self._train = _Stated(
-            model,
-            None,
-            self._loss,
-            cuda_graph=settings.cuda_graph,
-            scaler=trainer.accelerator.scaler,
-            **options,
-            **settings.options,
-        )
+        options |= {"cuda_graph": settings.cuda_graph, "scaler": trainer.accelerator.scaler, **settings.options}
+        self._train = _ForTheirOptimizer(model, None, self._loss, **options)
 
-    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> StepResult | None:  # noqa: ARG002
+    def step(self, inputs: Inputs, run: Callable[[], Any], *, last: bool) -> Tensor | None:  # noqa: ARG002
         self._waiting.append(prepared(self._trainer, inputs))
         if not last:
             return None
         batches, self._waiting = self._waiting, []
-        layout = self._meaning.layout
-        rows = [layout.as_rows(batch) for batch in batches]
-        with contextlib.nullcontext() if self._logged is None else self._logged.of_window(batches):
-            return self._train(joined(rows, self._padding) if self._cuts else rows)
+        rows = [self._layout.as_rows(batch) for batch in batches]
+        logged: Any = contextlib.nullcontext() if self._logged is None else self._logged.of_window(batches)
+        with logged, advised(self._trainer):
+            return self._train(joined(rows, self._padding) if self._cuts else rows).loss
 
     def _counts(self, batch: Inputs | list[Inputs]) -> dict[str, Any]:
         """The items of each term in a window."""
-        terms, layout = self._meaning.terms, self._meaning.layout
-        assert terms is not None
+        assert self._terms is not None
         batches = batch if isinstance(batch, list) else [batch]
-        counts = [terms.counts(layout.as_inputs(rows, self._padding)) for rows in batches]
+        counts = [self._terms.counts(self._layout.as_inputs(rows, self._padding)) for rows in batches]
         return {name: sum(one[name] for one in counts) for name in counts[0]}
 
-    def _loss(self, model: Any, rows: Inputs) -> tuple[Tensor, Items] | Encoded | Terms:
-        trainer, meaning = self._trainer, self._meaning
-        inputs = meaning.layout.as_inputs(rows, self._padding)
-        if (terms := meaning.terms) is not None:
-            found = terms.loss(trainer, model, inputs)
-            self._noted()
-            return found
-        is_watched = meaning.balance is not None or self._logged is not None
-        with outputs_of(trainer.model, is_watched) as outputs, trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, dict(inputs))
+    def _loss(self, model: Any, rows: Inputs) -> Any:
+        trainer, inputs = self._trainer, self._layout.as_inputs(rows, self._padding)
+        if self._terms is not None:
+            return self._terms.loss(trainer, model, inputs)
+        with outputs_of(trainer.model, self._logged is not None) as outputs:
+            if self._balance is not None:
+                found: Any = self._balance.encoded(model, inputs)
+            else:
+                found = self.reading.weighed(self.reading.loss(model, inputs))
         if self._logged is not None:
             self._logged.note(outputs[-1])
-        return meaning.weighed(loss, self._noted(), outputs, inputs)
+        return found
 
     def drop(self) -> None:
         self._waiting = []
@@ -225,6 +223,15 @@ class WholeWindow(Windows):
     @property
     def is_void(self) -> bool:
         return self._train.is_void()
+
+
+@contextlib.contextmanager
+def advised(trainer: Any) -> Iterator[None]:
+    """A context in which errors about losses say what to do in a trainer."""
+    try:
+        yield
+    except BatchError as error:
+        raise BatchError(f"{type(trainer).__name__}.compute_loss: {error} In a trainer: {ADVICE}") from error
 
 
 @contextlib.contextmanager

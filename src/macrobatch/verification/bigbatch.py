@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,19 @@ from macrobatch._cut.trees import map_tensors
 from macrobatch._loss.weighing import items_read
 from macrobatch._ranks.collectives import Group, local_tensor
 from macrobatch._torch import fsdp2
+from macrobatch._torch.autograd import backward_under_way
+from macrobatch._torch.draws import Drawing, RandomOperations
 from macrobatch._torch.graph import reach_of
+from macrobatch._torch.loss_nodes import nodes_added_up
 from macrobatch._torch.modules import REPLICATED, run_eagerly, unwrapped
-from macrobatch._torch.snapshot import Snapshot
+from macrobatch._torch.snapshot import HostRandom, Snapshot
 from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.types import Reduction
+from macrobatch.verification.draws import Draw, Repetition
 from macrobatch.verification.gradient import Gradient, NamedGradients, Ranks, as_dense, reduce_numbers
 from macrobatch.verification.names import Names
-from macrobatch.verification.observation import Call
+from macrobatch.verification.observation import Call, NamedTensors
 from macrobatch.verification.saved_state import SavedAttributes
 from macrobatch.verification.step_watcher import calls_during, names_of_entries, temporary_hooks
 
@@ -65,6 +70,11 @@ class BigBatch:
         foreign_leaves: leaves outside of the model that the loss trains too; set by `entries`.
         is_float64_copy: whether the gradients are computed on a float64 copy of the model.
         has_items: whether loss_fn returns items.
+        draws: the random numbers that one big batch draws.
+        draws_elsewhere: whether it also draws random numbers with numpy, or Python's `random`.
+        repetition: the random numbers to draw instead: those of the step.
+        weights: the values of parameters to compute at, by name; None: the trained model's.
+        loss: the loss of the whole batch, as last computed.
         terms: the names of the terms that loss_fn returns; () for one loss.
     """
 
@@ -90,6 +100,14 @@ class BigBatch:
         self._last_foreign_leaves: list[Tensor] = []  # those of the last loss
         self.is_float64_copy = False
         self.has_items = False
+        self.draws: list[Draw] = []
+        self.draws_elsewhere = False
+        self.repetition: Repetition | None = None
+        self.weights: NamedTensors | None = None
+        self.loss = 0.0
+        self._host: HostRandom | None = None
+        self._only_term: int | None = None
+        self._num_added = 0
         self.terms: tuple[str, ...] = ()
         self._batch = batch if collate is None else collate(list(batch))
         self.why_uncut: str | None = None
@@ -150,14 +168,6 @@ class BigBatch:
         """The plain module that is trained."""
         return self._trained_model
 
-    def reseed(self, seed: int) -> None:
-        """Seed torch's generator and all generators in the model's attributes."""
-        torch.manual_seed(seed)
-        for module in self._model.modules():
-            for value in vars(module).values():
-                if isinstance(value, torch.Generator):
-                    value.manual_seed(seed)
-
     def calls(self, *, hooks: bool = False) -> list[Call]:
         """The calls of the model for the whole batch; with `hooks`, all its modules get a hook."""
         entries = [self._model.get_submodule(name) for name in self._entries]
@@ -167,13 +177,20 @@ class BigBatch:
 
     def entries(self) -> list[nn.Module]:
         """The modules that `loss_fn` calls directly: the wrapped model, or parts of it."""
-        self._entries = names_of_entries(lambda: self.gradient([Weighted(None, 0.0)]), self._model)
+        self._host = HostRandom()
+        with RandomOperations(self._note_draw):
+            self._entries = names_of_entries(lambda: self.gradient([Weighted(None, 0.0)]), self._model)
+        self._host = None
         self.terms = self.ranks.broadcast(tuple(name for name in self._items[None] if name != WHOLE))
         if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them again in each call
             first = self._last_foreign_leaves
             self.gradient([Weighted(None, 0.0)])
             self.foreign_leaves = [leaf for leaf in first if any(leaf is other for other in self._last_foreign_leaves)]
         return [self._trained_model.get_submodule(name) if name else self._outermost for name in self._entries]
+
+    def _note_draw(self, drawing: Drawing) -> None:
+        if backward_under_way() == -1:
+            self.draws.append(Draw(0, drawing.name, drawing.result))
 
     def items(self, parts: Sequence[Sequence[int] | None]) -> list[float]:
         """The number of items of each part (None: of the whole batch).
@@ -212,19 +229,58 @@ class BigBatch:
     def _rank_gradient(self, terms: Sequence[Weighted]) -> NamedGradients:
         """The gradient of this rank's terms; of all ranks' terms if every backward communicates."""
         parameters = self._parameters()
+        own_weights = self._enter_weights()
         snapshot = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
         hooked = [] if self.ranks.is_sharded else list(parameters.values())
         unused = fsdp2.reducing_unused([self._model])  # other ranks may use what this one does not
         with without_gradients(parameters.values()), _without_post_hooks(hooked), unused:
             try:
                 for samples, weight in self._pad_terms(terms):
-                    self._backward(samples, weight)
+                    with self._repeating(samples):
+                        self._backward(samples, weight)
                     _restore(snapshot)
                 return {
                     name: None if p.grad is None else as_dense(local_tensor(p.grad)) for name, p in parameters.items()
                 }
             finally:
                 _restore(snapshot)
+                for parameter, data in own_weights:
+                    parameter.data = data
+
+    def _enter_weights(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Give the parameters the values of `weights`. Returns what they had before."""
+        if self.weights is None:
+            return []
+        own = [(p, p.data, self.weights.get(name)) for name, p in self.names.parameters_of(self._model).items()]
+        for parameter, data, value in own:
+            if value is not None:
+                parameter.data = value.to(data.dtype, copy=True)
+        return [(parameter, data) for parameter, data, _ in own]
+
+    def _repeating(self, samples: Sequence[int] | None) -> contextlib.AbstractContextManager[object]:
+        if self.repetition is None or self.samples is None:
+            return contextlib.nullcontext()
+        return self.repetition.during(range(self.samples.count) if samples is None else sorted(samples))
+
+    def state_error(self) -> float:
+        """How much the gradient of one big batch changes if a forward came before it; 0 if that is rounding."""
+        first = self.gradient([Weighted(None, 1.0)])
+        before = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
+        with self._repeating(None):
+            self._losses(None)
+        before[0].restore_random()
+        again = self.gradient([Weighted(None, 1.0)])
+        _restore(before)
+        apart = again.distance(first) / (first.largest or 1.0)
+        return 0.0 if apart <= 1e-5 else apart
+
+    def has_another_loss(self, before: float) -> bool:
+        """Whether the loss of the whole batch is another one than before."""
+        with self.in_own_precision(None):
+            self.gradient([Weighted(None, 0.0)])
+        return self.ranks.largest(float(not abs(self.loss - before) <= 1e-4 * abs(before))) > 0 and math.isfinite(
+            before
+        )
 
     def _pad_terms(self, terms: Sequence[Weighted]) -> Sequence[Weighted]:
         """Pad the terms with weights of 0 if every backward communicates, so that all ranks have equally many."""
@@ -239,7 +295,10 @@ class BigBatch:
             if not losses and not self.ranks.is_sharded:
                 return  # no term has items
             loss = self._weigh(losses, weight) * self.ranks.average
+            if samples is None:
+                self.loss = float(sum(part.detach().double().sum() for part in losses.values()))
             self._require_no_new_parameters()
+            self._drop_other_terms(losses)
             self._last_foreign_leaves = self._leaves_outside_model(loss)
             with without_gradients(self._last_foreign_leaves):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -252,10 +311,37 @@ class BigBatch:
             "fewer samples: a few in each micro-batch are enough."
         )
 
+    def num_added(self) -> int:
+        """The number of terms that the loss of the whole batch adds up."""
+        self._num_added = 0
+        self.gradient([Weighted(None, 0.0)])
+        return self._num_added
+
+    @contextlib.contextmanager
+    def only_term(self, number: int) -> Iterator[None]:
+        """A context in which the gradients are those of one of the terms that the loss adds up."""
+        self._only_term = number
+        try:
+            yield
+        finally:
+            self._only_term = None
+
+    def _drop_other_terms(self, losses: dict[str, Tensor]) -> None:
+        """Let no gradient reach the other terms."""
+        if len(losses) != 1:
+            return
+        terms = nodes_added_up(losses[WHOLE])
+        self._num_added = len(terms)
+        for number, node in enumerate(terms if self._only_term is not None and len(terms) > 1 else ()):
+            if number != self._only_term:
+                node.register_prehook(lambda seeds: tuple(None if s is None else torch.zeros_like(s) for s in seeds))
+
     def _losses(self, samples: Sequence[int] | None) -> dict[str, Tensor]:
         """Compute the loss of a part, or the means of its terms, and note the items."""
         with self._autocasting():
             returned = self._loss_fn(self._model, self.part(samples))
+        if self._host is not None:
+            self.draws_elsewhere = self._host.has_moved_outside_torch()
         key = None if samples is None else tuple(samples)
         if isinstance(returned, Mapping):
             return self._means(returned, key)

@@ -1,29 +1,44 @@
-"""Finds the causes why a gradient is not that of one big batch, the likeliest first.
+"""Finds the causes why a gradient is not that of one big batch, the likeliest first, or why that cannot be told.
 
-First come the causes that no weights of micro-batches can explain: ranks, randomness, missing gradients, samples that
-influence each other. All ranks take the same path, because they decide by numbers that are reduced over all ranks.
+Finders are functions of a case and its wrong windows. The tables `OF_STEPS`, `OF_WRONG_WINDOWS` and `DOUBTS` say which
+of them are asked, in which order: the first that finds something wins. All ranks take the same path, because they
+decide by numbers that are reduced over all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from macrobatch.verification.catalogue import EVERY_WINDOW, cause
 from macrobatch.verification.clipping import allow_clipping, hook_clipping_cause, scaled_clipping_cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import coupling_cause, rank_items_cause
+from macrobatch.verification.doubts import (
+    alike_samples_cause,
+    changing_loss_cause,
+    early_random_cause,
+    inner_state_cause,
+    mixed_weights_cause,
+    outer_state_cause,
+    random_cause,
+    unexplained_random_cause,
+    unused_batch_cause,
+    update_cause,
+)
+from macrobatch.verification.draws import UnrepeatableError
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.joint_causes import cut_causes, factor_causes, unexplained
 from macrobatch.verification.label_causes import label_causes, loss_padding_cause
 from macrobatch.verification.report import Cause
-from macrobatch.verification.sample_matching import num_indistinguishable
-from macrobatch.verification.weighting import USE_ALL, USE_ONCE, causes_of_window, leftover_cause
+from macrobatch.verification.weighting import causes_of_window, leftover_cause
 
 MAX_DIAGNOSED = 4  # windows
 NOISE = 1e-5  # the difference that two float32 sums of the same numbers may have on a GPU
+Finder = Callable[[Case, list[Comparison]], Cause | None]
 
 
 def explain(case: Case) -> tuple[list[Cause], list[str]]:
@@ -31,27 +46,49 @@ def explain(case: Case) -> tuple[list[Cause], list[str]]:
     notes: list[str] = []
     if not case.has_equal_step_counts:
         return [_step_count_cause(case)], notes
+    try:
+        found = list(_causes(case, notes))
+    except UnrepeatableError as error:
+        found = [random_cause(str(error))]
+    named: dict[str, Cause] = {}
+    for each in sorted(found, key=lambda each: each.certainty == "unknown"):
+        named.setdefault(each.name, each)
+    return list(named.values()), notes
+
+
+def _causes(case: Case, notes: list[str]) -> Iterator[Cause]:
     _measure_bounds(case, notes)
     allow_clipping(case, notes)
     _add_notes(case, notes)
+    if case.has_wrong_count:
+        yield _window_count_cause(case)
     wrong = [window for window in case.windows if window.is_wrong]
     of_samples = _sample_causes(case, notes)
     if case.whole_loss is not None:
-        return [*_joint_causes(case, wrong), *of_samples], notes
+        yield from _joint_causes(case, wrong)
+        yield from of_samples
+        return
     structural = [*_window_causes(case), *of_samples]
-    causes = list(_step_causes(case, wrong))
-    causes = causes or (label_causes(case, wrong) if wrong else [])
-    causes = causes or [cause for window in _windows_to_diagnose(wrong) for cause in causes_of_window(case, window)]
+    causes = _causes_of_gradients(case, wrong)
     # If samples are unknown and the last window is open, the open window explains the wrong gradient.
-    blind = any(window.parts is None for window in case.windows)
-    ordered = [*structural, *causes] if case.is_open and blind else [*causes, *structural]
-    if case.has_wrong_count:
-        ordered.insert(0, _window_count_cause(case))
-    named: dict[str, Cause] = {}
-    for cause in (*ordered, scaled_clipping_cause(case), loss_padding_cause(case)):
-        if cause is not None:
-            named.setdefault(cause.name, cause)
-    return list(named.values()), notes
+    is_blind = any(window.parts is None for window in case.windows)
+    yield from [*structural, *causes] if case.is_open and is_blind else [*causes, *structural]
+    yield from (found for find in (scaled_clipping_cause, loss_padding_cause) if (found := find(case)) is not None)
+
+
+def _first(finders: Sequence[Finder], case: Case, wrong: list[Comparison]) -> list[Cause]:
+    """What the first of these finders that finds something has found."""
+    return next(([found] for find in finders if (found := find(case, wrong)) is not None), [])
+
+
+def _causes_of_gradients(case: Case, wrong: list[Comparison]) -> list[Cause]:
+    """The causes of wrong gradients; those of the whole step win."""
+    causes = _first(OF_STEPS, case, wrong) or (_first(OF_WRONG_WINDOWS, case, wrong) if wrong else [])
+    causes = causes or (label_causes(case, wrong) if wrong else [])
+    causes = causes or [found for window in _windows_to_diagnose(wrong) for found in causes_of_window(case, window)]
+    if any(found.name == "unexplained" and found.certainty != "unknown" for found in causes):
+        return _first(DOUBTS, case, wrong) or causes
+    return causes
 
 
 def _measure_bounds(case: Case, notes: list[str]) -> None:
@@ -60,6 +97,8 @@ def _measure_bounds(case: Case, notes: list[str]) -> None:
     The bound stays if one big batch is not repeatable, or if twice the loss does not have twice the gradient.
     """
     wrong = [window for window in case.windows if window.is_wrong]
+    if wrong:
+        case.focus(wrong[0].observed)
     if not wrong or not math.isfinite(wrong[0].scale):
         return
     case.repeat_error = _scaling_error(case, wrong[0], 1.0)
@@ -67,6 +106,7 @@ def _measure_bounds(case: Case, notes: list[str]) -> None:
     if case.repeat_error or case.scaling_error:
         return
     for window in wrong:
+        case.focus(window.observed)
         window.bound = case.precision.bound_for(case, window)
     most = max((window.bound for window in wrong), default=0.0)
     if most > max(1e-3, case.precision.bound):
@@ -108,166 +148,64 @@ def _add_notes(case: Case, notes: list[str]) -> None:
         times = observation.num_reevaluations
         notes.append(f"an optimizer called its closure {times} times more: only the first call was compared")
     if observation.has_moved_weights:
-        notes.append("the weights changed, but no torch.optim.Optimizer stepped: .grad was read when step returned")
+        notes.append("the weights changed, but no torch.optim.Optimizer stepped: .grad was read when that was noticed")
     if case.windows and all(window.micro_batches == 1 for window in case.windows):
         notes.append("every optimizer step came after a single micro-batch: nothing was accumulated")
-
-
-def _sample_causes(case: Case, notes: list[str]) -> list[Cause]:
-    """The causes for several windows that do not use each sample once; notes, unless the number of windows was given.
-
-    Without it, a step may go over the batch several times, or drop a short last window.
-    """
-    ranks, blind = case.big.ranks, any(window.parts is None for window in case.windows)
-    if len(case.windows) <= 1 or ranks.largest(float(blind)) or case.big.samples is None:
-        return []
-    used = [{sample for part in window.parts or () for sample in part} for window in case.windows]
-    left_out = 0.0 if case.is_open else ranks.sum(case.big.samples.count - len(set().union(*used)))
-    twice = set()
-    for index, window in enumerate(case.windows if ranks.world_size == 1 else ()):  # ranks repeat with weight 0
-        for other, samples in zip(case.windows[:index], used, strict=False):
-            if window.observed.names & other.observed.names:
-                twice |= samples & used[index]
-    _note_indistinguishable(case, notes)
-    causes = []
-    if left_out:
-        evidence = f"{left_out:.0f} of {ranks.sum(case.big.samples.count):.0f} samples of the batch reached no backward"
-        causes.append(Cause(name="samples left out", evidence=f"{evidence}.", cure=USE_ALL))
-    if twice:
-        evidence = f"{len(twice)} samples of the batch reached more than one optimizer step"
-        causes.append(Cause(name="samples used twice", evidence=f"{evidence}.", cure=USE_ONCE))
-    if case.expected_windows is not None:
-        return causes
-    notes.extend(f"{cause.evidence.removesuffix('.')}: a mistake, if each should be used once" for cause in causes)
-    return []
-
-
-def _note_indistinguishable(case: Case, notes: list[str]) -> None:
-    """Add a note on samples that cannot be distinguished, if a window is wrong."""
-    if not any(window.is_wrong for window in case.windows):
-        return
-    assert case.big.samples is not None
-    if case.big.ranks.largest(num_indistinguishable(case.big_batch_calls, case.big.part(None), case.big.samples.count)):
-        notes.append(
-            "some samples are the same to the model, but differ elsewhere in the batch, e.g. in their labels. It is "
-            "unknown which of them went into which optimizer step: verify assumed the order of the batch"
-        )
 
 
 # ---------------------------------------------------------------------------------------------- the whole step
 
 
-def _step_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
-    """The first cause, if any, that weights of micro-batches cannot explain."""
-    cause = _foreign_optimizer_cause(case) or _replaced_parameter_cause(case) or _idle_step_cause(case)
-    cause = (
-        cause
-        or _nonfinite_reference_cause(case)
-        or rank_items_cause(case)
-        or (_cause_of_wrong_windows(case, wrong) if wrong else None)
-    )
-    if cause is not None:
-        yield cause
-
-
-def _cause_of_wrong_windows(case: Case, wrong: list[Comparison]) -> Cause | None:
-    return (
-        _synchronisation_cause(case, wrong)
-        or _missing_gradient_cause(case, wrong)
-        or _nonfinite_cause(wrong)
-        or _randomness_cause(case, wrong)
-        or hook_clipping_cause(case)
-        or coupling_cause(case, wrong)
-    )
-
-
-def _joint_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
-    """The causes for a loss of the whole batch."""
-    if case.has_wrong_count:
-        yield _window_count_cause(case)
-    early = _foreign_optimizer_cause(case) or _replaced_parameter_cause(case) or _idle_step_cause(case)
-    if wrong and early is None:
-        early = _synchronisation_cause(case, wrong) or _missing_gradient_cause(case, wrong)
-    if early is not None:
-        yield early
-    elif wrong:
-        early = _randomness_cause(case, wrong) if case.repeat_error else next(factor_causes(case, wrong), None)
-        yield early or _randomness_cause(case, wrong) or next(cut_causes(case, wrong[0]), unexplained(wrong[0]))
-
-
-def _window_count_cause(case: Case) -> Cause:
-    """The cause of a wrong number of optimizer steps."""
-    taken = len(case.observation.windows) if case.observation.has_stepped else 0
-    were = "was" if case.expected_windows == 1 else "were"
-    if case.expected_windows is not None and taken > case.expected_windows:
-        cure = "Step after the last micro-batch of a window: if (index + 1) % steps == 0 or index + 1 == len(loader)."
-    else:
-        cure = "Step at the end of every window, or pass a batch for as many optimizer steps as you expect."
-    return Cause(
-        name="number of optimizer steps",
-        evidence=f"the step took {taken} optimizer steps where {case.expected_windows} {were} expected.",
-        cure=cure,
-    )
-
-
-def _step_count_cause(case: Case) -> Cause:
-    most = case.big.ranks.largest(len(case.observation.windows))
-    fewest = -case.big.ranks.largest(-len(case.observation.windows))
-    return Cause(
-        name="ranks out of step",
-        evidence=f"one rank took {most:.0f} optimizer steps, another {fewest:.0f}.",
-        cure="Give all ranks equally many micro-batches, or use Accumulator.batches(loader).",
-    )
-
-
-def _foreign_optimizer_cause(case: Case) -> Cause | None:
-    if case.observation.has_stepped or not case.observation.num_foreign_steps:
+def _foreign_optimizer_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
+    observation = case.observation
+    if observation.has_stepped or not observation.num_foreign_steps:
         return None
-    return Cause(
-        name="parameters that received nothing",
-        evidence=f"an optimizer stepped {case.observation.num_foreign_steps} times without any parameter of the model.",
-        cure="Create the optimizer after any call that replaces parameters (fully_shard, .to(), deepcopy): "
-        "optimizer = AdamW(model.parameters()).",
+    said = f"an optimizer stepped {observation.num_foreign_steps} times without any parameter of the model"
+    if observation.has_foreign_gradients:
+        return cause("optimizer of other tensors", f"{said}, but its tensors have gradients.", certainty="unknown")
+    return cause(
+        "parameters that received nothing",
+        f"{said}.",
+        "Create the optimizer after any call that replaces parameters (`fully_shard`, `.to()`, `deepcopy`): "
+        "`optimizer = AdamW(model.parameters())`.",
     )
 
 
-def _replaced_parameter_cause(case: Case) -> Cause | None:
+def _replaced_parameter_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
     if not case.big.ranks.largest(len(case.observation.replaced_names)):
         return None
-    return Cause(
-        name="parameters that received nothing",
-        evidence=f"an optimizer holds the old {_name_list(case.observation.replaced_names)}, which the step replaced.",
-        cure="Create the optimizer after any code that replaces parameters: optimizer = AdamW(model.parameters()).",
+    return cause(
+        "parameters that received nothing",
+        f"an optimizer holds the old {_name_list(case.observation.replaced_names)}, which the step replaced.",
+        "Create the optimizer after any code that replaces parameters: `optimizer = AdamW(model.parameters())`.",
     )
 
 
-def _idle_step_cause(case: Case) -> Cause | None:
+def _idle_step_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
     """The cause, if the step ran no backward: gradients from before are not its own, even if they are right."""
     observation = case.observation
     before, after = observation.initial_gradients, observation.final_gradients
     changed = any(_differs(gradient, before.get(name)) for name, gradient in after.items())
     if case.big.ranks.largest(float(observation.has_stepped or observation.num_backwards > 0 or changed)):
         return None
-    return Cause(
-        name="parameters that received nothing",
-        evidence="no backward reached a parameter, and no .grad has changed since step was called.",
-        cure="Train the model that is passed to step, not another one.",
+    called = f"the step called the model {observation.num_calls} times, but " if observation.num_calls else ""
+    return cause(
+        "parameters that received nothing",
+        f"{called}no backward reached a parameter, and no .grad has changed since step was called.",
+        "Train the model that is passed to step, not another one; and let step run until its last backward.",
     )
 
 
-def _differs(one: Tensor | None, other: Tensor | None) -> bool:
-    return (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other))
-
-
-def _nonfinite_reference_cause(case: Case) -> Cause | None:
+def _nonfinite_reference_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
     bad = [window for window in case.windows if not math.isfinite(window.scale)]
     if not bad:
         return None
     names = [name for name, size in case.expected_gradient(bad[0].samples).sizes().items() if not math.isfinite(size)]
-    return Cause(
-        name="not finite",
-        evidence=f"one big batch itself gives {_name_list(names)} an infinite or NaN gradient.",
-        cure="Verify with weights and a batch for which the gradients of the whole batch are finite.",
+    return cause(
+        "not finite",
+        f"one big batch itself gives {_name_list(names)} an infinite or NaN gradient.",
+        "Verify with weights and a batch for which the gradients of the whole batch are finite.",
+        "unknown",
     )
 
 
@@ -278,11 +216,9 @@ def _synchronisation_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
     for window in wrong:
         apart = window.actual.spread() / (window.expected.largest or 1.0)
         if apart > window.tolerance:
-            return Cause(
-                name="gradients not synchronised",
-                evidence=f"the gradients of the ranks differ by {apart:.2g} of the largest gradient.",
-                cure="Run the forward and backward of the window's last micro-batch outside of no_sync(), through the "
-                "wrapped model.",
+            return cause(
+                "gradients not synchronised",
+                f"the gradients of the ranks differ by {apart:.2g} of the largest gradient.",
             )
     return None
 
@@ -295,58 +231,130 @@ def _missing_gradient_cause(case: Case, wrong: list[Comparison]) -> Cause | None
         if not missing:
             continue
         most = max(right[name] for name in missing)
-        if len(missing) == len([name for name, size in right.items() if size > relevant]):
-            when = "the optimizer steps" if case.observation.has_stepped else "step returns"
-            evidence = f"no parameter has a gradient when {when}"
-        else:
-            evidence = f"{_name_list(missing)} got no gradient"
-        return Cause(
-            name="parameters that received nothing",
-            evidence=f"{evidence}; one big batch gives up to {most:.2g} there.",
-            cure="Look for detach(), no_grad(), zero_grad() before step(), or a frozen, copied or replaced module; "
-            "train the model that is passed to step.",
-        )
+        evidence = f"{_name_list(missing)} got no gradient; one big batch gives up to {most:.2g} there."
+        if len(missing) < len([name for name, size in right.items() if size > relevant]):
+            raw, others = Gradient(window.observed.raw), window.observed.names.difference(missing)
+            close = window.bound * window.scale
+            is_right = raw.only(window.observed.names).distance(window.expected) <= close
+            is_right &= window.actual.only(others).distance(window.expected.only(others)) <= close
+            if window.observed.raw and is_right:
+                evidence += " They had the right one at the end of the last backward, and the others still do."
+                return cause("parameters that received nothing", evidence, certainty="unknown")
+            return cause("parameters that received nothing", evidence)
+        when = "the optimizer steps" if case.observation.has_stepped else "step returns"
+        evidence = f"no parameter has a gradient when {when}; one big batch gives up to {most:.2g} there."
+        return cause("parameters that received nothing", evidence)
     return None
 
 
-def _nonfinite_cause(wrong: list[Comparison]) -> Cause | None:
-    bad = [
-        window
-        for window in wrong
-        if not math.isfinite(window.actual.largest) and math.isfinite(window.expected.largest)
-    ]
-    if not bad:
-        return None
-    names = [name for name, size in bad[0].actual.sizes().items() if not math.isfinite(size)]
-    return Cause(
-        name="not finite",
-        evidence=f"{_name_list(names)} got an infinite or NaN gradient; one big batch has none.",
-        cure="Look for a micro-batch without items, whose mean is 0 / 0. Back-propagate sums, and divide once.",
-    )
+def _nonfinite_cause(_case: Case, wrong: list[Comparison]) -> Cause | None:
+    for window in wrong:
+        if not math.isfinite(window.actual.largest) and math.isfinite(window.expected.largest):
+            names = [name for name, size in window.actual.sizes().items() if not math.isfinite(size)]
+            return cause("not finite", f"{_name_list(names)} got an infinite or NaN gradient; one big batch has none.")
+    return None
 
 
-def _randomness_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
-    """The cause, if one big batch changes from one run to the next, or with the seed."""
-    if case.repeat_error:
-        return Cause(
-            name="dropout that differs",
-            evidence=f"two runs of one big batch differ by {case.repeat_error:.2g}, so no cut of it can agree.",
-            cure="Remove what changes from call to call: random numbers of a generator outside of the model, or state "
-            "that a forward changes.",
-        )
-    first = case.expected_gradient(None)
-    case.big.reseed(torch.initial_seed() % 2**31 + 1)
-    apart = case.expected_gradient(None).distance(first) / (first.largest or 1.0)
-    if apart <= wrong[0].tolerance:
+def _dropped_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
+    number = case.observation.num_dropped
+    if not number:
         return None
-    return Cause(
-        name="dropout that differs",
-        evidence=f"one big batch changes by {apart:.2g} with another seed, so no cut of it can agree.",
-        cure="Remove the randomness: verify with model.eval(), or set the probability of F.dropout to 0.",
-    )
+    evidence = f"{number} backwards were cleared away before any step, after a step of another optimizer."
+    return cause("gradients cleared inside the window", evidence)
+
+
+def _foreign_leftover_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
+    if not case.has_foreign_leftover:
+        return None
+    return leftover_cause("what the backward of another optimizer's step left in .grad")
+
+
+OF_STEPS: tuple[Finder, ...] = (
+    _foreign_leftover_cause,
+    _dropped_cause,
+    _foreign_optimizer_cause,
+    _replaced_parameter_cause,
+    _idle_step_cause,
+    unused_batch_cause,
+    _nonfinite_reference_cause,
+    rank_items_cause,
+    update_cause,
+)
+OF_WRONG_WINDOWS: tuple[Finder, ...] = (
+    _synchronisation_cause,
+    _missing_gradient_cause,
+    _nonfinite_cause,
+    mixed_weights_cause,
+    changing_loss_cause,
+    hook_clipping_cause,
+    early_random_cause,
+    coupling_cause,
+)
+
+
+DOUBTS: tuple[Finder, ...] = (outer_state_cause, inner_state_cause, alike_samples_cause, unexplained_random_cause)
 
 
 # ---------------------------------------------------------------------------------------------- windows
+
+
+def _sample_causes(case: Case, notes: list[str]) -> list[Cause]:
+    """The causes for several windows that do not use each sample once; notes, unless the number of windows was given.
+
+    Without it, a step may go over the batch several times, or drop a short last window.
+    """
+    ranks, blind = case.big.ranks, any(window.parts is None for window in case.windows)
+    windows = [window for window in case.windows if not window.observed.is_probe]
+    if len(windows) <= 1 or ranks.largest(float(blind)) or case.big.samples is None:
+        return []
+    used = [{sample for part in window.parts or () for sample in part} for window in windows]
+    left_out = 0.0 if case.is_open else ranks.sum(case.big.samples.count - len(set().union(*used)))
+    twice = set()
+    for index, window in enumerate(windows if ranks.world_size == 1 else ()):  # ranks repeat with weight 0
+        for other, samples in zip(windows[:index], used, strict=False):
+            if window.observed.names & other.observed.names:
+                twice |= samples & used[index]
+    causes = []
+    if left_out:
+        evidence = f"{left_out:.0f} of {ranks.sum(case.big.samples.count):.0f} samples of the batch reached no backward"
+        causes.append(cause("samples left out", f"{evidence}."))
+    if twice:
+        causes.append(
+            cause("samples used twice", f"{len(twice)} samples of the batch reached more than one optimizer step.")
+        )
+    if case.expected_windows is not None:
+        return causes
+    notes.extend(f"{found.evidence.removesuffix('.')}: a mistake, if each should be used once" for found in causes)
+    return []
+
+
+def _window_count_cause(case: Case) -> Cause:
+    """The cause of a wrong number of optimizer steps."""
+    taken = len(case.observation.windows) if case.observation.has_stepped else 0
+    were = "was" if case.expected_windows == 1 else "were"
+    is_more = case.expected_windows is not None and taken > case.expected_windows
+    return cause(
+        "number of optimizer steps",
+        f"the step took {taken} optimizer steps where {case.expected_windows} {were} expected.",
+        f"Step after the last micro-batch of a window: {EVERY_WINDOW}" if is_more else "",
+    )
+
+
+def _step_count_cause(case: Case) -> Cause:
+    most = case.big.ranks.largest(len(case.observation.windows))
+    fewest = -case.big.ranks.largest(-len(case.observation.windows))
+    return cause("ranks out of step", f"one rank took {most:.0f} optimizer steps, another {fewest:.0f}.")
+
+
+def _joint_causes(case: Case, wrong: list[Comparison]) -> list[Cause]:
+    """The causes for a loss of the whole batch."""
+    finders = OF_STEPS[:5] + ((_synchronisation_cause, _missing_gradient_cause) if wrong else ())
+    early = _first(finders, case, wrong)
+    if early or not wrong:
+        return early
+    changing = _first([changing_loss_cause], case, wrong) or list(factor_causes(case, wrong))[:1]
+    changing = changing or _first([early_random_cause], case, wrong)
+    return changing or [next(cut_causes(case, wrong[0]), unexplained(wrong[0]))]
 
 
 def _window_causes(case: Case) -> Iterator[Cause]:
@@ -354,20 +362,24 @@ def _window_causes(case: Case) -> Iterator[Cause]:
     ranks = case.big.ranks
     if case.is_open:
         count = len({call.first_backward for call in case.observation.open_calls})
-        yield Cause(
-            name="window never closed",
-            evidence=f"{count} micro-batches came after the last optimizer step, so they leak into the next window.",
-            cure="Step at the end of the epoch too: if (index + 1) % steps == 0 or index + 1 == len(loader).",
-        )
+        sizes, cure = [window.micro_batches for window in case.windows], ""
+        evidence = f"{count} micro-batches came after the last optimizer step, so they leak into the next window."
+        if len(sizes) > 1 and sizes[0] == 1 < sizes[1]:
+            evidence += f" The first step came after {sizes[0]} micro-batch, the next after {sizes[1]} more."
+            cure = f"`index % steps == 0` steps after the first micro-batch of a window. Write {EVERY_WINDOW}"
+        yield cause("window never closed", evidence, cure)
     repeats = sum(window.observed.num_repeated_steps for window in case.windows)
     if ranks.largest(repeats):
-        yield Cause(
-            name="window closed twice",
-            evidence=f"an optimizer stepped {repeats} times on old gradients, without a backward since its last step.",
-            cure="Call optimizer.step() once per window, and zero_grad() right after it.",
+        yield cause(
+            "window closed twice",
+            f"an optimizer stepped {repeats} times on old gradients, without a backward since its last step.",
         )
     if not case.is_open and _adds_to_old_gradients(case):
         yield leftover_cause("the gradient that the previous call of step left in .grad")
+
+
+def _differs(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other))
 
 
 def _adds_to_old_gradients(case: Case) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
+from torch import Tensor
+
+from macrobatch.verification.catalogue import CLIP_ONCE, cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.report import Cause
-
-CLIPPING_CAUSE = "clip per micro-batch"
-CLIP_ONCE_CURE = "Clip once per window, after its last backward, as Accumulator(..., max_norm=1.0) does."
-
 
 # ---------------------------------------------------------------------------------------------- at the end of a window
 
@@ -33,11 +34,19 @@ def allow_clipping(case: Case, notes: list[str]) -> None:
             f"gradients were clipped, each number to {limits[0]:.4g}: larger numbers were not compared. Verify without "
             "clipping to compare them too"
         )
-    in_parts = [window for window in wrong if window.is_wrong and _is_clipped_in_parts(case, window)]
+    changed = [window for window in wrong if window.is_wrong and is_changed_as_known(case, window)]
+    if changed:
+        notes.append(
+            "gradients were changed after the last backward, by centring them, or by clipping values and then the "
+            "norm: they were compared with one big batch after the same change"
+        )
+    in_parts = [
+        window for window in wrong if window.is_wrong and any(_is_clipped_in_parts(case, window, by) for by in PARTS)
+    ]
     if in_parts:
         notes.append(
-            "gradients were clipped, each parameter's or each group's by itself: of those only the direction was "
-            "compared. Verify without clipping to compare their size too"
+            "gradients were clipped, each parameter's, each group's or each row's by itself: of those only the "
+            "direction was compared. Verify without clipping to compare their size too"
         )
 
 
@@ -52,11 +61,10 @@ def scaled_clipping_cause(case: Case) -> Cause | None:
         limit = window.clipped_norm * times
         is_scaled = times > 1.5 and _is_round(limit) and not _is_round(window.clipped_norm)
         if not case.big.ranks.largest(float(not is_scaled)):
-            return Cause(
-                name="clipped while scaled",
-                evidence=f"the gradient was clipped to a norm of {limit:.4g} while it was {times:.6g} times too large, "
+            return cause(
+                "clipped while scaled",
+                f"the gradient was clipped to a norm of {limit:.4g} while it was {times:.6g} times too large, "
                 f"and divided afterwards: that leaves a norm of {window.clipped_norm:.4g}.",
-                cure="Divide first: call scaler.unscale_(optimizer) before clip_grad_norm_.",
             )
     return None
 
@@ -70,13 +78,19 @@ def _windows_clipped_by_norm(case: Case, wrong: list[Comparison]) -> list[tuple[
     """The windows whose gradient shrank after the last backward, with their norms now."""
     candidates = []
     for window in wrong:
-        if not 0 < window.factor < 1:
+        if not window.factor > 0 or (window.factor >= 1 and not _was_right(window)):
             continue
         size = _gradient_norm(case, window.actual)
         fits = window.actual.distance(window.expected, window.factor) <= window.tolerance * window.actual.largest
-        if fits and _has_shrunk(case, window, size):
+        if fits and (window.factor >= 1 or _has_shrunk(case, window, size)):
             candidates.append((window, size))
     return [(window, size) for window, size in candidates if _is_clipped(case, window, size, candidates)]
+
+
+def _was_right(window: Comparison) -> bool:
+    """Whether the gradient was the expected one at the end of the last backward."""
+    raw = Gradient(window.observed.raw)
+    return bool(window.observed.raw) and raw.distance(window.expected) <= window.bound * window.scale
 
 
 def is_clipped_in_another_direction(case: Case, window: Comparison) -> bool:
@@ -91,7 +105,7 @@ def _is_clipped(case: Case, window: Comparison, size: float, candidates: list[tu
     """Whether a doubled gradient gives the same result. A constant factor would double the result too."""
     twice = _doubled(case, window)
     if twice is None:
-        return _looks_clipped(case, window, size, candidates)
+        return window.factor < 1 and _looks_clipped(case, window, size, candidates)
     return _is_unchanged(case, window, twice, window.actual)
 
 
@@ -152,8 +166,8 @@ def _is_clamped(case: Case, window: Comparison) -> bool:
     return True
 
 
-def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
-    """Whether parameters or groups were clipped by their own norms; if so, expect the clipped ones from now on.
+def _is_clipped_in_parts(case: Case, window: Comparison, by: str) -> bool:
+    """Whether parameters, groups or rows were clipped by their own norms; if so, expect the clipped ones from now on.
 
     Each gradient is as expected, or it is smaller in the same direction; then a doubled gradient gives the same result.
     And it was larger when the last backward ended. (If a loss is divided by the norm of its gradient, it is another
@@ -161,17 +175,30 @@ def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
     """
     if not _has_shrunk(case, window, _gradient_norm(case, window.actual), by=window.tolerance):
         return False
-    twice = _doubled(case, window)
+    twice, raw = _doubled(case, window), Gradient(window.observed.raw).only(window.observed.names)
+    # Where parameters or rows belong to single micro-batches, clipping each micro-batch looks the same at the end.
+    was_right = raw.distance(window.expected, raw.fit(window.expected)) <= window.tolerance * raw.largest
+    if _shrink_factors(window) or (raw.parts and not was_right) or (twice is None and by != PARTS[0]):
+        return False
     parts, norms = dict(window.expected.parts), []
     for name, part in window.expected.parts.items():
-        own, right = window.actual.only({name}), window.expected.only({name})
-        factor, is_noise = own.fit(right), right.largest <= window.tolerance * window.scale
-        if is_noise or abs(factor - 1) <= window.tolerance:
+        own = window.actual.parts.get(name)
+        if part is None or own is None or window.expected.only({name}).largest <= window.tolerance * window.scale:
             continue
-        if not 0 < factor < 1 or not (twice is None or _is_unchanged(case, window, twice.only({name}), own)):
+        factors = _factors(own, part, by)
+        is_noise = part.abs().double() <= window.tolerance * window.scale
+        is_clipped = (factors - 1).abs() > window.tolerance
+        if (is_clipped & ~(factors > 0) & ~is_noise).any() or (is_clipped & (factors > 1) & ~is_noise).any():
             return False
-        norms.append(_gradient_norm(case, own))
-        parts[name] = None if part is None else factor * part.double()
+        if twice is not None and is_clipped.any():
+            second = twice.parts.get(name)
+            again = factors if second is None else _factors(second, part, by)
+            close = max(1e-3, window.tolerance, 2e-6 / (_gradient_norm(case, window.actual.only({name})) or 1.0))
+            if (is_clipped & ~is_noise & ((again / factors - 1).abs() >= close)).any():
+                return False
+        if is_clipped.any():
+            norms.append(_gradient_norm(case, window.actual.only({name})))
+            parts[name] = factors.where(is_clipped, 1.0) * part.double()
     if not norms or (twice is None and not _have_one_norm(case, window, norms)):
         return False
     expected = Gradient(parts, window.expected.group)
@@ -179,6 +206,70 @@ def _is_clipped_in_parts(case: Case, window: Comparison) -> bool:
         return False
     _expect(window, expected)
     return True
+
+
+PARTS = ("parameters", "rows", "columns")
+
+
+def _factors(actual: Tensor, expected: Tensor, by: str) -> Tensor:
+    """For each number of a gradient, the factor of its part: the whole parameter, a row or a column."""
+    one, other = actual.double(), expected.to(actual.device).double()
+    dimensions = list(range(one.ndim))
+    if one.ndim > 1 and by != PARTS[0]:
+        dimensions = dimensions[1:] if by == "rows" else dimensions[:-1]
+    if not dimensions:
+        return torch.ones_like(one)
+    square = (other * other).sum(dimensions, keepdim=True)
+    factor = (one * other).sum(dimensions, keepdim=True) / square.where(square > 0, 1.0)
+    return factor.where(square > 0, 1.0).expand_as(one)
+
+
+def is_changed_as_known(case: Case, window: Comparison) -> bool:
+    """Whether the gradient was centred, or clipped by value and then by norm; if so, expect the changed one."""
+    raw = Gradient(window.observed.raw).only(window.observed.names)
+    close = window.tolerance * window.actual.largest
+    if case.big.ranks.world_size > 1 or not raw.parts or window.actual.distance(raw, window.actual.fit(raw)) <= close:
+        return False
+    for changed in _known_changes(window):
+        factor = window.actual.fit(changed)
+        if window.actual.distance(changed, factor) > close or not factor > 0:
+            continue
+        scaled = Gradient(dict(changed.parts)).plus(changed, factor - 1)
+        if abs(factor - 1) <= window.tolerance or (factor < 1 and _has_one_norm(case, window)):
+            _expect(window, scaled)
+            return True
+    return False
+
+
+def _has_one_norm(case: Case, window: Comparison) -> bool:
+    """Whether a doubled gradient ends with the same norm, as after clipping by norm."""
+    twice = _doubled(case, window)
+    return twice is not None and abs(_gradient_norm(case, twice) / _gradient_norm(case, window.actual) - 1) < 1e-3
+
+
+def _known_changes(window: Comparison) -> Iterator[Gradient]:
+    """What the expected gradient becomes by changes that are usual after the last backward."""
+    yield _changed(
+        window, lambda part: part - part.mean(list(range(1, part.ndim)), keepdim=True) if part.ndim > 1 else part
+    )
+    yield _changed(
+        window, lambda part: part - part.mean(list(range(1, part.ndim)), keepdim=True) if part.ndim > 3 else part
+    )
+    # Clipped by value, then by norm: the numbers below the limit have one factor, and the others one size.
+    ratios = [
+        (own.double() / part.double()).flatten()[part.flatten().abs().double() > window.tolerance * window.scale]
+        for name, part in window.expected.parts.items()
+        if part is not None and (own := window.actual.parts.get(name)) is not None
+    ]
+    factor = float(torch.cat(ratios).max()) if ratios and sum(ratio.numel() for ratio in ratios) else 0.0
+    if 0 < factor < 1 + window.tolerance and window.actual.largest < factor * window.expected.largest:
+        yield window.expected.clamp(window.actual.largest / factor)
+
+
+def _changed(window: Comparison, change: Callable[[Tensor], Tensor]) -> Gradient:
+    return Gradient(
+        {name: None if part is None else change(part.double()) for name, part in window.expected.parts.items()}
+    )
 
 
 def _have_one_norm(case: Case, window: Comparison, norms: list[float]) -> bool:
@@ -224,16 +315,8 @@ def mid_window_cause(case: Case, window: Comparison) -> Cause | None:
         else "gradients became smaller between the backwards of a window, on another rank than the first."
     )
     if factors and _is_division(factors):
-        return Cause(
-            name="divided inside the window",
-            evidence=f"{said} So each micro-batch counts less than the next one.",
-            cure="Divide once: either the loss of each micro-batch, or .grad after the last backward of the window.",
-        )
-    return Cause(
-        name=CLIPPING_CAUSE,
-        evidence=f"{said} So the first micro-batches count less than the last.",
-        cure=CLIP_ONCE_CURE,
-    )
+        return cause("divided inside the window", f"{said} So each micro-batch counts less than the next one.")
+    return cause("clip per micro-batch", f"{said} So the first micro-batches count less than the last.")
 
 
 def _shrink_factors(window: Comparison) -> list[float]:
@@ -248,13 +331,13 @@ def _is_division(factors: list[float]) -> bool:
     return all(abs(factor * round(divisor) - 1) < 1e-5 for factor in factors)
 
 
-def hook_clipping_cause(case: Case) -> Cause | None:
+def hook_clipping_cause(case: Case, _wrong: Sequence[Comparison]) -> Cause | None:
     """The cause, if every backward clips its gradient: then twice the loss does not have twice the gradient."""
     if not case.scaling_error:
         return None
-    return Cause(
-        name=CLIPPING_CAUSE,
-        evidence=f"the gradient of twice the loss is {case.scaling_error:.2g} away from twice the gradient: something, "
-        "perhaps a hook, clips the gradient of each micro-batch.",
-        cure=f"{CLIP_ONCE_CURE} Look for register_hook().",
+    return cause(
+        "clip per micro-batch",
+        f"the gradient of twice the loss is {case.scaling_error:.2g} away from twice the gradient: something, perhaps "
+        "a hook, clips the gradient of each micro-batch.",
+        f"{CLIP_ONCE} Look for `register_hook()`.",
     )

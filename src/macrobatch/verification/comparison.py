@@ -46,6 +46,7 @@ class Comparison:
     scale: float
     bound: float
     clipped_norm: float | None = None
+    doubt: str = ""  # why the gradient cannot be judged: it was changed after the last backward
     remaining_factor: float = 1.0  # its gradient divided by that of the hypothesis that fits best
 
     @property
@@ -155,6 +156,10 @@ class Case:
         divides_by_samples: whether a summed loss without items is divided by the number of samples.
         expected_windows: how many optimizer steps the step should take; None: any number.
         big_batch_calls: the calls of the model for one big batch.
+        is_batch_unused: whether the model got no row of the batch.
+        has_another_loss: asks whether the loss of the whole batch was another one after the step.
+        has_foreign_leftover: whether a window contains the backward of another optimizer's step.
+        unrepeatable: why one big batch cannot repeat the random numbers of the step, if it draws any.
         run_doubled: runs the step again with doubled gradients; returns None if that is impossible.
         repeat_error: the difference between two runs of one big batch; 0 if it is rounding.
         whole_loss: the loss, if it is a loss of the whole batch (``joint=``). Then parts of the batch tell little.
@@ -170,6 +175,10 @@ class Case:
     precision: Precision
     big_batch_calls: list[Call]
     windows: list[Comparison] = field(default_factory=list)
+    is_batch_unused: bool = False
+    has_another_loss: Callable[[], bool] = lambda: False
+    has_foreign_leftover: bool = False
+    unrepeatable: str = ""
     run_doubled: Callable[[], Observation | None] = lambda: None
     repeat_error: float = 0.0
     scaling_error: float = 0.0
@@ -185,7 +194,8 @@ class Case:
     @property
     def has_wrong_count(self) -> bool:
         """Whether the number of optimizer steps is not the expected one."""
-        return self.expected_windows is not None and len(self.observation.windows) != self.expected_windows
+        taken = sum(not window.is_probe for window in self.observation.windows)
+        return self.expected_windows is not None and taken != self.expected_windows
 
     @cached_property
     def has_equal_step_counts(self) -> bool:
@@ -197,6 +207,10 @@ class Case:
     def is_open(self) -> bool:
         """Whether micro-batches came after the last optimizer step."""
         return self.observation.has_stepped and bool(self.big.ranks.largest(len(self.observation.open_calls)))
+
+    def focus(self, window: ObservedWindow) -> None:
+        """Compute with the weights that a window had from now on."""
+        self.big.weights = window.weights
 
     def total_samples(self, window: Comparison) -> int | None:
         own = None if window.parts is None else sum(map(len, window.parts))

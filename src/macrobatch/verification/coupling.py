@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from macrobatch.verification.bigbatch import Weight, Weighted
+from macrobatch.verification.catalogue import cause
 from macrobatch.verification.comparison import Case, Comparison, tolerance_for
 from macrobatch.verification.gradient import Gradient, projection
-from macrobatch.verification.report import RETURN_ITEMS, Cause
+from macrobatch.verification.report import Cause
 from macrobatch.verification.step_watcher import temporary_hooks
 
 
@@ -28,21 +29,36 @@ def coupling_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
         return None
     share = f"one big batch is {apart:.2g} away from any weighted mean of its halves"
     if (layer := ranks.broadcast(first_coupling_layer(case, halves[0]))) is not None:
-        return Cause(
-            name="statistics over the batch",
-            evidence=f"the output of {layer} for a sample depends on the other samples; {share}.",
-            cure="No cut can agree in training mode. Freeze the statistics (module.eval()), or use GroupNorm or "
-            "LayerNorm, which use one sample only.",
+        return cause(
+            "statistics over the batch",
+            f"the output of {layer} for a sample depends on the other samples; {share}.",
         )
-    return Cause(
-        name="loss that couples samples",
-        evidence=f"the model's outputs do not depend on the other samples, but the loss does: {share}.",
-        cure="No cut of the batch has this gradient. Use MacroStep(..., joint=), and verify(..., joint=): loss_fn "
-        "returns the encodings of each sample, and joint makes the loss of all of them.",
+    if (number := _num_separate_terms(case, halves, wrong[0].tolerance)) > 1:
+        return cause(
+            "terms with different items",
+            f"{share}. But each of the {number} terms that the loss adds up is a weighted mean of its halves, with "
+            "other weights than the others.",
+            certainty="read",
+        )
+    return cause(
+        "loss that couples samples",
+        f"the model's outputs do not depend on the other samples, but the loss does: {share}.",
     )
 
 
-def rank_items_cause(case: Case) -> Cause | None:
+def _num_separate_terms(case: Case, halves: list[list[int]], tolerance: float) -> int:
+    """The number of terms that the loss adds up, if each by itself is a weighted mean of its halves; else 0."""
+    if case.big.ranks.world_size > 1 or case.big.terms:
+        return 0
+    number = case.big.num_added()
+    for term in range(number):
+        with case.big.only_term(term):
+            if _unexplained_share(case, halves) > tolerance:
+                return 0
+    return number
+
+
+def rank_items_cause(case: Case, _wrong: list[Comparison]) -> Cause | None:
     """The cause, if the loss of a rank is not a mean over the items that ranks are weighted by.
 
     If it were one, the loss of a rank's share would be the mean of its halves' losses, weighted by items.
@@ -59,11 +75,10 @@ def rank_items_cause(case: Case) -> Cause | None:
     if not tolerance < apart < math.inf or _unexplained_share(case, halves) > tolerance:
         return None
     counted = "items" if case.big.has_items else "samples"
-    return Cause(
-        name="items that do not fit the loss",
-        evidence=f"ranks are weighted by their {counted}, but the loss is not a mean over those: the gradient of a "
-        f"rank's share is {apart:.2g} away from the mean of its halves.",
-        cure=RETURN_ITEMS,
+    return cause(
+        "items that do not fit the loss",
+        f"ranks are weighted by their {counted}, but the loss is not a mean over those: the gradient of a rank's share "
+        f"is {apart:.2g} away from the mean of its halves.",
     )
 
 

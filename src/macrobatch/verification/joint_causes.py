@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from macrobatch._torch.snapshot import Snapshot
 from macrobatch.verification.bigbatch import Weighted
+from macrobatch.verification.catalogue import cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import first_coupling_layer, halves_of
 from macrobatch.verification.gradient import Gradient, projection
-from macrobatch.verification.report import RETURN_ITEMS, Cause
+from macrobatch.verification.report import Cause
 from macrobatch.verification.whole_loss import WholeLoss
 
 
@@ -17,10 +18,10 @@ def factor_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
     """The causes that a constant factor of the whole gradient, or of some parameters, reveals."""
     for window in wrong[:1]:
         if not window.actual.largest < float("inf"):
-            yield Cause(
-                name="not finite",
-                evidence="the gradient of the step is infinite or NaN, and that of one big batch is not.",
-                cure="Look for encodings of length zero, or a scale that overflows.",
+            yield cause(
+                "not finite",
+                "the gradient of the step is infinite or NaN, and that of one big batch is not.",
+                "Look for encodings of length zero, or a scale that overflows.",
             )
             return
         whole = window.actual.distance(window.expected, window.factor) / (window.actual.largest or 1.0)
@@ -30,23 +31,21 @@ def factor_causes(case: Case, wrong: list[Comparison]) -> Iterator[Cause]:
         factors = dict(_own_factors(window))
         if factors and None not in factors.values():
             found = ", ".join(f"{name} {factor:.4g}" for name, factor in list(factors.items())[:3])
-            yield Cause(
-                name="parameters counted several times",
-                evidence=f"all gradients are right but for a factor of some parameters ({found}); there are "
+            yield cause(
+                "parameters counted several times",
+                f"all gradients are right but for a factor of some parameters ({found}); there are "
                 f"{window.micro_batches} micro-batches on {case.big.ranks.world_size} ranks.",
-                cure="What the loss of the whole batch uses itself, such as a logit scale, gets its gradient once, not "
-                "in the backward of every micro-batch. MacroStep(..., joint=) does that.",
             )
             return
 
 
 def unexplained(window: Comparison) -> Cause:
     """The cause if no known mistake explains the gradient."""
-    return Cause(
-        name="unexplained",
-        evidence=f"the error is {window.error:.2g} of the largest gradient (factor {window.factor:.4g}), and no "
+    return cause(
+        "unexplained",
+        f"the error is {window.error:.2g} of the largest gradient (factor {window.factor:.4g}), and no "
         "known mistake gives this gradient.",
-        cure="Check that the step and joint compute the same loss of the same samples, that micro-batches are "
+        "Check that the step and joint compute the same loss of the same samples, that micro-batches are "
         "encoded twice with the same random numbers, and that encodings of other ranks have their gradients.",
     )
 
@@ -66,16 +65,16 @@ def _factor_cause(case: Case, window: Comparison) -> Cause:
     said = f"the gradient is {factor:.4g} times the right one"
     close = max(window.tolerance, 1e-6)
     if ranks > 1 and min(abs(factor * ranks - 1), abs(factor / ranks - 1)) <= close:
-        return Cause(
-            name="world size",
-            evidence=f"{said}: there are {ranks} ranks.",
-            cure="DDP and FSDP divide by the number of ranks. Where every rank computes the loss of all samples, and "
+        return cause(
+            "world size",
+            f"{said}: there are {ranks} ranks.",
+            "DDP and FSDP divide by the number of ranks. Where every rank computes the loss of all samples, and "
             "has gradients for its own rows alone, multiply by it.",
         )
-    return Cause(
-        name="constant factor",
-        evidence=f"{said}, on all parameters alike.",
-        cure="Check the divisions of the loss: that of the whole batch is divided by nothing else.",
+    return cause(
+        "constant factor",
+        f"{said}, on all parameters alike.",
+        "Check the divisions of the loss: that of the whole batch is divided by nothing else.",
     )
 
 
@@ -89,8 +88,8 @@ def cut_causes(case: Case, window: Comparison) -> Iterator[Cause]:
     causes = [_layer_cause]
     if case.big.ranks.world_size == 1 and window.parts is not None:
         causes += [_micro_losses_cause, _left_out_cause, _items_cause]
-    for cause in causes:
-        if (found := cause(case, window, whole)) is not None:
+    for find in causes:
+        if (found := find(case, window, whole)) is not None:
             yield found
             return
 
@@ -108,11 +107,9 @@ def _layer_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | No
     layer = case.big.ranks.broadcast(first_coupling_layer(case, halves[0], encode))
     if layer is None:
         return None
-    return Cause(
-        name="statistics over the batch",
-        evidence=f"the output of {layer} for a sample depends on the other samples of its micro-batch.",
-        cure="No cut can agree in training mode. Freeze the statistics (module.eval()), or use GroupNorm or LayerNorm, "
-        "which use one sample only.",
+    return cause(
+        "statistics over the batch",
+        f"the output of {layer} for a sample depends on the other samples of its micro-batch.",
     )
 
 
@@ -150,11 +147,9 @@ def _weighted(parts: Sequence[list[int]], weights: Sequence[float]) -> list[Weig
 
 
 def _coupled(evidence: str) -> Cause:
-    return Cause(
-        name="loss that couples samples",
-        evidence=evidence,
-        cure="Encode all micro-batches first, and compute the loss of all. MacroStep(..., joint=) does that, and so "
-        "does exact() of a trainer.",
+    return cause(
+        "loss that couples samples",
+        evidence,
     )
 
 
@@ -167,10 +162,10 @@ def _left_out_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause |
         gradient = case.big.gradient([Weighted(None, 1.0)])
     if not _fits(window, gradient):
         return None
-    return Cause(
-        name="samples left out",
-        evidence=f"{count - len(used)} of {count} samples are in the loss, but got no backward.",
-        cure="Run the backward of every micro-batch, from the gradients of its encodings.",
+    return cause(
+        "samples left out",
+        f"{count - len(used)} of {count} samples are in the loss, but got no backward.",
+        "Run the backward of every micro-batch, from the gradients of its encodings.",
     )
 
 
@@ -187,11 +182,10 @@ def _items_cause(case: Case, window: Comparison, whole: WholeLoss) -> Cause | No
     apart = one.distance(cut) / (one.largest or 1.0)
     if not window.tolerance < apart < float("inf"):
         return None
-    return Cause(
-        name="items that do not fit the loss",
-        evidence=f"the ordinary loss is not a mean over the items in Encoded(loss, items, ...): that of the batch is "
+    return cause(
+        "items that do not fit the loss",
+        f"the ordinary loss is not a mean over the items in Encoded(loss, items, ...): that of the batch is "
         f"{apart:.2g} away from the mean of its micro-batches.",
-        cure=RETURN_ITEMS,
     )
 
 

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.trees import leaves
+from macrobatch.verification.catalogue import cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.gradient import reduce_numbers
 from macrobatch.verification.observation import Call, LossTargets
 from macrobatch.verification.report import Cause
 
-PADDING_CAUSE = "trained on padding"
-MASK_CURE = "Give padding the label -100: labels = input_ids.masked_fill(attention_mask == 0, -100)"
-SHIFT_CURE = "Shift once: cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())"
 OFFSETS = (0, 1, -1)  # from a position in one big batch to the position in the step with the same target
 NO_TOKEN = -1
 EVERY = slice(None)
@@ -39,11 +37,10 @@ def label_causes(case: Case, wrong: list[Comparison]) -> list[Cause]:
     causes, tally = [] if offset == 0 else [_shift_cause(offset, tallies[offset])], tallies[offset]
     if 0 < tally.extra == tally.padding:
         causes.append(
-            Cause(
-                name=PADDING_CAUSE,
-                evidence=f"the step trains {tally.extra:.0f} positions that one big batch leaves out, because they are "
+            cause(
+                "trained on padding",
+                f"the step trains {tally.extra:.0f} positions that one big batch leaves out, because they are "
                 f"padding or have the label -100; it also trains {tally.same:.0f} right ones.",
-                cure=f"{MASK_CURE}, and count the labels that are left.",
             )
         )
     return causes
@@ -54,27 +51,24 @@ def loss_padding_cause(case: Case) -> Cause | None:
     trained = case.big.ranks.sum(_num_trained_padding(case))
     if not trained:
         return None
-    return Cause(
-        name=PADDING_CAUSE,
-        evidence=f"loss_fn trains {trained:.0f} positions of padding, where attention_mask is 0.",
-        cure=f"{MASK_CURE}.",
+    return cause(
+        "trained on padding",
+        f"loss_fn trains {trained:.0f} positions of padding, where attention_mask is 0.",
     )
 
 
 def _shift_cause(offset: int, tally: Tally) -> Cause:
     if offset == -1 and tally.big_copies < tally.same:
-        return Cause(
-            name="labels shifted twice",
-            evidence="the step trains each position to predict what the next position predicts in one big batch.",
-            cure=f"{SHIFT_CURE}. Do not shift again if the model shifts labels itself.",
+        return cause(
+            "labels shifted twice",
+            "the step trains each position to predict what the next position predicts in one big batch.",
         )
     who, other = ("the step", "one big batch") if offset == 1 else ("loss_fn", "the step")
     itself = offset == -1 or tally.step_copies == tally.same
     what = "its own token" if itself else "what the position before it should predict"
-    return Cause(
-        name="labels not shifted",
-        evidence=f"{who} trains each position to predict {what}; {other} trains it to predict the next token.",
-        cure=f"{SHIFT_CURE}. A model that gets labels may shift them itself.",
+    return cause(
+        "labels not shifted",
+        f"{who} trains each position to predict {what}; {other} trains it to predict the next token.",
     )
 
 

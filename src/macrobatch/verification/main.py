@@ -22,17 +22,21 @@ from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
 from macrobatch._cut.samples import Collate, samples_of
 from macrobatch._ranks.select import common_wrapper, select_backend
+from macrobatch._torch.modules import is_compiled
 from macrobatch.errors import BatchError, MacrobatchError, UsageError
 from macrobatch.macrostep import MacroStep
 from macrobatch.types import Counts, Joint, Reduction
+from macrobatch.verification.arguments import require_batch, require_valid_arguments
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
 from macrobatch.verification.causes import explain
 from macrobatch.verification.comparison import Case, Comparison, Precision
 from macrobatch.verification.gradient import Gradient, Ranks
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Observation, ObservedWindow
-from macrobatch.verification.report import ParameterError, Report, WindowReport
-from macrobatch.verification.sample_matching import MatchedSamples, match_samples
+from macrobatch.verification.outer_state import tensors_held_by
+from macrobatch.verification.repeating import repeat_draws
+from macrobatch.verification.report import ParameterError, Report, WindowReport, verdict_of
+from macrobatch.verification.sample_matching import MatchedSamples, has_common_rows, match_samples
 from macrobatch.verification.saved_state import DropoutSwitch, SavedState
 from macrobatch.verification.step_watcher import Step, watch
 from macrobatch.verification.trainers import verification_of
@@ -126,7 +130,8 @@ def verify(
         raise UsageError("verify(model, loss_fn, batch) needs a loss_fn and a batch, unless the first is a trainer.")
     if isinstance(step, MacroStep):
         step = functools.partial(_run_macro_step, step)
-    _require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
+    require_valid_arguments(model, loss_fn, step, reduction, collate, windows)
+    require_batch(batch)
     if micro is not None:
         checked_micro(micro)
     arguments.checked_joint(joint, arguments.checked_counts(counts))
@@ -150,40 +155,25 @@ def verify(
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
         if not ranks.sum(1 if big.samples is None else big.samples.count):  # None: not a batch that can be cut
             raise UsageError("the batch has no samples, so there is nothing to verify.")
-        entries = _entries_of(big, batch)
+        entries, first_loss = _entries_of(big, batch), big.loss
         saved_state.include_leaves(big.foreign_leaves)
+        if not ranks.is_sharded:
+            saved_state.include_outer(tensors_held_by([loss_fn, step]))
         step_or_default = step or default_step(loss_fn, micro, reduction, collate, counts, joint)
         run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
+        run = functools.partial(run, has_draws=bool(big.draws) and not is_compiled(model))
         observation = run()
         reruns = _run_again(run, model, observation) if step is not None else None
         saved_state.restore_gradients()
+        has_same_modes = all(module.training == training for module, training in observation.modes.items())
         _enter_modes(big.names, observation)
         case = compare(observation, reruns, big, weighed, divides_by_samples=step is None, expected_windows=windows)
         case.whole_loss = whole_loss
+        has_moved = saved_state.has_changed_outer and len(observation.windows) > 1
+        case.has_another_loss = lambda: has_moved or (has_same_modes and big.has_another_loss(first_loss))
         case.run_doubled = functools.partial(_run_doubled, run, saved_state, big.names, observation)
         report: Report = ranks.broadcast(build_report(case, dropout.names))
     return report
-
-
-def _require_valid_arguments(
-    model: object, loss_fn: object, step: object, reduction: Reduction, collate: object, windows: object
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module: got {type(model).__name__}.")
-    for name, value in (("loss_fn", loss_fn), ("step", step)):
-        if not callable(value) and not (name == "step" and value is None):
-            raise UsageError(f"{name} must be a function of the model and a batch: got {type(value).__name__}.")
-    if collate is not None and not callable(collate):
-        raise UsageError(f"collate must be a function of a list of samples: got {type(collate).__name__}.")
-    if windows is not None and (isinstance(windows, bool) or not isinstance(windows, int) or windows < 1):
-        raise UsageError(f"windows must be a number of optimizer steps, at least 1, or None: got {windows!r}.")
-    arguments.checked_choice("reduction", reduction, Reduction)
-    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
-        raise UsageError(
-            "some parameters of the model have no shape yet (lazy modules). Call the model once with a batch first."
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("no parameter of the model requires a gradient, so there is nothing to verify.")
 
 
 def _entries_of(big: BigBatch, batch: object) -> list[nn.Module]:
@@ -339,13 +329,18 @@ def compare(
     case = Case(observation, reruns, big, reduction, divides_by_samples, expected_windows, precision, big.calls())
     if not case.has_equal_step_counts:
         return case
+    repeat_draws(case)
     is_only_window = len(observation.windows) == 1 and not case.is_open
     used: set[int] = set()
     for window in observation.windows:
-        rows = _matched_samples(window, case, used)
+        rows = _matched_samples(window, case, set(used) if window.is_probe else used)
         samples = None if is_only_window or rows is None else sorted({sample for part in rows.parts for sample in part})
         if samples is None and not is_only_window and len(observation.windows) > 1:
             if case.has_wrong_count:
+                return case
+            case.has_foreign_leftover = observation.has_foreign_leftover
+            case.is_batch_unused = not case.has_foreign_leftover and _uses_no_sample(case)
+            if case.has_foreign_leftover or case.is_batch_unused:
                 return case
             raise BatchError(
                 f"the step took {len(observation.windows)} optimizer steps, but verify cannot tell which samples went "
@@ -353,7 +348,20 @@ def compare(
                 "optimizer step, or one whose tensors reach the model with the samples as their first dimension."
             )
         case.windows.append(_compare_window(case, window, rows, samples))
+    case.is_batch_unused = any(window.is_wrong for window in case.windows) and _uses_no_sample(case)
     return case
+
+
+def _uses_no_sample(case: Case) -> bool:
+    """Whether no row of any call of the model is a row of the batch, though those of one big batch all are."""
+    big = case.big
+    if big.samples is None or big.ranks.world_size > 1:
+        return False
+    count = big.samples.count
+    calls = [call for call in case.observation.calls if call.has_weight]
+    if not calls or match_samples(case.big_batch_calls, case.big_batch_calls, count, set()) is None:
+        return False
+    return not any(has_common_rows(call, whole, count) for call in calls for whole in case.big_batch_calls)
 
 
 def _matched_samples(window: ObservedWindow, case: Case, used: set[int]) -> MatchedSamples | None:
@@ -368,6 +376,7 @@ def _compare_window(
     case: Case, window: ObservedWindow, rows: MatchedSamples | None, samples: list[int] | None
 ) -> Comparison:
     """Compare one window with the gradient of one big batch of its samples (None: of the whole batch)."""
+    case.focus(window)
     expected = case.expected_gradient(samples)
     own = window.micro_batches if rows is None else len(rows.parts)
     return Comparison(
@@ -396,7 +405,7 @@ def build_report(case: Case, dropout_names: list[str]) -> Report:
     worst = max(case.windows, key=lambda window: window.error, default=None)
     errors = {} if worst is None else worst.errors
     return Report(
-        ok=not causes,
+        verdict=verdict_of(causes),
         max_relative_error=math.inf if worst is None else worst.error,
         bound=case.precision.bound if worst is None else worst.bound,
         reference=case.precision.reference,

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from macrobatch.verification.draws import Draw
 from macrobatch.verification.gradient import NamedGradients
+from macrobatch.verification.readings import Reading
 
 
 class LossTargets(NamedTuple):
@@ -49,6 +51,7 @@ class Call:
         inputs: the tensors among the arguments, by their paths.
         number: the position of the call in the step.
         backwards_before: how many backwards came before it.
+        moves_before: how often code of the step had changed the weights by hand before it.
         modes: for each module, whether it was in training mode.
         trainable_names: the parameters that required a gradient.
         autocast_dtype: the dtype of autocast, if it was on.
@@ -60,6 +63,7 @@ class Call:
     inputs: dict[str, Tensor]
     number: int = 0
     backwards_before: int = 0
+    moves_before: int = 0
     modes: dict[nn.Module, bool] = field(default_factory=dict)
     trainable_names: frozenset[str] = frozenset()
     autocast_dtype: torch.dtype | None = None
@@ -97,6 +101,9 @@ class Call:
         ]
 
 
+NamedTensors = dict[str, Tensor]
+
+
 class NormChange(NamedTuple):
     """The norm of each parameter's gradient at the end of one backward and at the start of the next."""
 
@@ -130,6 +137,13 @@ class ObservedWindow:
         final_norms: the norm of each parameter's gradient at the end of the last backward.
         norm_changes: how the norms changed between the backwards.
         num_repeated_steps: how often the optimizer stepped again without a backward in between.
+        raw: the gradients at the end of the last backward; empty if unknown.
+        readings: what the losses of its backwards say.
+        weights: the weights at its forwards, if code of the step had changed them by hand.
+        has_mixed_weights: whether its forwards had different weights.
+        update: what code of the step subtracted from the weights by hand, which closed the window.
+        is_cleared: whether ``.grad`` was cleared when that was noticed, so that `gradients` are `raw`.
+        is_probe: whether the weights were set back before the next optimizer step.
     """
 
     calls: list[Call]
@@ -138,6 +152,13 @@ class ObservedWindow:
     final_norms: dict[str, Tensor] = field(default_factory=dict)
     norm_changes: list[NormChange] = field(default_factory=list)
     num_repeated_steps: int = 0
+    raw: NamedGradients = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
+    weights: NamedTensors | None = None
+    has_mixed_weights: bool = False
+    update: NamedGradients | None = None
+    is_cleared: bool = False
+    is_probe: bool = False
 
     @property
     def norm_before_step(self) -> float:
@@ -158,7 +179,12 @@ class Observation:
         open_calls: the calls after the last optimizer step; no optimizer received their gradients.
         initial_gradients, final_gradients: ``.grad`` when the step began, and when it returned.
         num_backwards: how many backwards reached a parameter.
+        num_calls: how many calls of the model built a graph.
         num_foreign_steps: how many steps were taken by optimizers that hold no parameter of the model.
+        has_foreign_gradients: whether these had any gradient.
+        has_foreign_leftover: whether their backwards left gradients in the model that were not cleared.
+        num_dropped: how many backwards of the model alone were cleared away after such a step.
+        draws: the random numbers that its forwards drew.
         replaced_names: parameters of which an optimizer still holds the old version, though the step replaced them.
         added_names: parameters that the step added to the model.
         unoptimized_names: parameters that require a gradient but belong to no optimizer that stepped.
@@ -174,7 +200,12 @@ class Observation:
     initial_gradients: NamedGradients = field(default_factory=dict)
     final_gradients: NamedGradients = field(default_factory=dict)
     num_backwards: int = 0
+    num_calls: int = 0
     num_foreign_steps: int = 0
+    has_foreign_gradients: bool = False
+    has_foreign_leftover: bool = False
+    num_dropped: int = 0
+    draws: list[Draw] = field(default_factory=list)
     replaced_names: list[str] = field(default_factory=list)
     added_names: list[str] = field(default_factory=list)
     unoptimized_names: list[str] = field(default_factory=list)

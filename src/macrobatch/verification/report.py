@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-RETURN_ITEMS = (
-    "Let loss_fn return what it divides by: return loss, (labels != -100).sum(), after any shift. A sum needs "
-    'reduction="sum". A loss that is neither, such as a maximum, needs joint=.'
-)
+WIDTH = 150  # of the text, at most
+Certainty = Literal["read", "inferred", "unknown"]
+Verdict = Literal["exact", "wrong", "unknown"]
 
 
 class ParameterError(NamedTuple):
@@ -22,12 +22,14 @@ class ParameterError(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A reason why the gradient of a training step is wrong, as `verify` has found it.
+    """A reason why the gradient of a training step is wrong, or why that cannot be told.
 
     Attributes:
         name: the name of the cause. The table in docs/verify.md explains all names.
         evidence: the measurement that shows the cause.
-        cure: what to change in the training step.
+        cure: what to change in the training step, or in what is verified.
+        certainty: "read" if the graph of a loss states it, "inferred" if measurements fit no other known cause, and
+            "unknown" if it is a reason why the step could not be judged.
 
     >>> cause = Cause(name="not divided", evidence="the gradient is 4 times the right one.", cure="Divide once.")
     >>> print(cause.name, "->", cause.cure)
@@ -37,6 +39,7 @@ class Cause:
     name: str
     evidence: str
     cure: str
+    certainty: Certainty = "inferred"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,8 @@ class Report:
     """The result of `verify`. ``print(report)`` shows it as text.
 
     Attributes:
-        ok: whether the step's gradients are those of one big batch.
+        verdict: "exact" if the step's gradients are those of one big batch, "wrong" if they are not, "unknown" if it
+            could not be told; then the causes say why.
         max_relative_error: the largest difference in any gradient, divided by the largest gradient of the model.
         bound: the largest error that counts as rounding in this precision.
         reference: a text that says what the step was compared with.
@@ -69,15 +73,17 @@ class Report:
         windows: the results of the optimizer steps, each with its number of ``samples`` (None if unknown) and
             ``micro_batches``, its ``relative_error``, and a ``factor``: the size of its gradient relative to the right
             one.
-        causes: the reasons why the step is wrong, the likeliest first. Empty if it is right.
+        causes: the reasons for the verdict, the likeliest first. Empty if it is "exact".
         notes: other remarks.
 
-    >>> report = Report(ok=True, max_relative_error=0.0, bound=2e-6, reference="one big batch", worst=(), windows=())
-    >>> report.to_dict()["ok"]
-    True
+    >>> report = Report(
+    ...     verdict="exact", max_relative_error=0.0, bound=2e-6, reference="one big batch", worst=(), windows=()
+    ... )
+    >>> report.ok, report.to_dict()["ok"]
+    (True, True)
     """
 
-    ok: bool
+    verdict: Verdict
     max_relative_error: float
     bound: float
     reference: str
@@ -87,8 +93,9 @@ class Report:
     notes: tuple[str, ...] = ()
 
     @property
-    def _is_small(self) -> bool:
-        return self.max_relative_error <= self.bound
+    def ok(self) -> bool:
+        """Whether the step is exact."""
+        return self.verdict == "exact"
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to plain data for JSON.
@@ -96,17 +103,22 @@ class Report:
         Returns:
             A dict of lists, dicts, strings and numbers. Infinite and NaN numbers become None.
         """
-        plain = asdict(self) | {"worst": [{"name": name, "error": error} for name, error in self.worst]}
+        plain = {"verdict": self.verdict, "ok": self.ok, **asdict(self)}
+        plain["worst"] = [{"name": name, "error": error} for name, error in self.worst]
         return {key: _json_value(value) for key, value in plain.items()}
 
     def __str__(self) -> str:
-        verdict = "EXACT" if self.ok else "WRONG, though not by its size" if self._is_small else "WRONG"
-        lines = [
-            f"{verdict}: error {self.max_relative_error:.2g} of the largest gradient, at most {self.bound:.2g} allowed",
-            f"compared with {self.reference}",
-        ]
+        is_small = self.verdict == "wrong" and self.max_relative_error <= self.bound
+        verdict = self.verdict.upper() + ", though not by its size" * is_small
+        error = f"error {self.max_relative_error:.2g} of the largest gradient, at most {self.bound:.2g} allowed"
+        found = "".join(f"{', ' if number else ': '}{cause.name}" for number, cause in enumerate(self.causes))
+        lines = [f"{verdict}: {error}{found}", f"compared with {self.reference}"]
         if len(self.windows) > 1:
             lines.insert(1, f"{len(self.windows)} optimizer steps, each compared with its own samples")
+        for number, cause in enumerate(self.causes, start=1):
+            lines += ["", f"cause {number}: {cause.name} ({_SURE[cause.certainty]})"]
+            for head, text in (("  found: ", cause.evidence), ("  cure:  ", cause.cure)):
+                lines += textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
         if len(self.windows) > 1 or not self.ok:
             rows = [
                 (str(i), _or_unknown(w.samples), str(w.micro_batches), f"{w.relative_error:.2g}", f"x {w.factor:.4g}")
@@ -115,10 +127,18 @@ class Report:
             lines += _table(("window", "samples", "micro-batches", "error", "of the right gradient"), rows)
         if self.worst and not self.ok:
             lines += _table(("parameter", "error"), [(name, f"{error:.2g}") for name, error in self.worst])
-        for number, cause in enumerate(self.causes, start=1):
-            lines += ["", f"cause {number}: {cause.name}", f"  found: {cause.evidence}", f"  cure:  {cause.cure}"]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
+
+
+_SURE = {"read": "read from the loss", "inferred": "inferred", "unknown": "why it is unknown"}
+
+
+def verdict_of(causes: Sequence[Cause]) -> Verdict:
+    """Exact without a cause; wrong, unless all causes only say why it is unknown."""
+    if not causes:
+        return "exact"
+    return "unknown" if all(cause.certainty == "unknown" for cause in causes) else "wrong"
 
 
 def _json_value(value: Any) -> Any:

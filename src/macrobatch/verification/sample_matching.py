@@ -81,6 +81,22 @@ def _match_rows(call: Call, whole: Call, count: int, used: set[int]) -> list[int
     return found
 
 
+def has_common_rows(call: Call, whole: Call, count: int) -> bool:
+    """Whether any row of any tensor of a call is a row of one big batch, or a part of one: sequences may be packed."""
+    pairs = _pairs(call, whole, count)
+    return not pairs or any(
+        _equal_rows(everything, row).any() or _is_part(row.flatten(), everything.flatten().to(row.dtype))
+        for own, everything in pairs
+        for row in own
+    )
+
+
+def _is_part(row: Tensor, everything: Tensor) -> bool:
+    """Whether a row occurs in a longer one."""
+    size = row.numel()
+    return 0 < size <= everything.numel() and bool((everything.unfold(0, size, 1) == row).all(1).any())
+
+
 def _pairs(call: Call, whole: Call, count: int) -> list[tuple[Tensor, Tensor]]:
     """Pairs of a call's tensors and those of one big batch that have a row for each sample.
 

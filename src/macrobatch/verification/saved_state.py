@@ -74,6 +74,9 @@ class SavedState:
         self._optimizers = [SavedOptimizer(optimizer) for optimizer in _optimizers_of(self._parameters.keys())]
         self._schedulers = _schedulers_of([state.optimizer for state in self._optimizers])
         self._snapshot = Snapshot([model])
+        self._modules = [model]
+        self._outer: list[SavedTensor] = []
+        self.has_changed_outer = False
 
     def include_leaves(self, tensors: Iterable[Tensor]) -> None:
         """Save tensors outside of the model that the loss trains too."""
@@ -81,6 +84,12 @@ class SavedState:
             if id(leaf) not in self._parameters:
                 self._parameters[id(leaf)] = leaf, SavedTensor.of(leaf), leaf.requires_grad
                 self._gradients.append((leaf, None if leaf.grad is None else SavedTensor.of(leaf.grad)))
+
+    def include_outer(self, tensors: Iterable[Tensor]) -> None:
+        """Save tensors outside of the model that a step may change, such as those of another model."""
+        own = set(self._parameters) | {id(buffer) for module in self._modules for buffer in module.buffers()}
+        own |= {id(saved.tensor) for saved in self._batch.values()}
+        self._outer += [SavedTensor.of(t) for t in tensors if id(t) not in own and t.is_leaf and type(t) in PLAIN]
 
     def include_optimizer(self, optimizer: Optimizer) -> None:
         """Save an optimizer that is about to step, and its parameters, unless they are saved already."""
@@ -105,6 +114,10 @@ class SavedState:
 
     def restore_all_but_gradients(self) -> None:
         """Restore the model, the batch, the optimizers, the schedulers and the random number generators."""
+        for saved in self._outer:
+            if saved.has_changed():
+                self.has_changed_outer = True
+                saved.restore()
         self._attributes.restore()
         for saved in self._batch.values():
             if saved.has_changed():
@@ -130,6 +143,7 @@ class SavedState:
             parameter.grad = None if gradient is None else gradient.restore()
 
 
+PLAIN = (Tensor, nn.Parameter)
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 

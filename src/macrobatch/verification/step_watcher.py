@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,11 +19,24 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch._cut.trees import leaves, map_tensors
 from macrobatch._ranks.collectives import local_tensor
-from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback
+from macrobatch._torch.autograd import backward_under_way, is_mapped, queue_callback, watching_backwards
+from macrobatch._torch.draws import Drawing, RandomOperations
+from macrobatch._torch.graph import reach_of
 from macrobatch._torch.modules import can_have_compiled, is_compiled, run_eagerly
+from macrobatch.verification.copies import gradients_of_copies, is_same
+from macrobatch.verification.draws import Draw
 from macrobatch.verification.gradient import NamedGradients, as_dense
 from macrobatch.verification.names import Names
-from macrobatch.verification.observation import Arrival, Call, LossTargets, NormChange, Observation, ObservedWindow
+from macrobatch.verification.observation import (
+    Arrival,
+    Call,
+    LossTargets,
+    NamedTensors,
+    NormChange,
+    Observation,
+    ObservedWindow,
+)
+from macrobatch.verification.readings import Reading, read
 from macrobatch.verification.saved_state import SavedState
 
 Step = Callable[[nn.Module, Any], Any]
@@ -37,10 +51,12 @@ def watch(
     entries: Sequence[nn.Module],
     *,
     times: float = 1.0,
+    has_draws: bool = False,
 ) -> Observation:
     """Run a step once, then restore everything except ``.grad``.
 
     Calls of `entries` count as calls of the model. Hooks multiply all gradients by `times` before they are accumulated.
+    `has_draws`: note the random numbers that its forwards draw.
     """
     watcher = StepWatcher(model, names, saved_state, times)
     try:
@@ -48,6 +64,8 @@ def watch(
             watcher.watch_calls(entries),
             watcher.watch_precision(),
             watcher.watch_steps(),
+            watching_backwards(watcher.read_losses),
+            RandomOperations(watcher.note_draw) if has_draws else contextlib.nullcontext(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a step may leave gradients switched off
         ):
             step(model, map_tensors(batch, lambda tensor: tensor))  # a step may empty the containers of its batch
@@ -106,9 +124,18 @@ class StepWatcher:
         self._num_backwards = 0
         self._backward: int | None = None
         self._norms: dict[str, Tensor] = {}  # of the gradients at the end of the last backward
+        self._raw: NamedGradients = {}  # these gradients
+        self._readings: dict[int, Reading] = {}  # by the number of their backward
+        self._own_backwards: set[int] = set()  # those whose graph has no leaves outside of the model
+        # On several ranks, and in copies, weights and the gradients between backwards are not looked at.
+        self._is_alone = saved_state is not None and not (dist.is_available() and dist.is_initialized())
+        self._at_start = self._copy_weights()
+        self._weights = dict(self._at_start)  # as the step was last seen to have them
+        self._moved_weights: list[NamedTensors | None] = [None]  # after each change by hand; None: as at the start
         self._norm_changes: list[NormChange] = []
         self._window_starts = dict.fromkeys(self._named, 0)  # the first backward of each parameter's open window
         self._last_step: int | None = None  # how many backwards came before the last optimizer step
+        self._last_foreign_step: int | None = None  # the same, for optimizers of other parameters
         self._active_optimizers: list[Optimizer] = []
         self._last_hooks: list[RemovableHandle] = []  # on optimizers that step, behind their own
         self._is_in_closure = False  # whether an optimizer is running its closure
@@ -152,12 +179,14 @@ class StepWatcher:
         self._backward = None  # the last one may have failed
         if not self._is_in_closure:
             self._active_optimizers = []  # a step may have failed
+            self._note_changed_weights()
         self._watch_parameters()
         tensors = {path: leaf for path, leaf in leaves((args, kwargs), "inputs") if isinstance(leaf, Tensor)}
         self._call = Call(
             {path: tensor.detach().clone() for path, tensor in tensors.items() if tensor.ndim > 0},
             number=len(self.calls),
             backwards_before=self._num_backwards,
+            moves_before=len(self._moved_weights) - 1,
             modes={module: module.training for module in self._model.modules()},
             trainable_names=frozenset(name for name, p in self._named.items() if p.requires_grad),
         )
@@ -177,6 +206,7 @@ class StepWatcher:
         if self._depth > 0 or self._call is None:
             return
         call, self._call = self._call, None
+        self._weights = self._copy_weights()  # a forward may normalise them
         for path, leaf in leaves(output, "output"):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._output_hook(call, path))  # type: ignore[no-untyped-call]
@@ -212,7 +242,9 @@ class StepWatcher:
         if self._backward is None:
             self._backward = backward_under_way()
             began = self._measure()
-            if self._last_step == self._num_backwards:
+            if self._num_backwards == self._last_foreign_step:
+                self.observation.has_foreign_leftover |= any(bool(norm) for norm in began.values())
+            if self._num_backwards in (self._last_step, self._last_foreign_step):
                 self._norms_after_step.append((self._num_backwards, began))
             elif self._num_backwards:
                 self._norm_changes.append(NormChange(self._num_backwards - 1, self._norms, began))
@@ -223,6 +255,74 @@ class StepWatcher:
     def _leave_backward(self) -> None:
         self._backward = None
         self._norms = self._measure()
+        self._raw = copy_gradients(self._named) if self._is_alone else {}
+
+    def read_losses(self, losses: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+        """Note what the loss of a backward says, before it runs."""
+        if self._num_backwards in self._readings:
+            del self._readings[self._num_backwards]  # of a backward that reached no parameter
+        self._own_backwards.discard(self._num_backwards)
+        own = {id(parameter) for parameter in self._named.values()}
+        if all(id(leaf) in own for loss in losses if loss.requires_grad for leaf in reach_of(loss).leaves):
+            self._own_backwards.add(self._num_backwards)
+        if (reading := read(self._num_backwards, losses, seeds)) is not None:
+            self._readings[self._num_backwards] = reading
+
+    def note_draw(self, drawing: Drawing) -> None:
+        """Note random numbers that a forward draws."""
+        if backward_under_way() == -1:
+            value = None if drawing.result is None else drawing.result.clone()
+            self.observation.draws.append(Draw(self._num_backwards, drawing.name, value))
+
+    # ------------------------------------------------------------------------------------------ changes by hand
+
+    def _copy_weights(self) -> NamedTensors:
+        if not self._is_alone:
+            return {}
+        return {name: p.detach().clone() for name, p in self._named.items()}
+
+    def _note_changed_weights(self) -> None:
+        """Close a window where code of the step has changed the weights itself, after a backward."""
+        if not self._is_alone or not self._num_backwards:
+            return
+        before, now = self._weights, self._copy_weights()
+        moved = {name for name, weight in now.items() if name in before and not is_same(weight, before[name])}
+        if not moved:
+            return
+        self._weights = now
+        self._restart_cleared_windows()
+        is_start = all(is_same(now[name], self._at_start[name]) for name in moved if name in self._at_start)
+        received = {name for name in moved if self._raw.get(name) is not None}  # not a moving average of others
+        received = {name for name in received if self._window_starts[name] < self._num_backwards}
+        if received and not is_start:
+            held = set().union(*(window.names for window in self.observation.windows if window.update is None))
+            names = received | {name for name in now if name not in held and self._named[name].requires_grad}
+            gradients = copy_gradients({name: self._named[name] for name in names})
+            is_cleared = all(gradient is None or not gradient.any() for gradient in gradients.values())
+            window = self._new_window(min(self._window_starts[name] for name in received), names, gradients)
+            if window.calls:
+                window.gradients = {name: self._raw.get(name) for name in names} if is_cleared else gradients
+                window.update = {name: before[name] - now[name] for name in names}
+                window.is_cleared = is_cleared
+                self.observation.windows.append(window)
+                self._begin_windows(names)
+        if not is_start or self._moved_weights[-1] is not None:
+            self._moved_weights.append(None if is_start else now)
+
+    def _new_window(self, begin: int, names: set[str], gradients: NamedGradients) -> ObservedWindow:
+        calls = Call.with_backward(self.calls, begin)
+        moves = sorted({call.moves_before for call in calls})
+        return ObservedWindow(
+            calls,
+            gradients,
+            names,
+            self._norms,
+            [sizes for sizes in self._norm_changes if sizes.backward >= begin],
+            raw={name: self._raw.get(name) for name in names} if self._raw else {},
+            readings=[reading for backward, reading in self._readings.items() if backward >= begin],
+            weights=self._moved_weights[moves[0]] if moves else None,
+            has_mixed_weights=len(moves) > 1,
+        )
 
     def _measure(self) -> dict[str, Tensor]:
         """The norms of the gradients, as tensors on their device: the host does not wait for them."""
@@ -255,8 +355,15 @@ class StepWatcher:
         own = {id(parameter) for parameter in self._named.values()}
         held = _parameter_ids(optimizer)
         self.observation.replaced_names += [self._names_by_id[i] for i in held - own if i in self._names_by_id]
+        copies = {} if held & own or not self._is_alone else gradients_of_copies(optimizer, self._named)
+        if copies:
+            self._close_windows(optimizer, copies)
+            return None
         if not held & own:
             self.observation.num_foreign_steps += 1
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            self.observation.has_foreign_gradients |= any(gradient is not None for gradient in gradients)
+            self._last_foreign_step = self._num_backwards
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -296,63 +403,77 @@ class StepWatcher:
         self._drop_last_hooks()
         if self._saved is not None:
             self._saved.restore_weights(_parameter_ids(optimizer))
+            if self._is_alone:
+                self._weights = self._copy_weights()
+                if self._moved_weights[-1] is not None and all(
+                    is_same(weight, self._at_start.get(name)) for name, weight in self._weights.items()
+                ):
+                    self._moved_weights.append(None)
 
     def _names_held_by(self, optimizer: Optimizer) -> set[str]:
         held = _parameter_ids(optimizer)
         return {name for name, parameter in self._named.items() if id(parameter) in held}
 
-    def _close_windows(self, optimizer: Optimizer) -> None:
-        """Close the windows of an optimizer's parameters: one for all parameters whose windows began together."""
+    def _close_windows(self, optimizer: Optimizer, copies: NamedGradients | None = None) -> None:
+        """Close the windows of an optimizer's parameters: one for all parameters whose windows began together.
+
+        `copies`: the gradients of an optimizer that holds copies of the parameters.
+        """
         self.observation.has_stepped = True
         self._restart_cleared_windows()
-        names = self._names_held_by(optimizer)
+        names = self._names_held_by(optimizer) if copies is None else set(copies)
+        for window in self.observation.windows:
+            window.is_probe |= window.update is not None and bool(window.names & names)
         for begin in sorted({self._window_starts[name] for name in names}):
-            self._close_window(begin, {name for name in names if self._window_starts[name] == begin}, optimizer)
+            own = {name for name in names if self._window_starts[name] == begin}
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by this in its own kernel
+            gradients = copy_gradients({name: self._named[name] for name in own}, scale)
+            self._close_window(begin, own, gradients if copies is None else {name: copies[name] for name in own})
         self._begin_windows(names)
 
     def _restart_cleared_windows(self) -> None:
         """Begin a new window for all parameters whose gradients were cleared after an optimizer step."""
         for backward, sizes in self._norms_after_step:
-            for name in self._named:
-                if name not in sizes or not sizes[name]:
-                    self._window_starts[name] = backward
+            cleared = [name for name in self._named if name not in sizes or not sizes[name]]
+            dropped = [self._own_backwards & set(range(self._window_starts[name], backward)) for name in cleared]
+            if self._last_foreign_step is not None and len(cleared) == len(self._named):
+                self.observation.num_dropped += len(min(dropped, key=len, default=set()))
+            self._window_starts |= dict.fromkeys(cleared, backward)
         self._norms_after_step.clear()
 
     def _begin_windows(self, names: set[str]) -> None:
         self._last_step = self._num_backwards
         self._window_starts |= dict.fromkeys(names, self._num_backwards)
 
-    def _close_window(self, begin: int, names: set[str], optimizer: Optimizer) -> None:
+    def _close_window(self, begin: int, names: set[str], gradients: NamedGradients) -> None:
         """Add a window, or add to the last one: optimizers that step in turn on the same calls share a window."""
-        windows, calls = self.observation.windows, Call.with_backward(self.calls, begin)
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by this in its own kernel
-        gradients = copy_gradients({name: self._named[name] for name in names}, scale)
+        windows, window = self.observation.windows, self._new_window(begin, names, gradients)
         before = next((window for window in reversed(windows) if window.names & names), None)
-        if not calls and before is not None and _is_unchanged(gradients, before.gradients):
+        if not window.calls and before is not None and _is_unchanged(gradients, before.gradients):
             before.num_repeated_steps += any(gradient is not None for gradient in gradients.values())
-        elif windows and before is not windows[-1] and _are_same_calls(calls, windows[-1].calls):
+        elif windows and before is not windows[-1] and _are_same_calls(window.calls, windows[-1].calls):
             windows[-1].gradients |= gradients
+            windows[-1].raw |= window.raw
             windows[-1].names |= names
         else:
-            between = [sizes for sizes in self._norm_changes if sizes.backward >= begin]
-            windows.append(ObservedWindow(calls, gradients, names, self._norms, between))
+            windows.append(window)
 
     def finish(self) -> Observation:
         """Return what was observed. Without any optimizer step, the final ``.grad`` is the only window."""
         observation, self._named = self.observation, self._names.parameters()
+        self._note_changed_weights()
         observation.calls, observation.num_backwards = Call.with_backward(self.calls), self._num_backwards
+        observation.num_calls = len(self.calls)
         observation.final_gradients = copy_gradients(self._named)
         observation.added_names = self._names.unknown_names()
         observation.changed_batch_paths = [] if self._saved is None else self._saved.changed_batch_paths()
         if observation.has_stepped:
-            observation.open_calls = Call.with_backward(self.calls, self._last_step or 0)
-        else:
-            observation.windows.append(
-                ObservedWindow(
-                    observation.calls, observation.final_gradients, set(self._named), self._norms, self._norm_changes
-                )
-            )
+            last = max(self._last_step or 0, self._last_foreign_step or 0)  # GAN: the other model's backward comes last
+            observation.open_calls = Call.with_backward(self.calls, last)
+        elif not observation.windows:
+            observation.windows.append(self._new_window(0, set(self._named), observation.final_gradients))
             observation.has_moved_weights = self._saved is not None and self._saved.has_moved_weights()
+        observation.has_moved_weights |= any(window.update is not None for window in observation.windows)
         names = set().union(*(window.names for window in observation.windows))
         observation.unoptimized_names = [n for n, p in self._named.items() if p.requires_grad and n not in names]
         return observation

@@ -64,7 +64,7 @@ def verified(
     if report.ok:  # on all ranks alike
         return report
     wide = verify(step=lambda model, batch: run(model, window_of(batch)), **arguments)
-    return replace(report, causes=(PADDED_ALONE,)) if wide.ok else wide
+    return replace(report, verdict="wrong", causes=(PADDED_ALONE,)) if wide.ok else wide
 
 
 def _verify_lightning(given: object, verify: Verify) -> Report:

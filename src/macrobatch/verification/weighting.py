@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 
 from macrobatch._cut.padding import IGNORED
+from macrobatch.verification.catalogue import CAUSES, RETURN_ITEMS, cause, doubtful_update
 from macrobatch.verification.clipping import is_clipped_in_another_direction, mid_window_cause, remaining_shares
 from macrobatch.verification.comparison import Case, Comparison, Hypothesis
 from macrobatch.verification.gradient import Gradient, projection
-from macrobatch.verification.label_causes import PADDING_CAUSE, sequence_leaves
-from macrobatch.verification.report import RETURN_ITEMS, Cause
+from macrobatch.verification.label_causes import sequence_leaves
+from macrobatch.verification.readings import counts_before_shift, repeated_division, states, unequal_means
+from macrobatch.verification.report import Cause, Certainty
 from macrobatch.verification.term_causes import term_hypotheses
 
 HALF = (torch.bfloat16, torch.float16)
@@ -35,19 +37,72 @@ class Fit(NamedTuple):
 
 def causes_of_window(case: Case, window: Comparison) -> list[Cause]:
     """The causes of a wrong window: how its micro-batches were weighted, then the factor."""
-    fit = _best_fit(case, window)
+    case.focus(window.observed)
+    fit, means = _best_fit(case, window), unequal_means(window)
     if fit is None:
-        return [mid_window_cause(case, window) or _unexplained_cause(case, window)]
+        return [_cause_without_fit(case, window, means)]
+    if window.observed.is_probe and fit.hypothesis.name is None:
+        return []  # how far it went is not what is trained
+    if window.observed.update is not None and fit.hypothesis.name is None:
+        return [doubtful_update("they are right but for a factor, which what is subtracted may contain")]
+    clipped = mid_window_cause(case, window)
+    if clipped is not None and fit.hypothesis.name is None and not fit.leftover:
+        return [clipped]  # in a model with few parameters, everything fits up to a factor
     causes = []
     if fit.leftover:
-        causes.append(leftover_cause(fit.leftover))
+        probed = any(other.observed.is_probe and other.observed.names & window.observed.names for other in case.windows)
+        causes.append(leftover_cause(fit.leftover, "unknown" if probed else "inferred"))
     if fit.hypothesis.name is not None:
-        causes.append(Cause(name=fit.hypothesis.name, evidence=fit.hypothesis.evidence, cure=fit.hypothesis.cure))
+        is_read = fit.hypothesis.name == "mean of means" and means is not None
+        is_read |= fit.hypothesis.name == "labels counted before the shift" and counts_before_shift(window)
+        causes.append(
+            cause(
+                fit.hypothesis.name,
+                f"{fit.hypothesis.evidence} {means[0].upper()}{means[1:]}"
+                if is_read and means
+                else fit.hypothesis.evidence,
+                fit.hypothesis.cure,
+                certainty="read" if is_read else "inferred",
+            )
+        )
     window.remaining_factor = fit.factor
     has_factor = abs(fit.factor - 1) > max(window.bound, 1e-9) and fit.hypothesis.allows_factor
     if has_factor and not (causes and is_clipped_in_another_direction(case, window)):
         causes.append(_factor_cause(case, window, fit.factor))
     return causes or [_rounding_cause(window)]
+
+
+def _cause_without_fit(case: Case, window: Comparison, means: str | None) -> Cause:
+    """The cause of a gradient that no hypothesis gives."""
+    if (clipped := mid_window_cause(case, window)) is not None:
+        return clipped
+    if means:
+        return cause("mean of means", means, certainty="read")
+    found = _unexplained_cause(case, window)
+    return (_changed_later_cause(case, window) or found) if found.name == "unexplained" else found
+
+
+def _changed_later_cause(case: Case, window: Comparison) -> Cause | None:
+    """The cause, if the step changed its gradient after the last backward, in a way that is no known mistake."""
+    if not window.observed.raw or case.big.ranks.world_size > 1:
+        return None
+    raw = Gradient(window.observed.raw).only(window.observed.names)
+    if window.actual.distance(raw, window.actual.fit(raw)) <= window.tolerance * window.actual.largest:
+        return None  # by a factor only
+    changed, window.actual = window.actual, raw
+    fit, window.actual = _best_fit(case, window), changed
+    if fit is None:
+        return None
+    if fit.hypothesis.name not in (None, "gradients cleared inside the window"):
+        evidence = f"before its last change, which came after the last backward, {fit.hypothesis.evidence}"
+        return cause(fit.hypothesis.name, evidence, fit.hypothesis.cure)
+    return cause(
+        "unexplained",
+        "the gradient is right at the end of the last backward. Then the step changes it, in a way that verify does "
+        f"not know: by up to {window.error:.2g} of the largest gradient.",
+        "If the change is what you want, verify the step without it.",
+        "unknown",
+    )
 
 
 def _best_fit(case: Case, window: Comparison) -> Fit | None:
@@ -95,7 +150,6 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
                 "mean of means",
                 alike,
                 _inequality_evidence(case, window, parts, items),
-                "Back-propagate sums and divide once by all items of the window: Accumulator.backward(loss, items=n).",
             )
     if ranks.world_size > 1:
         yield Hypothesis(
@@ -114,7 +168,6 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
             "labels counted before the shift",
             case.weighted_gradient(parts, before).only(held),
             f"the micro-batches count as if they had {_number_list(before)} items, not {_number_list(after)}.",
-            COUNT_SHIFTED,
         )
     yield from _padding_hypotheses(case, window, parts)
     if window.micro_batches > 1:
@@ -130,7 +183,7 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
             "items that do not fit the loss",
             case.weighted_gradient(parts, samples).only(held),
             f"micro-batches are weighted by samples, {_number_list(samples)}, but the loss is not a mean over those.",
-            "Divide by the number of items of the whole window: Accumulator.backward(loss, items=n).",
+            CAUSES["mean of means"].cure,
         )
     yield from _clipping_hypotheses(case, window, parts, items)
     if count > 1 and ranks.world_size == 1:
@@ -138,7 +191,6 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
             "gradients cleared inside the window",
             case.weighted_gradient(parts[-1:], [1.0]).only(held),
             f"only the last of {count} micro-batches counts.",
-            "Call zero_grad() once a window, after optimizer.step(), not before every backward.",
             allows_factor=False,
         )
 
@@ -152,10 +204,9 @@ def _padding_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) 
     if not case.big.ranks.largest(float(unequal)):
         return
     yield Hypothesis(
-        PADDING_CAUSE,
+        "trained on padding",
         case.weighted_gradient(parts, positions).only(window.observed.names),
         f"the micro-batches count as if they had {_number_list(positions)} items: all positions, padding included.",
-        COUNT_LABELS,
     )
 
 
@@ -174,16 +225,16 @@ def _clipping_hypotheses(
     case: Case, window: Comparison, parts: list[list[int]], items: list[float]
 ) -> Iterator[Hypothesis]:
     """The hypotheses that the gradient shrank between backwards."""
-    left, cause = remaining_shares(window), mid_window_cause(case, window)
-    if case.big.ranks.largest(float(left is None)) or left is None or cause is None:
+    left, clip = remaining_shares(window), mid_window_cause(case, window)
+    if case.big.ranks.largest(float(left is None)) or left is None or clip is None:
         return
     for weights in (items, [1.0] * len(parts)):
         shrunk = [weight * share for weight, share in zip(weights, left, strict=True)]
         yield Hypothesis(
-            cause.name,
+            clip.name,
             case.weighted_gradient(parts, shrunk).only(window.observed.names),
-            cause.evidence,
-            cause.cure,
+            clip.evidence,
+            clip.cure,
             False,
         )
 
@@ -205,7 +256,7 @@ def _inequality_evidence(case: Case, window: Comparison, parts: list[list[int]],
     if case.big.has_items:
         return said + f"they have different numbers of items: {_number_list(items)}."
     weights = _true_weights(case, window, parts)
-    if weights is None:
+    if weights is None or abs(sum(weights) - 1) > 1e-3:  # gradients of few parameters are not independent
         return said + "they have different numbers of items."
     return said + f"their weights in one big batch are {' '.join(f'{weight:.3f}' for weight in weights)}."
 
@@ -230,14 +281,12 @@ def _sample_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) -
             "samples left out",
             case.expected_gradient(sorted(set(used))).only(window.observed.names),
             f"{left_out} of {total} samples reached no backward.",
-            USE_ALL,
         )
     if case.big.ranks.largest(twice) and case.big.ranks.world_size == 1:
         yield Hypothesis(
             "samples used twice",
             case.weighted_gradient(parts, case.big.items(parts)).only(window.observed.names),
             f"{twice} samples reached more than one backward.",
-            USE_ONCE,
         )
 
 
@@ -264,30 +313,16 @@ def _factor_cause(case: Case, window: Comparison, factor: float) -> Cause:
     """The cause of a factor that is the same for all parameters."""
     close = max(window.tolerance, 1e-6)
     said = f"the gradient is {factor:.4g} times the right one"
-    for value, cause in _known_factors(case, window, factor):
+    if (divided := repeated_division(window, factor)) is not None:
+        return cause("divided twice", f"{said}: {divided}", certainty="read")
+    for value, (name, why) in _known_factors(case, window, factor):
         if value and value != 1 and abs(factor / value - 1) <= close:
-            name, why, cure = cause
-            return Cause(name=name, evidence=f"{said}: {why}.", cure=cure)
-    return Cause(
-        name="constant factor",
-        evidence=f"{said}, on all parameters alike.",
-        cure="Check the divisions of the loss, in each micro-batch and at the end of the window.",
-    )
+            is_read = name in ("not divided", "divided twice", "short window") and states(window, factor)
+            return cause(name, f"{said}: {why}.", certainty="read" if is_read else "inferred")
+    return cause("constant factor", f"{said}, on all parameters alike.")
 
 
-DIVIDE = "Divide once: (loss / number_of_micro_batches).backward(), or better by the items of the window."
-DIVIDE_LESS = "Divide once: the backward() of a library, or a mean loss, already divides."
-COUNT_LABELS = "Count labels, not positions: (labels != -100).sum(), after any shift."
-COUNT_SHIFTED = "Count labels after the shift: (labels[..., 1:] != -100).sum()."
-USE_ALL = "Look for drop_last=True, a loop that ends too early, or a last micro-batch that is skipped."
-USE_ONCE = "Look for a sampler or a loader that fills up the last micro-batch, or windows that overlap."
-UNSCALE = "Call scaler.unscale_(optimizer) before reading gradients, and scaler.step(optimizer) to step."
-MULTIPLY = (
-    "DDP and FSDP divide by the number of ranks. Multiply by it where you divide by the items of all ranks, and "
-    "nowhere else."
-)
-
-KnownFactor = tuple[float, tuple[str, str, str]]  # a factor, and its name, reason and cure
+KnownFactor = tuple[float, tuple[str, str]]  # a factor, and its name and reason
 
 
 def _known_factors(case: Case, window: Comparison, factor: float) -> Iterator[KnownFactor]:
@@ -298,28 +333,28 @@ def _known_factors(case: Case, window: Comparison, factor: float) -> Iterator[Kn
     for before, after in _label_counts(case, window.parts or []):
         total, right = ranks.sum(sum(before)), ranks.sum(sum(after))
         why = f"{right:.0f} of {total:.0f} labels are left after the shift"
-        yield right / (total or 1.0), ("labels counted before the shift", why, COUNT_SHIFTED)
+        yield right / (total or 1.0), ("labels counted before the shift", why)
     yield from _padding_factors(case, window)
     if ranks.world_size > 1:
         why = f"there are {ranks.world_size} ranks"
-        yield ranks.world_size, ("world size", why, MULTIPLY)
-        yield 1 / ranks.world_size, ("world size", why, MULTIPLY)
+        yield ranks.world_size, ("world size", why)
+        yield 1 / ranks.world_size, ("world size", why)
     if count > 1:
-        yield count, ("not divided", "the number of micro-batches", DIVIDE)
-        yield 1 / count, ("divided twice", f"1 / {count}, and {count} is the number of micro-batches", DIVIDE_LESS)
+        yield count, ("not divided", "the number of micro-batches")
+        yield 1 / count, ("divided twice", f"1 / {count}, and {count} is the number of micro-batches")
     if window.parts is not None:
         items, samples = sum(case.big.items(window.parts)), sum(map(len, window.parts))
         for number, what in ((ranks.sum(items), "items"), (ranks.sum(samples), "samples")):
-            yield number, ("not divided", f"the number of {what}", DIVIDE)
-            yield number / (count or 1), ("not divided", f"{what} / micro-batches", DIVIDE)
-            yield 1 / (number or 1), ("divided twice", f"1 / {what}", DIVIDE_LESS)
-            yield count / (number or 1), ("divided twice", f"micro-batches / {what}", DIVIDE_LESS)
-    yield count * ranks.world_size, ("not divided", "micro-batches x ranks", DIVIDE)
-    yield count / ranks.world_size, ("not divided", "micro-batches / ranks", DIVIDE)
+            yield number, ("not divided", f"the number of {what}")
+            yield number / (count or 1), ("not divided", f"{what} / micro-batches")
+            yield 1 / (number or 1), ("divided twice", f"1 / {what}")
+            yield count / (number or 1), ("divided twice", f"micro-batches / {what}")
+    yield count * ranks.world_size, ("not divided", "micro-batches x ranks")
+    yield count / ranks.world_size, ("not divided", "micro-batches / ranks")
     if factor > 0 and 0 < count < round(count / factor) <= 10_000:
         yield _short_window_factor(count, round(count / factor))
     if factor >= 1024:
-        yield 2.0 ** round(math.log2(factor)), ("loss scale", "a power of two, as a GradScaler has", UNSCALE)
+        yield 2.0 ** round(math.log2(factor)), ("loss scale", "a power of two, as a GradScaler has")
 
 
 def _padding_factors(case: Case, window: Comparison) -> Iterator[KnownFactor]:
@@ -331,24 +366,22 @@ def _padding_factors(case: Case, window: Comparison) -> Iterator[KnownFactor]:
     for number in (positions, positions - samples):
         if number > items:
             why = f"{items:.0f} labels count, but it was divided by {number:.0f} positions, padding included"
-            yield items / number, (PADDING_CAUSE, why, COUNT_LABELS)
+            yield items / number, ("trained on padding", why)
 
 
 def _short_window_factor(count: int, configured: int) -> KnownFactor:
     why = f"divided by {configured}, but the window has {count} micro-batches"
-    cure = "Divide by the real number, as Accumulator.batches(loader) does: the last window of an epoch may be short."
-    return count / configured, ("short window", why, cure)
+    return count / configured, ("short window", why)
 
 
 # ---------------------------------------------------------------------------------------------- other causes
 
 
 def _rounding_cause(window: Comparison) -> Cause:
-    return Cause(
-        name="sums in too low a precision",
-        evidence=f"the gradient is right except for rounding: its error is {window.error:.2g} of the largest gradient, "
-        f"and up to {window.bound:.2g} would be usual.",
-        cure="Sum in float32: Accumulator(..., accumulate_dtype=torch.float32), or keep gradients in float32.",
+    return cause(
+        "sums in too low a precision",
+        f"the gradient is right except for rounding: its error is {window.error:.2g} of the largest gradient, and up "
+        f"to {window.bound:.2g} would be usual.",
     )
 
 
@@ -357,12 +390,10 @@ def _unexplained_cause(case: Case, window: Comparison) -> Cause:
     cosine = window.actual.dot(window.expected) / math.sqrt(norms or 1.0)
     if not case.big.ranks.largest(float(not _is_half_precision(window.actual))) and cosine > 0.9:
         return _rounding_cause(window) if abs(window.factor - 1) < 0.25 else _factor_cause(case, window, window.factor)
-    return Cause(
-        name="unexplained",
-        evidence=f"the error is {window.error:.2g} of the largest gradient (cosine {cosine:.4f}, factor "
-        f"{window.factor:.4g}), and no known mistake gives this gradient.",
-        cure="Check that step and loss_fn compute the same loss on the same samples: compare them on one micro-batch. "
-        "If the step clips or changes gradients in a way of its own, verify it without that.",
+    return cause(
+        "unexplained",
+        f"the error is {window.error:.2g} of the largest gradient (cosine {cosine:.4f}, factor {window.factor:.4g}), "
+        "and no known mistake gives this gradient.",
     )
 
 
@@ -372,12 +403,11 @@ def _is_half_precision(gradient: Gradient) -> bool:
     return any(all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts) for dtype in HALF)
 
 
-def leftover_cause(what: str) -> Cause:
-    return Cause(
-        name="gradients left over",
-        evidence=f"the gradient contains {what}, in addition to the gradient of its own window.",
-        cure="Call optimizer.zero_grad() after every optimizer.step(), or before the first backward of a window.",
-    )
+def leftover_cause(what: str, certainty: Certainty = "inferred") -> Cause:
+    said = f"the gradient contains {what}, in addition to the gradient of its own window."
+    if certainty == "unknown":
+        said += " In between, the step moved the weights itself: adversarial training adds both, and SAM must not."
+    return cause("gradients left over", said, certainty=certainty)
 
 
 def _number_list(numbers: Sequence[float]) -> str:

@@ -13,13 +13,14 @@ class GradientAccumulationPlugin(accelerate.utils.GradientAccumulationPlugin):  
     """Accelerate's `GradientAccumulationPlugin`, with one more option. All other arguments are Accelerate's.
 
     Args:
-        exact_remainder: whether to divide a short window by the number of micro-batches that it has. False divides by
-            ``num_steps``, as Accelerate does, to repeat its results bit for bit, also where they are wrong. Default:
-            the environment variable MACROBATCH_EXACT_REMAINDER (0 or 1); if it is not set, True. The argument of
-            `Accelerator` with the same name overrides it.
+        exact: whether windows are exact, or as Accelerate has them bit for bit: see `Accelerator`. Default: the
+            environment variable MACROBATCH_EXACT (0 or 1), then MACROBATCH_EXACT_REMAINDER; if neither is set, True.
+            The argument of `Accelerator` overrides it.
+        exact_remainder: the older name of ``exact``.
     """
 
     exact_remainder: bool | None = None
+    exact: bool | None = None
 
 
 def __getattr__(name: str) -> Any:

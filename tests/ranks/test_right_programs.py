@@ -1,0 +1,225 @@
+"""On two ranks: programs that are right in plain torch, and forwards that change what they read."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.ranks import Outcome, all_refused, all_well, run
+from macrobatch import Accumulator, MacroStep
+
+SCENARIOS: dict[str, Callable[[], Outcome]] = {}
+SIZES = (4, 2, 3, 5)
+WORDS = [torch.tensor(words) for words in ([1, 2], [2, 3, 4], [7], [1, 1, 9])]
+
+
+def data() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(n, 3, generator=draw, dtype=torch.float64) for n in SIZES]
+
+
+def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("right"))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).double()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own(batches: Sequence[Tensor]) -> Sequence[Tensor]:
+    return batches[dist.get_rank() :: 2]
+
+
+def largest(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+# ---------------------------------------------------------------------------------------- tensors that no model holds
+
+
+def with_temperature(wrapper: Callable[[nn.Module], nn.Module], several: bool = False) -> Outcome:
+    model, scale = wrapper(linear()), torch.ones((), dtype=torch.float64, requires_grad=True)
+    models = [model, wrapper(linear())] if several else [model]
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend([whole(next(model.parameters()).grad).clone(), scale.grad.clone()])
+    )
+    acc = Accumulator(models, optimizer, steps=2)
+    for x in acc.batches(own(data())):
+        acc.backward((scale * model(x)).square().mean())
+        acc.step()
+    return {"weight": seen[0], "scale": seen[1]}
+
+
+@scenario
+def temperature_ddp() -> Outcome:
+    return with_temperature(DistributedDataParallel)
+
+
+@scenario
+def temperature_fsdp() -> Outcome:
+    return with_temperature(fully_shard)
+
+
+@scenario
+def temperature_several() -> Outcome:
+    return with_temperature(DistributedDataParallel, several=True)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "several"])
+def test_a_bare_tensor_is_summed_over_ranks(ran, how):
+    model, scale = linear(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    (scale * model(torch.cat(data()))).square().mean().backward()
+    for outcome in all_well(ran[f"temperature_{how}"]):
+        assert largest(outcome["weight"], model.weight.grad) <= 1e-12
+        assert largest(outcome["scale"], scale.grad) <= 1e-12
+
+
+# ---------------------------------------------------------------------------------------------- sparse gradients
+
+
+@scenario
+def sparse() -> Outcome:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Embedding(20, 4, sparse=True).double())
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.to_dense()))
+    acc = Accumulator(model, optimizer, steps=2)
+    for words in acc.batches(own(WORDS)):
+        acc.backward(model(words).square().mean())
+        acc.step()
+    return {"weight": seen[0]}
+
+
+def test_sparse_gradients_under_ddp(ran):
+    torch.manual_seed(0)
+    model = nn.Embedding(20, 4).double()
+    model(torch.cat(WORDS)).square().mean().backward()
+    for outcome in all_well(ran["sparse"]):
+        assert largest(outcome["weight"], model.weight.grad) <= 1e-12
+
+
+# ------------------------------------------------------------------------------- a criterion that counts over ranks
+
+
+def masks() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return [torch.rand(n, generator=draw) < p for n, p in zip(SIZES, (0.9, 0.2, 0.6, 0.5), strict=True)]
+
+
+def boxes(added: int = 0) -> Outcome:
+    model = DistributedDataParallel(linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.clone()))
+    acc = Accumulator(model, optimizer, steps=2, counts=lambda batch: {"box": batch[1].sum() + added})
+    for x, mask in acc.batches(own(list(zip(data(), masks(), strict=True)))):
+        number = mask.sum().double()
+        dist.all_reduce(number)
+        number = (number / dist.get_world_size()).clamp(min=1)
+        loss = (model(x).abs().sum(-1) * mask).sum() / number
+        acc.backward({"box": (loss, number)})
+        acc.step()
+    return {"weight": seen[0]}
+
+
+@scenario
+def mean_over_ranks() -> Outcome:
+    return boxes()
+
+
+@scenario
+def wrong_total() -> Outcome:
+    return boxes(added=dist.get_rank())
+
+
+def test_counts_are_compared_over_all_ranks_together(ran):
+    model = linear()
+    x, mask = torch.cat(data()), torch.cat(masks())
+    ((model(x).abs().sum(-1) * mask).sum() / mask.sum()).backward()
+    for outcome in all_well(ran["mean_over_ranks"]):
+        assert largest(outcome["weight"], model.weight.grad) <= 1e-12
+    all_refused(ran["wrong_total"], "the items of the term 'box'", "with those of the other ranks")
+
+
+# ---------------------------------------------------------------------- programs that exchange gradients themselves
+
+
+@scenario
+def by_hand() -> Outcome:
+    model = linear()
+    train = MacroStep(model, None, lambda model, x: model(x).square().mean(), micro=2)
+    train(data()[dist.get_rank()])  # four samples on one rank, two on the other
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return {"weight": model.weight.grad}
+
+
+@scenario
+def stepping_unwrapped() -> Outcome:
+    model = linear()
+    Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return {}
+
+
+def test_programs_that_exchange_gradients_themselves(ran):
+    model = linear()
+    model(torch.cat(data()[:2])).square().mean().backward()
+    for outcome in all_well(ran["by_hand"]):
+        assert largest(outcome["weight"], model.weight.grad) <= 1e-12
+    all_refused(ran["stepping_unwrapped"], "is not wrapped", "MacroStep(model, None, loss_fn)")
+
+
+# ---------------------------------------------------------------------- forwards that change weights
+
+
+class Follower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slow = linear(), linear().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - 0.5 * self.slow(x)).square().mean()
+
+
+def following(wrapper: Callable[[nn.Module], nn.Module], when: str) -> Outcome:
+    bare = Follower()
+    model = wrapper(bare)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    acc = Accumulator(model, optimizer, steps=2)
+    for x in acc.batches(own(data())):
+        acc.backward(model(x), items=len(x))
+        if when == "inside":
+            bare.slow.weight.data.mul_(0.9)
+        if acc.step() and when == "after":
+            bare.slow.weight.data.mul_(0.9)
+    return {"steps": acc.optimizer_step}
+
+
+for _name, _wrapper in (("ddp", DistributedDataParallel), ("fsdp", fully_shard)):
+    for _when in ("inside", "after"):
+        SCENARIOS[f"{_when}_{_name}"] = lambda wrapper=_wrapper, when=_when: following(wrapper, when)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_parameter_that_changes_inside_a_window(ran, wrapper):
+    all_refused(ran[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1")
+    assert [outcome["steps"] for outcome in all_well(ran[f"after_{wrapper}"])] == [1, 1]
