@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 AT_THE_ROOT = {"README.md": "index.md"} | {
     f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")
 }
+WRITTEN = {"docs/messages.py": "messages.md"}  # by another hook, from the source
 BOOST = {"troubleshooting.md": 100, "reference/train.md": 0.01, "log.md": 0.1, "changelog.md": 0.1}  # in a search
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
@@ -63,7 +64,7 @@ def repository_path(page: str, target: str) -> str:
 
 def site_path(path: str) -> str:
     """Where the site has a file of the repository."""
-    return AT_THE_ROOT.get(path, path.removeprefix("docs/"))
+    return (AT_THE_ROOT | WRITTEN).get(path, path.removeprefix("docs/"))
 
 
 class Readable(Extension):

@@ -27,7 +27,18 @@ from collections.abc import Iterator, Mapping
 
 
 class MacrobatchError(Exception):
-    """The base class of all errors of this library: ``except MacrobatchError`` catches all of them."""
+    """The base class of all errors of this library: ``except MacrobatchError`` catches all of them.
+
+    Args:
+        found: what was wrong, and what was found.
+        cure: what to do.
+        code: a name for the mistake, if programs that do not call the library themselves have to cure it in another
+            way. Their packages word that (`rewording`).
+    """
+
+    def __init__(self, found: str = "", cure: str = "", *, code: str = "") -> None:
+        super().__init__(f"{found} {cure}".strip())
+        self.found, self.code = found, code
 
 
 class UsageError(MacrobatchError):
@@ -74,15 +85,19 @@ def pip_install(extra: str) -> str:
 
 
 @contextlib.contextmanager
-def rewording(words: Mapping[str, str]) -> Iterator[None]:
-    """A context in which errors are worded for programs that do not call the library themselves."""
+def rewording(cures: Mapping[str, str]) -> Iterator[None]:
+    """A context in which errors say what to do in programs that do not call the library themselves.
+
+    >>> with rewording({"no items": "Return them."}):
+    ...     raise BatchError("there are no items.", "Pass items=.", code="no items")
+    Traceback (most recent call last):
+    macrobatch.errors.BatchError: there are no items. Return them.
+    """
     try:
         yield
     except MacrobatchError as error:
-        message = str(error)
-        for ours, theirs in words.items():
-            message = message.replace(ours, theirs)
-        error.args = (message, *error.args[1:])
+        if error.code in cures:
+            error.args = (f"{error.found} {cures[error.code]}".strip(),)
         raise
 
 

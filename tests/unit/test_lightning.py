@@ -24,9 +24,11 @@ from harness import reference
 from harness.lightnings import OURS, Loader, Task, Unsized, fit, quiet
 from harness.reference import Convolution, Counting, Trainee, relative_error, same_training, trainee, weights_of
 from macrobatch import Accumulator
+from macrobatch.accelerate import words as accelerate_words
 from macrobatch.errors import BackendError, BatchError, MacrobatchError, UsageError
 from macrobatch.lightning import ExactStrategy
-from macrobatch.lightning.words import WORDS
+from macrobatch.lightning.words import CURES
+from macrobatch.transformers import words as transformers_words
 
 SIZES = (3, 1, 4, 2, 5, 2, 3)  # of 7 batches: the last window of 4 is short
 BATCHES = reference.batches(SIZES)
@@ -686,15 +688,23 @@ def test_errors_speak_of_what_a_program_of_lightning_has(make):
         assert word not in str(raised.value).replace("optimizer_step()", "")
 
 
-def test_what_is_said_in_other_words_is_still_said():
-    parts = (
-        Path(macrobatch.__file__).parent / room
-        for room in ("_border", "_engine", "_checks", "_ranks", "_loss", "_terms")
-    )
-    trees = [ast.parse(file.read_text()) for part in parts for file in part.glob("*.py")]
-    said = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    for words in WORDS:
-        assert any(words in text for text in said if isinstance(text, str)), words
+def codes():
+    """The codes of errors in the source."""
+    trees = [ast.parse(file.read_text()) for file in Path(macrobatch.__file__).parent.rglob("*.py")]
+    words = [word for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
+    return {word.value.value for word in words if word.arg == "code" and isinstance(word.value, ast.Constant)}
+
+
+def test_every_error_that_asks_for_another_cure_has_one():
+    assert codes() == CURES.keys()
+    assert codes() >= accelerate_words.CURES.keys() | transformers_words.CURES.keys()
+
+
+@pytest.mark.parametrize("cures", [CURES, accelerate_words.CURES, transformers_words.CURES])
+def test_no_cure_names_what_the_program_does_not_have(cures):
+    for cure in cures.values():
+        for word in ("acc.", " step()", "discard", "max_norm=", "Accumulator", "reduction=", "counts="):
+            assert word not in cure.replace("MacroStep(..., counts=...)", "")
 
 
 def test_after_a_mistake_the_trainer_is_as_before():

@@ -14,10 +14,15 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
+from docs import messages
 from harness import ROOT
 from harness.causes import PAGE, page
+from macrobatch import Accumulator, MacroStep, by_count, by_tokens, contrastive_loss, verify
+from macrobatch.errors import MacrobatchError
 from macrobatch.verification.catalogue import CAUSES, UNKNOWN
 from tests.ranks.test_verify import RIGHT as RIGHT_ON_RANKS
 from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
@@ -26,6 +31,7 @@ from tests.unit.test_verify_published import RIGHT as PUBLISHED_RIGHT
 from tests.unit.test_verify_published import WRONG as PUBLISHED_WRONG
 from tests.unit.test_verify_right import STEPS as RIGHT
 
+MESSAGES = list(messages.messages())
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 LINKING = [*ROOT.glob("*.md"), *PAGES, *ROOT.glob("src/**/README.md")]
 
@@ -149,11 +155,53 @@ def test_the_messages_of_the_page_are_those_of_the_package():
     ]
 
 
+# ------------------------------------------------------------------------------------------------------ the messages
+
+
+def calls():
+    """Wrong calls, each of another part of the library."""
+    model, optimizer = nn.Linear(2, 1), torch.optim.SGD([torch.zeros(2, requires_grad=True)])
+    own = torch.optim.SGD(model.parameters())
+    yield lambda: Accumulator(model, own, steps=0)
+    yield lambda: Accumulator(model, own, reduction="max")
+    yield lambda: Accumulator(model, own, counts=len, remainder="carry")
+    yield lambda: Accumulator(model, nn.Linear(2, 2))
+    yield lambda: Accumulator(model, optimizer).step()
+    yield lambda: Accumulator(model, own).backward(torch.ones(()))
+    yield lambda: next(Accumulator(model, own).batches([]))
+    yield lambda: MacroStep(model, own, len, micro=0)
+    yield lambda: MacroStep(model, own, lambda model, batch: model(batch).sum(), micro=2)(torch.ones(4, 2))
+    yield lambda: by_count("2")
+    yield lambda: by_tokens(0)
+    yield lambda: verify(model, None, torch.ones(4, 2))
+    yield lambda: contrastive_loss(torch.ones(2, 2), torch.ones(3, 2), scale=1.0)
+
+
+def patterns_of(text):
+    """What a text of the page stands for."""
+    return ".*".join(map(re.escape, text.split("…")))
+
+
+@pytest.mark.parametrize("call", list(calls()))
+def test_the_page_of_messages_has_what_is_said(call):
+    with pytest.raises(MacrobatchError) as raised:
+        call()
+    texts = [one.text for one in MESSAGES if one.kind == type(raised.value).__name__]
+    assert any(re.fullmatch(patterns_of(text), str(raised.value), re.DOTALL) for text in texts), str(raised.value)
+
+
+def test_the_page_of_messages_is_made_of_the_source(tmp_path):
+    (tmp_path / "room.py").write_text(
+        "CURE = 'Leave it out.'\ndef f(x):\n    found = f'there is {x} too much.'\n    raise UsageError(found, CURE)\n"
+    )
+    assert list(messages.messages(tmp_path)) == [(messages.CORE, "UsageError", "there is … too much. Leave it out.")]
+
+
 # ---------------------------------------------------------------------------------------------------------- the site
 
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
 REFERENCE = "\n".join(path.read_text() for path in PAGES if path.parent.name == "reference")
-AT_THE_ROOT = {"index.md", "changelog.md", "contributing.md", "security.md"}  # made by docs/pages.py
+AT_THE_ROOT = {"index.md", "changelog.md", "contributing.md", "security.md", "messages.md"}  # made by docs/*.py
 
 
 def listed(nav: str | list | dict) -> list[str]:

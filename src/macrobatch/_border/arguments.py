@@ -57,7 +57,7 @@ def checked_loss(loss: object) -> Tensor:
 
 def _require_number(loss: Tensor, subject: str, cure: str) -> None:
     if loss.numel() != 1:
-        raise BatchError(f"{subject} a scalar: got shape {tuple(loss.shape)}. {cure}")
+        raise BatchError(f"{subject} a scalar: got shape {tuple(loss.shape)}.", cure, code="no scalar")
     if not loss.dtype.is_floating_point:
         raise BatchError(f"{subject} a real number: got dtype {loss.dtype}.")
 

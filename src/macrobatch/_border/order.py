@@ -104,8 +104,9 @@ def require_step(window: Window | None, now: bool) -> None:
         require_whole(window)
         if window.plan is not None:
             raise UsageError(
-                "step() before backward(): the micro-batch under way has not been accumulated yet. Call "
-                "acc.backward(loss, items) for it; loss.backward() does not count it."
+                cure="step() before backward(): the micro-batch under way has not been accumulated yet. Call "
+                "acc.backward(loss, items) for it; loss.backward() does not count it.",
+                code="step before backward",
             )
     if not now and (window is None or not window.is_under_way):
         raise UsageError("step() without a backward(): no window is open. Call it once after each backward().")

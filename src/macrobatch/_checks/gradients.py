@@ -36,6 +36,10 @@ UNDIVIDED = (
 )
 
 
+def _changed(found: str) -> UsageError:
+    return UsageError(found, UNDIVIDED, code="changed gradients")
+
+
 class ChangedGradients(Check):
     """Compares identity and version counter of every gradient with those after the last backward.
 
@@ -97,7 +101,7 @@ class ChangedGradients(Check):
             may_move = engine.backend.abilities.moves_gradients
             if may_move and _was_moved(left, self._versions[index], gradient):
                 continue
-            raise UsageError(self._message(engine, index, gradient, left))
+            raise self._error(engine, index, gradient, left)
         store.absorb()
         self.after_backward(engine, None)
 
@@ -107,25 +111,26 @@ class ChangedGradients(Check):
         if self._writes is None:
             return {}
         number = 0 if engine.window is None else engine.window.number
-        message = f"somebody else changed the gradients of the open window {number}, so its step was not taken. "
-        return {TOUCHED: Flag(self._writes.to(engine.device), lambda: UsageError(message + UNDIVIDED))}
+        found = f"somebody else changed the gradients of the open window {number}, so its step was not taken."
+        return {TOUCHED: Flag(self._writes.to(engine.device), lambda: _changed(found))}
 
-    def _message(self, engine: Engine, index: int, gradient: Tensor | None, left: Tensor | None) -> str:
-        """The error message for a gradient that is not as the last backward left it."""
+    def _error(self, engine: Engine, index: int, gradient: Tensor | None, left: Tensor | None) -> UsageError:
+        """The error for a gradient that is not as the last backward left it."""
         seen, store = "", engine.store
         if index < len(store.parameters):
             seen = f" (seen at parameter {store.own[id(store.parameters[index])]!r})"
         if left is None:
-            return (
-                f"somebody else's backward() has added gradients to the open window{seen}. Until step() they are "
-                "undivided sums, so nothing else may add to them: call acc.backward(loss) instead of loss.backward(), "
-                "add several losses up and pass the sum, and freeze this model where another one is trained through "
-                "it. Two Accumulators may not share a parameter in open windows: give both models to one. Under "
-                "fully_shard, a gradient penalty (autograd.grad inside of the loss) adds to gradients as well, and is "
-                "not supported. discard() drops what was accumulated."
+            return UsageError(
+                f"somebody else's backward() has added gradients to the open window{seen}.",
+                "Until step() they are undivided sums, so nothing else may add to them: call acc.backward(loss) "
+                "instead of loss.backward(), add several losses up and pass the sum, and freeze this model where "
+                "another one is trained through it. Two Accumulators may not share a parameter in open windows: give "
+                "both models to one. Under fully_shard, a gradient penalty (autograd.grad inside of the loss) adds to "
+                "gradients as well, and is not supported. discard() drops what was accumulated.",
+                code="another backward",
             )
-        found = "cleared" if gradient is None else "changed"
-        return f"the gradients of the open window were {found} since the last backward{seen}. {UNDIVIDED}"
+        what = "cleared" if gradient is None else "changed"
+        return _changed(f"the gradients of the open window were {what} since the last backward{seen}.")
 
     def _local_norms(self, engine: Engine) -> list[Tensor]:
         """The norms of this rank's parts of the gradients whose version counters do not show all writes."""
@@ -294,7 +299,9 @@ class NoParameter(Check):
         if engine.store.has_gaps and not engine.store.exist():
             raise BatchError(
                 "the loss reached no parameter of the given models: its graph belongs to others, or the parameters "
-                "that it uses are frozen. Pass the loss of the model that this Accumulator was made for."
+                "that it uses are frozen.",
+                "Pass the loss of the model that this Accumulator was made for.",
+                code="loss of another model",
             )
 
 

@@ -119,6 +119,8 @@ class Backward:
             raise UsageError(
                 f"this micro-batch reached {len(others)} parameters of another model, the first of shape "
                 f"{tuple(others[0].shape)}, where no earlier one of its window did: undivided sums were added to "
-                "their gradients. Clear those with zero_grad(), drop this window with discard(), and let all "
-                "micro-batches of a window reach the other model, or none: detach() it, or freeze it."
+                "their gradients.",
+                "Clear those with zero_grad(), drop this window with discard(), and let all micro-batches of a window "
+                "reach the other model, or none: detach() it, or freeze it.",
+                code="another model",
             )

@@ -72,8 +72,9 @@ class FirstSizes:
         elif (changed := changed_sizes(self._sizes, _sizes_of(batch, samples))) is not None:
             raise BatchError(
                 f"the loss ({node}) is a mean over {count} elements in each micro-batch, but one has {changed[0]} "
-                f"samples and another {changed[1]}: what it is a mean over cannot be read. Pass the number of items "
-                "with each loss, items=."
+                f"samples and another {changed[1]}: what it is a mean over cannot be read.",
+                "Pass the number of items with each loss, items=.",
+                code="steady count",
             )
 
 

@@ -215,14 +215,17 @@ def _sums(parts: Sequence[Part], items: Number | None, root: Node, *, is_beside_
         return Weight(1, node=parts[0].node)  # the sum of one number is its mean
     if is_beside_means:
         raise BatchError(
-            f"the loss adds a sum ({parts[0].node}) to a mean. If the sum is a penalty on parameters, the same in each "
-            "micro-batch, pass items= with each loss. If it is over samples, divide it by their number, or pass both "
-            "terms by name with counts=."
+            f"the loss adds a sum ({parts[0].node}) to a mean.",
+            "If the sum is a penalty on parameters, the same in each micro-batch, pass items= with each loss. If it is "
+            "over samples, divide it by their number, or pass both terms by name with counts=.",
+            code="sum beside mean",
         )
     raise BatchError(
-        f'this loss is a sum ({parts[0].node}), but reduction="mean" takes it for a mean. If the window\'s loss is the '
-        'mean over all items, make the Accumulator or MacroStep with reduction="sum" and pass items=, the number that '
-        'the loss sums over. If it is the sum of these losses, divided by nothing: reduction="total".'
+        f"this loss is a sum ({parts[0].node}), not a mean over its items.",
+        'If the window\'s loss is the mean over all items, make the Accumulator or MacroStep with reduction="sum" and '
+        "pass items=, the number that the loss sums over. If it is the sum of these losses, divided by nothing: "
+        'reduction="total".',
+        code="sum",
     )
 
 
@@ -263,9 +266,11 @@ def _is_mean_over(part: Part, items: int, on_host: bool) -> bool:
 def other_divisor(what: str) -> BatchError:
     """A sum that was divided by another number than its own count."""
     return BatchError(
-        f"this loss divides a sum over labels by {what}: it is no mean over its own micro-batch. If it was divided by "
-        'the count of the whole window, the losses of a window only have to be added up: use reduction="total", which '
-        "divides by nothing. If it is a mean over something else, such as samples, pass their number as items=."
+        f"this loss divides a sum over labels by {what}: it is no mean over its own micro-batch.",
+        "If it was divided by the count of the whole window, the losses of a window only have to be added up: use "
+        'reduction="total", which divides by nothing. If it is a mean over something else, such as samples, pass their '
+        "number as items=.",
+        code="another divisor",
     )
 
 
@@ -278,20 +283,25 @@ def out_of_proportion(
         shown = [f"{_text(items)} for a mean over {_text(count)}" for items, count in filter(None, (before, numbers))]
         return BatchError(
             f"the items given are not in proportion to what the losses are means over{where} "
-            f"({', then '.join(shown)}). Count what the loss averages, after any shift of labels and without ignored "
-            "ones; or leave items= out, and it is read from the loss. items=1 in every micro-batch gives all the same "
-            "weight."
+            f"({', then '.join(shown)}).",
+            "Count what the loss averages, after any shift of labels and without ignored ones; or leave items= out, "
+            "and it is read from the loss. items=1 in every micro-batch gives all the same weight.",
+            code="items out of proportion",
         )
     if kind is Kind.EXPRESSION:
         return BatchError(
             f"the losses of a window are not the same expression{where}: their nodes or constant factors differ from "
-            "one micro-batch to the next, so no count read from them is right for all. Pass items= with each loss, or "
-            "several terms by name with counts=. (A mean times its number of items is a sum, not a mean.)"
+            "one micro-batch to the next, so no count read from them is right for all.",
+            "Pass items= with each loss, or several terms by name with counts=. (A mean times its number of items is a "
+            "sum, not a mean.)",
+            code="another expression",
         )
     return BatchError(
         f"the loss adds up several means, whose counts do not keep the same proportion{where}; or it divides a sum "
-        "over labels by another number than its own count. Pass several terms by name, with counts=, which gives each "
-        'its own denominator. For a sum divided by the count of the whole window, use reduction="total".'
+        "over labels by another number than its own count.",
+        "Pass several terms by name, with counts=, which gives each its own denominator. For a sum divided by the "
+        'count of the whole window, use reduction="total".',
+        code="several means",
     )
 
 

@@ -114,13 +114,17 @@ class DDP(Local):
             self._called.add(id(model))
 
     def _unknown_graph(self) -> BackendError:
-        cure = (
-            ", or let the first window have one micro-batch (with Accumulator: steps=lambda step: 1 if step == 0 else "
-            "8; not with joint=, which has two passes)"
-        )
-        return BackendError(
+        found = (
             "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which must be "
-            f"synchronised. Leave static_graph out{'' if self._are_several else cure}."
+            "synchronised."
+        )
+        if self._are_several:
+            return BackendError(found, "Leave static_graph out.")
+        return BackendError(
+            found,
+            "Leave static_graph out, or let the first window have one micro-batch (with Accumulator: steps=lambda "
+            "step: 1 if step == 0 else 8; not with joint=, which has two passes).",
+            code="static graph",
         )
 
     def _require_care(self) -> None:

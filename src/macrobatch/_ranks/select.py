@@ -148,9 +148,11 @@ def _not_wrapped(models: Sequence[nn.Module], group: Group) -> BackendError:
     sharing = ranks_of(p for model in models for p in model.parameters())
     if len(sharing) < 2:
         return BackendError(
-            f"{found}. Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for "
-            "ranks that train on their own, pass a process_group of one. A program that exchanges gradients itself: "
-            "MacroStep(model, None, loss_fn), and then the mean of .grad over the ranks."
+            f"{found}.",
+            "Wrap it in DistributedDataParallel or fully_shard and make the Accumulator after that; for ranks that "
+            "train on their own, pass a process_group of one. A program that exchanges gradients itself: "
+            "MacroStep(model, None, loss_fn), and then the mean of .grad over the ranks.",
+            code="not wrapped",
         )
     return BackendError(
         f"{found} between the ranks {_ranks(group)}. Its parameters are DTensors over the ranks {sharing}. Ranks that "

@@ -204,7 +204,9 @@ def _mixed_in_window(window: Window, source: Source, unread: str | None) -> Batc
     now = WORDS[source] + ("" if unread is None else f" (because of {unread})")
     return BatchError(
         f"items must be given for every micro-batch of a window, or for none: earlier in window {window.number} "
-        f"they were {WORDS[window.source or source]}, now they are {now}. Pass items= with every loss."
+        f"they were {WORDS[window.source or source]}, now they are {now}.",
+        "Pass items= with every loss.",
+        code="mixed items",
     )
 
 

@@ -1,28 +1,32 @@
-"""Rewrites errors of the engine for programs of Accelerate, which do not call it themselves."""
+"""What to do about errors of the engine in a program of Accelerate, which does not call it itself."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from macrobatch._checks.gradients import UNDIVIDED
 from macrobatch.errors import rewording
 
 UNTIL = "In a window with items they are undivided sums until the last backward"
-WORDS = {
-    UNDIVIDED: f"{UNTIL}: edit or clip them under `if accelerator.sync_gradients:`.",
-    "Until step() they are undivided sums": UNTIL,
-    "call acc.backward(loss) instead of loss.backward()": (
-        "call accelerator.backward(loss, items=...) instead of loss.backward()"
+CURES = {
+    "changed gradients": f"{UNTIL}: edit or clip them under `if accelerator.sync_gradients:`.",
+    "another backward": (
+        f"{UNTIL}, so nothing else may add to them: call accelerator.backward(loss, items=...) instead of "
+        "loss.backward(), add several losses up and pass the sum, and freeze this model where another one is trained "
+        "through it. Under fully_shard, a gradient penalty (autograd.grad inside of the loss) adds to gradients as "
+        "well, and is not supported."
     ),
-    " discard() drops what was accumulated.": "",
-    "drop this window with discard(), and let": "and let",
-    "Pass the loss of the model that this Accumulator was made for.": (
-        "Pass accumulate() the models that the loss trains."
+    "another model": (
+        "Clear those with zero_grad(), and let all micro-batches of a window reach the other model, or none: detach() "
+        "it, or freeze it."
     ),
-    ", or several terms by name with counts=": "",
-    "Pass several terms by name, with counts=, which gives each its own denominator. For a sum divided by the count of "
-    'the whole window, use reduction="total".': "Give them one backward(loss, items=...), or leave items out.",
+    "no scalar": "Reduce it with mean().",
+    "loss of another model": "Pass accumulate() the models that the loss trains.",
+    "items out of proportion": (
+        "Count what the loss averages, after any shift of labels and without ignored ones; or leave items= out, and it "
+        "is read from the loss. items=1 in every micro-batch gives all the same weight."
+    ),
+    "another expression": ("Pass items= with each loss. (A mean times its number of items is a sum, not a mean.)"),
+    "several means": "Give them one backward(loss, items=...), or leave items out.",
 }
 
-
-in_words_of_accelerate = partial(rewording, WORDS)  # a context in which errors speak of the accelerator
+in_words_of_accelerate = partial(rewording, CURES)  # a context in which errors speak of the accelerator

@@ -22,13 +22,10 @@ from macrobatch.transformers.compiled import CompiledLosses
 from macrobatch.transformers.private import items_in
 from macrobatch.transformers.samples import Inputs
 from macrobatch.transformers.trl import counter_of
+from macrobatch.transformers.words import ADVICE, in_words_of_trainers
 from macrobatch.types import Items
 
 RANKS = {"num_processes", "world_size"}  # names of the number of processes, in programs
-ADVICE = (
-    "Let compute_loss return (loss, items), where the loss is a mean over so many items, and all its terms have that "
-    "denominator."
-)
 
 
 class Reading:
@@ -111,9 +108,10 @@ class Reading:
             return loss, self._items[0]
         steps = self._trainer.args.gradient_accumulation_steps
         try:
-            weight = self._weigh(loss, other, None if steps == 1 else steps)
+            with in_words_of_trainers():
+                weight = self._weigh(loss, other, None if steps == 1 else steps)
         except MacrobatchError as error:
-            raise UsageError(f"{type(self._trainer).__name__}.compute_loss: {error} {ADVICE}") from error
+            raise UsageError(f"{type(self._trainer).__name__}.compute_loss: {error}") from error
         if weight.items is None:
             raise UsageError(
                 f"what the loss of {type(self._trainer).__name__}.compute_loss is a mean over cannot be read from its "

@@ -24,15 +24,15 @@ from macrobatch._engine.totals import IN_BETWEEN, LAST_OF_ALL
 from macrobatch._joint.balance import outputs_of
 from macrobatch._terms.mean import Mean
 from macrobatch._torch.modules import modules_of
-from macrobatch.errors import BatchError
 from macrobatch.macrostep import MacroStep
 from macrobatch.transformers.balance import BalanceLoss, has_balance
 from macrobatch.transformers.logs import logs_of
 from macrobatch.transformers.preferences import terms_of
 from macrobatch.transformers.private import prepared
-from macrobatch.transformers.reading import ADVICE, Reading
+from macrobatch.transformers.reading import Reading
 from macrobatch.transformers.samples import Inputs
 from macrobatch.transformers.trl import has_terms, is_total, layout_for
+from macrobatch.transformers.words import advised
 
 PLAIN = {nn.Module.train, PreTrainedModel.train, DistributedDataParallel.train}
 
@@ -223,15 +223,6 @@ class WholeWindow(Windows):
     @property
     def is_void(self) -> bool:
         return self._train.is_void()
-
-
-@contextlib.contextmanager
-def advised(trainer: Any) -> Iterator[None]:
-    """A context in which errors about losses say what to do in a trainer."""
-    try:
-        yield
-    except BatchError as error:
-        raise BatchError(f"{type(trainer).__name__}.compute_loss: {error} In a trainer: {ADVICE}") from error
 
 
 @contextlib.contextmanager
