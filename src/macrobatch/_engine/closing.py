@@ -191,9 +191,7 @@ class TakeStep(Closing):
 
     def _needs_host(self, verdict: Verdict, *, is_fused: bool) -> bool:
         """Whether the host must read the verdict before it continues."""
-        if verdict.needs_host:
-            return True
-        if verdict.blocks and (not is_fused or verdict.on_host):
+        if verdict.needs_host or (verdict.blocks and (not is_fused or verdict.on_host)):
             return True
         if self.scaler is not None:
             return not is_fused or self._counts_on_host

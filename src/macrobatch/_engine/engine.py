@@ -28,7 +28,7 @@ from macrobatch._engine.events import Check, Events
 from macrobatch._engine.objective import Objective
 from macrobatch._engine.reporting import NOBODY, auditors
 from macrobatch._engine.store import GradientStore
-from macrobatch._engine.totals import Denominators, MicroPlan
+from macrobatch._engine.totals import Denominators, Micro, MicroPlan
 from macrobatch._engine.usual import UsualStep
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import Window
@@ -130,9 +130,7 @@ class Engine(Uncopied):
                     self.backend.backward(root, micro.seed, None)
                 else:
                     self._backward.run(micro, confinement)
-                self.store.absorb()
-                for observe in self.on.after_backward:
-                    observe(self, micro)
+                self.accept_gradients(micro)
                 if is_first:
                     for look in self.on.after_first:
                         look(self)
@@ -317,11 +315,11 @@ class Engine(Uncopied):
         else:
             self.closing.settle()  # no later window may come to notice it
 
-    def accept_gradients(self) -> None:
-        """Take the gradients as they are now for those of the window: recordings or the reducer have set some."""
+    def accept_gradients(self, micro: Micro | None = None) -> None:
+        """Take the gradients as they are now for those of the window. Without `micro`, others have set some."""
         self.store.absorb()
         for observe in self.on.after_backward:
-            observe(self, None)
+            observe(self, micro)
 
     @property
     def has_accumulated(self) -> bool:
