@@ -441,8 +441,8 @@ BY_HAND: list[tuple[str, Callable[[Model, Batch], Tensor], Verdict]] = [
     ("batchmean", lambda m, b: F.kl_div(m.rows(b).log_softmax(1), b["probabilities"], reduction="batchmean"),
      "unknown"),
     ("nanmean", lambda m, b: _by_token(m, b).masked_fill(~b["mask"], math.nan).nanmean(), "unknown"),
-    ("cross-entropy over two numbers", lambda m, b: _entropy(m, b, "sum") / 2 / b["mask"].sum(), "unknown"),
-    ("two sums, one over a number", lambda m, b: _entropy(m, b, "sum") + _entropy(m, b, "sum") / 2, "unknown"),
+    ("cross-entropy over two numbers", lambda m, b: _entropy(m, b, "sum") / 2 / b["mask"].sum(), "known"),
+    ("two sums, one over a number", lambda m, b: _entropy(m, b, "sum") + _entropy(m, b, "sum") / 2, "sum"),
     ("smoothed sum over its count", lambda m, b: F.cross_entropy(
         _pixels(m, b), b["labels"], label_smoothing=0.1, reduction="sum") / b["mask"].sum(), "unknown"),
     ("mean over a learnt scale", lambda m, b: _mse(m, b) / m.scale, "unknown"),

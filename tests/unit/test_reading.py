@@ -208,6 +208,117 @@ def test_a_division_by_steps_is_left_over():
         assert relative_error(Window(right, CUTS[0]).seen, whole(right)) <= EXACT
 
 
+def counted(batch):
+    return batch["mask"].sum()
+
+
+def half_and_penalty(model, batch):
+    return mse(model, batch) / 2 + 0.1 * model.trunk.weight.square().sum()
+
+
+RIGHT_DIVISIONS = {
+    "not at the root": half_and_penalty,
+    "two means": lambda m, b: (mse(m, b) + F.l1_loss(m.rows(b), b["wanted_rows"])) / 2,
+    "two smoothed heads": lambda m, b: (smoothed(m, b) + smoothed(m, b)) / 2,
+}
+WRONG_DIVISIONS = {
+    "label smoothing": lambda m, b: smoothed(m, b) / 2,
+    "a mean and a penalty": lambda m, b: (mse(m, b) + 0.1 * m.trunk.weight.square().sum()) / 2,
+    "a sum over its count": lambda m, b: entropy(m, b, "sum") / counted(b) / 2,
+    "the same, the other way round": lambda m, b: entropy(m, b, "sum") / 2 / counted(b),
+}
+HALVES = [3, 4]
+
+
+def smoothed(model, batch):
+    return F.cross_entropy(model.tokens(batch).flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("name", RIGHT_DIVISIONS)
+def test_a_division_that_belongs_to_the_loss(name):
+    found = Window(RIGHT_DIVISIONS[name], HALVES)
+    assert relative_error(found.seen, whole(RIGHT_DIVISIONS[name])) <= EXACT
+
+
+@pytest.mark.parametrize("name", WRONG_DIVISIONS)
+def test_a_division_by_steps_at_the_root(name):
+    with pytest.raises(UsageError, match=r"divided by 2, as in a loop.*0\.5 \* loss"):
+        Window(WRONG_DIVISIONS[name], HALVES)
+    Window(WRONG_DIVISIONS[name], [7])
+
+
+def test_several_means_divided_by_steps_are_told():
+    def loss(model, batch):
+        return (mse(model, batch) + F.l1_loss(model.rows(batch), batch["wanted_rows"])) / 3
+
+    model, batch = new_model(), new_batch()
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+    batches = acc.batches(pieces(batch, CUTS[0]))
+    next(batches)
+    with pytest.warns(UserWarning, match="adds up 2 means, was divided by 3"):
+        acc.backward(loss(model, pieces(batch, CUTS[0])[0]))
+
+
+# The same expression of all samples, with a sum of cross-entropies that is divided by its own count.
+QUOTIENTS = {
+    "a third": lambda m, b: entropy(m, b, "sum") / counted(b) / 3,
+    "a third, before": lambda m, b: entropy(m, b, "sum") / 3 / counted(b),
+    "beside a mean": lambda m, b: entropy(m, b, "sum") / counted(b) + 0.3 * entropy(m, b),
+    "two of them": lambda m, b: entropy(m, b, "sum") / counted(b) + 0.1 * entropy(m, b, "sum") / counted(b),
+    "with a penalty": lambda m, b: entropy(m, b, "sum") / counted(b) + 0.1 * m.trunk.weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["read", "given"])
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_quotients_by_their_own_count(name, given):
+    found = Window(QUOTIENTS[name], CUTS[1], labels(CUTS[1]) if given else None, steps=lambda _: len(CUTS[1]))
+    assert relative_error(found.seen, whole(QUOTIENTS[name])) <= EXACT
+    assert not found.told
+
+
+def test_a_sum_over_its_own_weights_is_a_mean_to_rounding():
+    weight = torch.rand(6) + 0.1
+    model = nn.Linear(4, 6)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=3)
+    for number in acc.batches([50, 20, 70]):
+        y = torch.randint(6, (number,))
+        total = F.cross_entropy(model(torch.randn(number, 4)), y, weight=weight, reduction="sum")
+        acc.backward(total / weight[y].flip(0).cumsum(0)[-1])  # added up in another order
+        result = acc.step()
+    assert result.micro_batches == 3
+
+
+PENALTIES = {
+    "variation": lambda w: (w[1:] - w[:-1]).abs().mean(),
+    "gram": lambda w: (w @ w.t()).square().mean(),
+    "distances": lambda w: torch.pdist(w).mean(),
+    "cosines": lambda w: F.cosine_similarity(w, w.flip(0)).mean(),
+    "two slices": lambda w: F.mse_loss(w[:2], w[2:4]),
+    "singular values": lambda w: torch.linalg.svdvals(w).sum(),
+    "einsum": lambda w: torch.einsum("ij,ij->", w, w),
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["read", "given"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_term_of_parameters_rides_along(name, given):
+    def loss(model, batch):
+        return entropy(model, batch) + 0.1 * PENALTIES[name](model.trunk.weight)
+
+    found = Window(loss, CUTS[1], labels(CUTS[1]) if given else None)
+    assert relative_error(found.seen, whole(loss)) <= EXACT
+    assert not found.told
+
+
+def test_slices_of_parameters_that_differ():
+    def loss(model, batch):
+        return entropy(model, batch) + model.trunk.weight[len(batch["x"]) % 2].square().sum()
+
+    with pytest.raises(BatchError, match="not the same expression"):
+        Window(loss, [3, 4])
+
+
 @pytest.mark.parametrize("loss", [lambda m, b: m.rows(b).square().sum(), lambda m, b: entropy(m, b, "sum")])
 def test_a_sum_is_no_mean(loss):
     with pytest.raises(BatchError, match=r'is a sum.*reduction="sum".*items=.*reduction="total"'):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from macrobatch._loss.below import MOST_NODES_BELOW, look_below
+from macrobatch._loss.below import MOST_NODES_BELOW, mixing_below, slices_of_parameters
 from macrobatch._torch.loss_nodes import (
     ADDITIONS,
     BY_ELEMENT,
@@ -79,6 +79,9 @@ class Part(NamedTuple):
     divisors: tuple[float, ...]  # those constants that divide, as far as the host knows them
     leaf_only: bool  # whether it is certain that only parameters are below it, and no data: a regulariser
     shape: tuple[int, ...] = ()  # of that tensor
+    quotient: Tensor | float | None = None  # what a sum that has its own count was divided by, if it was
+    is_rest: bool = False  # whether it is the second part of a mean, as label smoothing makes
+    slices: tuple[tuple[int, ...], ...] = ()  # of parameters that a regulariser uses
 
 
 class Known(NamedTuple):
@@ -97,7 +100,12 @@ class Anatomy(NamedTuple):
 
     parts: tuple[Part, ...]  # in the order of the expression; empty if unknown
     unknown: str | None = None
-    quotient: Tensor | float | None = None  # what the sum that has its own count was divided by, if it was
+    divisors: tuple[float, ...] = ()  # constants that divide all of it, as far as the host knows them
+
+    @property
+    def quotient(self) -> Tensor | float | None:
+        """What the first sum that has its own count was divided by, if there is one."""
+        return next((part.quotient for part in self.parts if part.quotient is not None), None)
 
 
 def plain_mean(loss: Tensor) -> Part | None:
@@ -140,7 +148,8 @@ def anatomy_of(loss: Tensor, known: Known = NOTHING_KNOWN, *, takes_divisors: bo
         return Anatomy((), step.name)
     if reading.pending or not reading.parts:  # too many nodes; or all terms are multiplied by zero
         return Anatomy((), step.name)
-    return Anatomy(tuple(reading.parts), None, reading.quotient)
+    divisors = reading.parts[0].divisors if reading.shared is None else reading.shared
+    return Anatomy(tuple(reading.parts), None, divisors)
 
 
 class _NotUnderstoodError(Exception):
@@ -176,7 +185,7 @@ class _Step(NamedTuple):
 class _Reading:
     """What was found so far, and the nodes that are still to be read: the last one first."""
 
-    __slots__ = ("known", "known_nodes", "parts", "pending", "quotient", "takes_divisors")
+    __slots__ = ("known", "known_nodes", "parts", "pending", "shared", "takes_divisors")
 
     def __init__(self, known: Known, *, takes_divisors: bool) -> None:
         self.known, self.takes_divisors = known, takes_divisors
@@ -184,7 +193,7 @@ class _Reading:
         if known.other is not None:
             self.known_nodes.append((_source_of(known.other), None))
         self.parts: list[Part] = []
-        self.quotient: Tensor | float | None = None
+        self.shared: tuple[float, ...] | None = None  # the divisors above the first addition
         self.pending: list[_Step] = []
 
     def read(self, step: _Step) -> None:
@@ -220,7 +229,14 @@ class _Reading:
         """Which of these divisors was given to the program."""
         return next((one for one in self.known.divisors for other in divisors if one is other), None)
 
-    def add_mean(self, step: _Step, count: int | Tensor, leaf_only: bool = False, shape: tuple[int, ...] = ()) -> None:
+    def add_mean(
+        self,
+        step: _Step,
+        count: int | Tensor,
+        shape: tuple[int, ...] = (),
+        *,
+        is_rest: bool = False,
+    ) -> None:
         """Add a mean over `count`."""
         from_shape = type(count) is int
         if self.known_divisor(step.divisors) is not None:  # no sum
@@ -228,13 +244,22 @@ class _Reading:
         if not from_shape and not isinstance(count, Tensor):  # the sizes of nested tensors are symbols
             raise _NotUnderstoodError(step.name)
         factor, divisors = (step.total_factor(), step.divisors_on_host()) if step.divisors else (step.factor, ())
-        self.parts.append(Part(step.name, "mean", count, from_shape, factor, divisors, leaf_only, shape))
+        self.parts.append(Part(step.name, "mean", count, from_shape, factor, divisors, False, shape, None, is_rest))
 
-    def add_sum(self, step: _Step, count: int | Tensor | None, leaf_only: bool = False) -> None:
-        """Add a sum. Only one sum, which has its own count, may be divided: any other divisor is only a claim."""
+    def add_regulariser(self, step: _Step) -> bool:
+        """Add a term of parameters only, which is the same in every micro-batch, if it is one."""
+        slices = slices_of_parameters(step.node)
+        if slices is not None:
+            factor, divisors = step.total_factor(), step.divisors_on_host()
+            self.parts.append(Part(step.name, "sum", None, False, factor, divisors, True, slices=slices))
+        return slices is not None
+
+    def add_sum(self, step: _Step, count: int | Tensor | None) -> None:
+        """Add a sum. Only a sum that has its own count may be divided: any other divisor is only a claim."""
+        quotient: Tensor | float | None = None
         factor: float | Tensor = step.factor
         divisors: tuple[float, ...] = ()
-        if leaf_only or self.takes_divisors:  # of parameters, it is the same in every micro-batch
+        if self.takes_divisors:
             factor, divisors = step.total_factor(), step.divisors_on_host()
         elif (given := self.known_divisor(step.divisors)) is not None:
             rest = step._replace(divisors=tuple(one for one in step.divisors if one is not given))
@@ -242,15 +267,27 @@ class _Reading:
             if count is None:
                 self.parts.append(Part(step.name, "mean", given, False, factor, divisors, False))
                 return
-            self.quotient = given
+            quotient = given
         elif step.divisors:
-            if count is None or len(step.divisors) > 1:
+            index = _own_divisor(step.divisors, count)
+            if index is None:
                 raise _NotUnderstoodError(QUOTIENT)
-            (self.quotient,) = step.divisors
-        has_other = any(isinstance(part.count, Tensor) and part.kind == "sum" for part in self.parts)
-        if not self.takes_divisors and isinstance(count, Tensor) and has_other:
-            raise _NotUnderstoodError(step.name)  # it would not be known which of them was divided
-        self.parts.append(Part(step.name, "sum", count, False, factor, divisors, leaf_only))
+            quotient = step.divisors[index]
+            rest = step._replace(divisors=step.divisors[:index] + step.divisors[index + 1 :])
+            factor, divisors = rest.total_factor(), rest.divisors_on_host()
+        self.parts.append(Part(step.name, "sum", count, False, factor, divisors, False, (), quotient))
+
+
+def _own_divisor(divisors: tuple[float | Tensor, ...], count: int | Tensor | None) -> int | None:
+    """The place of the divisor that may be the count of a sum. None if it is unknown which one, or if none is."""
+    if count is None or len(divisors) == 1:
+        return None if count is None else 0
+    own = number_on_host(count) if isinstance(count, Tensor) else count
+    if own is None:
+        on_device = [index for index, divisor in enumerate(divisors) if isinstance(divisor, Tensor)]
+        return on_device[0] if len(on_device) == 1 else None
+    of_host = {index: divisor for index, divisor in enumerate(divisors) if not isinstance(divisor, Tensor)}
+    return next((index for index, divisor in of_host.items() if divisor in (own, max(own, 1))), None)
 
 
 def _source_of(loss: Tensor) -> Edge:
@@ -269,9 +306,9 @@ def _regulariser(step: _Step, reading: _Reading) -> None:
     """
     if step.name not in UNDERSTOOD and reading.known_divisor(step.divisors) is not None:
         return reading.add_sum(step, None)
-    if not look_below(((step.node, step.output),), has_sizes=False).leaf_only:
+    if not reading.add_regulariser(step):
         raise _NotUnderstoodError(step.name)
-    return reading.add_sum(step, None, leaf_only=True)
+    return None
 
 
 def _copy(step: _Step, reading: _Reading) -> None:
@@ -333,7 +370,9 @@ def _addition(step: _Step, reading: _Reading) -> None:
         if smoothed := _smoothed_cross_entropy(step):
             loss, total, count = smoothed
             _weighted_loss(loss, reading)
-            return reading.add_mean(total, count)
+            return reading.add_mean(total, count, is_rest=True)
+        if reading.shared is None:
+            reading.shared = step.divisors_on_host()
         alpha = alpha_of(step.node)
         sign = -alpha if step.name in SUBTRACTIONS else alpha
         reading.go_on(second, step.factor if sign == 1 else step.factor * sign, step.divisors)
@@ -366,7 +405,7 @@ def _weighted_loss(step: _Step, reading: _Reading) -> None:
     source = edges[0][0]
     if name_of(source) == LOG_SOFTMAX and not is_along_samples(source):
         edges = source.next_functions
-    mixing, _ = look_below(edges, has_sizes=True)
+    mixing = mixing_below(edges, has_sizes=True)
     if mixing:
         raise _NotUnderstoodError(mixing)
     if reduction == REDUCTION_MEAN:
@@ -381,8 +420,10 @@ def _weighted_loss(step: _Step, reading: _Reading) -> None:
 
 def _loss(step: _Step, reading: _Reading) -> None:
     """The other losses that have nodes of their own."""
+    if reading.shared is not None and reading.add_regulariser(step):
+        return
     reduction, sizes = reduction_of(step.node), sizes_of_predictions(step.node)
-    mixing, _ = look_below(step.node.next_functions, has_sizes=bool(sizes))
+    mixing = mixing_below(step.node.next_functions, has_sizes=bool(sizes))
     if mixing or not reduction:
         raise _NotUnderstoodError(mixing or step.name)
     if reduction == REDUCTION_MEAN:
@@ -393,20 +434,22 @@ def _loss(step: _Step, reading: _Reading) -> None:
 
 def _mean_or_sum(step: _Step, reading: _Reading) -> None:
     """A reduction of all elements. Of ``x.mean(0).mean()`` and ``x.mean(0).sum()``, it is that of ``x``."""
+    if reading.add_regulariser(step):
+        return
     is_mean, sizes = step.name in MEANS, sizes_before(step.node)
     end, means = _through_linear(step.node, sums=not is_mean)
-    mixing, leaf_only = look_below(end.next_functions, has_sizes=bool(sizes))
-    if mixing and not leaf_only:
+    mixing = mixing_below(end.next_functions, has_sizes=bool(sizes))
+    if mixing:
         if math.prod(sizes) != 1:
             raise _NotUnderstoodError(mixing)
         _copy(step, reading)  # the mean and the sum of one number are that number
     elif is_mean:
         sizes = sizes_before(means[-1]) if means else sizes
-        reading.add_mean(step, math.prod(sizes), leaf_only, sizes)
+        reading.add_mean(step, math.prod(sizes), sizes)
     elif means:
-        reading.add_mean(step, math.prod(map(_num_joined, means)), leaf_only, sizes_before(means[-1]))
+        reading.add_mean(step, math.prod(map(_num_joined, means)), sizes_before(means[-1]))
     else:  # the sum of one number knows what it is a mean over, too
-        reading.add_sum(step, 1 if math.prod(sizes) == 1 and not step.divisors else None, leaf_only)
+        reading.add_sum(step, 1 if math.prod(sizes) == 1 and not step.divisors else None)
 
 
 def _through_linear(node: Node, *, sums: bool) -> tuple[Node, list[Node]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from macrobatch._torch.loss_nodes import (
     ALONG_DIMENSIONS,
@@ -13,13 +12,15 @@ from macrobatch._torch.loss_nodes import (
     LEAF,
     LOSSES,
     OF_ALL_ELEMENTS,
+    OF_INPUTS,
+    SLICES,
     UNDERSTOOD,
-    WITH_DATA,
     Edge,
     Node,
     is_along_samples,
     is_parameter,
     name_of,
+    place_of,
     reduction_of,
     sizes_after,
 )
@@ -27,48 +28,49 @@ from macrobatch._torch.loss_nodes import (
 MOST_NODES_BELOW = 32  # below one reduction
 
 
-class Below(NamedTuple):
-    """What is computed between the model and a reduction."""
+def mixing_below(edges: tuple[Edge, ...], *, has_sizes: bool) -> str | None:
+    """The name of a node below these edges, down to the model, that mixes samples, or may do so.
 
-    mixing: str | None  # the name of a node that mixes samples, or may do so
-    leaf_only: bool  # whether there are parameters only, and no data
-
-
-_MODEL_ONLY = Below(None, leaf_only=False)
-
-
-def look_below(edges: tuple[Edge, ...], *, has_sizes: bool) -> Below:
-    """Look at the nodes below these edges, down to the model. `has_sizes`: what is there is no scalar.
-
-    The first dimension is taken for that of the samples.
+    The first dimension is taken for that of the samples. `has_sizes`: what is there is no scalar.
     """
     for node, _ in edges:
         if not has_sizes or (node is not None and name_of(node) in UNDERSTOOD):
             break
     else:
-        return _MODEL_ONLY  # the usual case
-    mixing, leaf_only, may_be_scalar, pending = None, True, not has_sizes, list(edges)
+        return None  # the usual case
+    may_be_scalar, pending = not has_sizes, [edge for edge in edges if edge[0] is not None]
     for node, output in pending:  # this list grows
-        if node is None:
-            leaf_only = False
-            continue
         name = name_of(node)
         mixes = _MIXES.get(name)
         if mixes is None:  # the model begins here. A scalar of it depends on all samples
-            leaf_only = False
             is_mixed = may_be_scalar and not sizes_after(node, output)
-        elif name == LEAF:
-            leaf_only, is_mixed = leaf_only and is_parameter(node), False
         else:
-            leaf_only, is_mixed = leaf_only and name not in WITH_DATA, mixes(node, output)
-            sources = node.next_functions
+            is_mixed, sources = mixes(node, output), node.next_functions
             may_be_scalar = may_be_scalar or len(sources) > 1 or name == EXPANSION  # it was broadcast
-            pending += [edge for edge in sources if edge not in pending]
-        if is_mixed and mixing is None:
-            mixing = name
+            pending += [edge for edge in sources if edge[0] is not None and edge not in pending]
+        if is_mixed:
+            return name
         if len(pending) > MOST_NODES_BELOW:
-            return Below(mixing, leaf_only=False)
-    return Below(mixing, leaf_only)
+            return None
+    return None
+
+
+def slices_of_parameters(root: Node) -> tuple[tuple[int, ...], ...] | None:
+    """Which slices of parameters are below a node, if there is nothing else: no data, and no constant. Else None."""
+    found: list[tuple[int, ...]] = []
+    pending: list[Node] = [root]
+    for node in pending:  # this list grows
+        name = LEAF if node is None else name_of(node)
+        if name == LEAF:
+            if node is None or not is_parameter(node):
+                return None
+        elif name not in OF_INPUTS or len(pending) > MOST_NODES_BELOW:
+            return None
+        else:
+            if name in SLICES:
+                found.append(place_of(node))
+            pending += [source for source, _ in node.next_functions if source is None or source not in pending]
+    return tuple(found)
 
 
 # Whether a node mixes samples, by its name: one for each of `UNDERSTOOD`. All others are nodes of the model.

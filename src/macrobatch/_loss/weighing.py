@@ -14,8 +14,8 @@ from torch import Tensor
 from macrobatch._loss.anatomy import NOTHING_KNOWN, Anatomy, Known, Part, anatomy_of, plain_mean
 from macrobatch._loss.proportions import Kind, Number, Pair
 from macrobatch._torch.loss_nodes import SUMS, Node, is_sum_of_losses
-from macrobatch._torch.tensors import number_on_host
-from macrobatch.errors import BatchError, MacrobatchError, UsageError
+from macrobatch._torch.tensors import number_on_host, rounding_of
+from macrobatch.errors import BatchError, MacrobatchError, UsageError, warn
 
 
 class Weight(NamedTuple):
@@ -43,50 +43,77 @@ def weigh(
     `steps`: the micro-batches of a window, if dividing by them is a mistake. `on_host`: read numbers in host memory.
     """
     if is_mean and (part := plain_mean(loss)) is not None:  # most of them
-        return _of_mean(part, items, steps, on_host)
+        return _of_mean(part, items, on_host)
     anatomy = anatomy_of(loss, known)
-    parts = [part for part in anatomy.parts if not part.leaf_only]  # regularisers are the same in each micro-batch
     if not is_mean:
-        return Weight(_items_of_sum(anatomy, parts, items, on_host))
-    own = None
-    if known.divisors and any(anatomy.quotient is one for one in known.divisors):
-        (own,) = (part.count for part in parts if part.kind == "sum" and part.count is not None)
-        anatomy = anatomy._replace(parts=tuple(_divided(part, anatomy.quotient) for part in anatomy.parts))
-        parts = [part for part in anatomy.parts if not part.leaf_only]
-    sums = [part for part in parts if part.kind == "sum"]
-    if sums and len(parts) == 1:
-        return _divided_sum(parts[0], anatomy.quotient, items, on_host, loss.grad_fn)
+        return Weight(_items_of_sum(anatomy, items, on_host))
+    parts, owns, divisors = _as_means(anatomy.parts, items, known, on_host)
+    terms = [part for part in parts if not part.leaf_only]  # regularisers are the same in each micro-batch
+    sums = [part for part in terms if part.kind == "sum"]
     if sums:
-        return _sums(sums, items, loss.grad_fn, is_beside_means=len(sums) < len(parts))
-    unread = _unread(anatomy, parts)
+        return _sums(sums, items, loss.grad_fn, is_beside_means=len(sums) < len(terms))
+    unread = _unread(anatomy, terms)
     if unread is not None:
         return Weight(items, unread=unread if items is None else None)
-    if len(anatomy.parts) == 1:
-        return _of_mean(parts[0], items, steps, on_host, own)
-    first, counts = parts[0], [_known(part.count, on_host) for part in parts]
-    if own is not None:
-        counts.append(_known(own, on_host))
-    if len(parts) == 1 or (len(parts) != steps and all(steps in part.divisors for part in parts)):
-        _refuse_steps(first, steps)  # but (a + b) / 2 is the mean of two terms
+    first = terms[0]
+    if steps is not None and steps > 1 and steps in anatomy.divisors:
+        _refuse_steps(steps, sum(not part.is_rest for part in terms))
+    if len(parts) == 1 and not divisors:
+        return _of_mean(first, items, on_host, owns[0] if owns else None)
+    counts = [_known(part.count, on_host) for part in terms]
+    if len(parts) == 1:  # with a pair of equal numbers, only equal numbers are in proportion
+        return Weight(counts[0], ((Kind.PARTS, -1, -1), (Kind.PARTS, -counts[0], -divisors[0])), node=first.node)
     if items is None:
-        pairs = _pairs(anatomy.parts, anatomy.parts, counts)
+        pairs = _pairs(parts, parts, [*counts, *owns, *divisors])
         return Weight(counts[0], pairs, None, first.node, first.shape if first.from_shape else None)
-    if len(parts) > 1 and len({(part.node, part.factor) for part in parts}) == 1:
+    if len(terms) > 1 and len({(part.node, part.factor) for part in terms}) == 1:
         number = _known(items, on_host)
-        if isinstance(number, Tensor) or number == len(parts):
+        if isinstance(number, Tensor) or number == len(terms):
             return Weight(items)  # a loop over samples: what the whole is a mean over, only the program knows
     # With items, only a penalty must be the same in each micro-batch: in mixup, factors are drawn for each.
-    pairs = _pairs(anatomy.parts, [part for part in anatomy.parts if part.leaf_only], counts)
+    pairs = _pairs(parts, [part for part in parts if part.leaf_only], [*counts, *owns])
     return Weight(items, (*pairs, (Kind.ITEMS, items, _divisor(first, counts[0]))))
 
 
-def _of_mean(
-    part: Part, items: Number | None, steps: int | None, on_host: bool, own: int | Tensor | None = None
-) -> Weight:
+def _as_means(
+    parts: Sequence[Part], items: Number | None, known: Known, on_host: bool
+) -> tuple[list[Part], list[Number], list[Number]]:
+    """The parts, with the means that divisors have made of sums.
+
+    Also returns the sums' own counts where known divisors replace them; and divisors that only the device can compare
+    with these counts.
+    """
+    found, owns, divisors = [], list[Number](), list[Number]()
+    for part in parts:
+        own, divisor = part.count, part.quotient
+        if divisor is None or part.leaf_only:
+            found.append(part)
+            continue
+        is_known = any(divisor is one for one in known.divisors)
+        if is_known:
+            owns.append(_known(own, on_host))
+        elif items is None:
+            _compare(part, divisor, divisors, on_host)
+        count: Any = divisor if is_known or items is not None else own
+        found.append(part._replace(kind="mean", count=count))
+    return found, owns, divisors
+
+
+def _compare(part: Part, divisor: float | Tensor, divisors: list[Number], on_host: bool) -> None:
+    """Raise an error if a sum was divided by another number than its own count. Keep what only the device knows."""
+    count, number = _known(part.count, on_host), _known(divisor, on_host)
+    if isinstance(count, Tensor) or isinstance(number, Tensor):
+        divisors.append(number)
+    elif count:  # of no labels at all, the mean is written with clamp(min=1)
+        assert part.count is not None
+        is_whole = isinstance(count, int) and isinstance(number, int)
+        if not math.isclose(count, number, rel_tol=0 if is_whole else rounding_of(part.count)):
+            raise other_divisor(f"{number:g}, but sums over {count:g}")
+
+
+def _of_mean(part: Part, items: Number | None, on_host: bool, own: Number | None = None) -> Weight:
     """What a single mean weighs. `own`: the own count of a sum that a known divisor has made a mean."""
     count = part.count if type(part.count) is int else _known(part.count, on_host)
-    if part.divisors:
-        _refuse_steps(part, steps)
     factor = part.factor
     if items is not None:
         return Weight(items, ((Kind.ITEMS, items, _divisor(part, count)),))
@@ -95,10 +122,8 @@ def _of_mean(
         pairs = ((Kind.EXPRESSION, -1, factor),)
     elif math.isfinite(factor):
         pairs = ((Kind.EXPRESSION, -1, _number_of(((part.node, factor),))),)
-    if own is not None:
-        counted = _known(own, on_host)
-        if isinstance(counted, Tensor) or isinstance(count, Tensor) or counted != count:
-            return Weight(counted, pairs, None, part.node, scale=_ratio(count, counted))
+    if own is not None and (isinstance(own, Tensor) or isinstance(count, Tensor) or own != count):
+        return Weight(own, pairs, None, part.node, scale=_ratio(count, own))
     return Weight(count, pairs, None, part.node, part.shape if part.from_shape else None)
 
 
@@ -110,18 +135,21 @@ def _ratio(count: Number, own: Number) -> Number:
     return count / own if own else 1
 
 
-def _divided(part: Part, divisor: Any) -> Part:
-    """A sum as the mean that a divisor makes of it."""
-    return part if part.kind == "mean" or part.leaf_only else part._replace(kind="mean", count=divisor)
+def _refuse_steps(steps: int, num_means: int) -> None:
+    """Raise an error for a mean that was divided by the number of micro-batches. Warn of several means.
 
-
-def _refuse_steps(part: Part, steps: int | None) -> None:
-    """Raise an error for a mean that was divided by the number of micro-batches."""
-    if steps != 1 and steps in part.divisors:
+    The mean of as many terms as there are micro-batches is divided by that number, too.
+    """
+    what = f"divided by {steps}, as in a loop that accumulates by hand (/ steps). The window is divided once, when it"
+    if num_means == 1:
         raise UsageError(
-            f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
-            "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
-            f"{1 / (steps or 1):g} * loss.)"
+            f"this loss is a mean that was {what} closes: leave the division out. (A factor of your own is fine: write "
+            f"{1 / steps:g} * loss.)"
+        )
+    if num_means != steps:
+        warn(
+            f"this loss, which adds up {num_means} means, was {what} closes: if the division is left over from one, "
+            f"leave it out. (If it is a factor of your own, write {1 / steps:g} * loss.)"
         )
 
 
@@ -159,7 +187,7 @@ def _pairs(parts: Sequence[Part], fixed: Sequence[Part], counts: Sequence[Number
     """
     if not all(math.isfinite(part.factor) for part in parts):
         return ()  # the gradient tells
-    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor) for part in fixed))
+    expression = Kind.EXPRESSION, -1, _number_of(tuple((part.node, part.factor, *part.slices) for part in fixed))
     if len(counts) == 1:
         return (expression,)
     mixed: Number = 0  # all other counts as one number
@@ -169,7 +197,7 @@ def _pairs(parts: Sequence[Part], fixed: Sequence[Part], counts: Sequence[Number
 
 
 @functools.lru_cache(maxsize=1024)
-def _number_of(expression: tuple[tuple[str, float], ...]) -> int:
+def _number_of(expression: tuple[tuple[Any, ...], ...]) -> int:
     """The same number for the same expression, on all ranks."""
     return zlib.crc32(repr(expression).encode())
 
@@ -183,22 +211,6 @@ def _known(count: Number | None, on_host: bool) -> Number:
 
 
 # ---------------------------------------------------------------------------------------------- sums
-
-
-def _divided_sum(part: Part, divisor: float | Tensor | None, items: Number | None, on_host: bool, root: Node) -> Weight:
-    """A sum that was handed over as a mean: right if it was divided by its own count, or by the items given."""
-    if divisor is None:
-        return _sums([part], items, root)
-    divisor = _known(divisor, on_host)
-    if items is not None:
-        return Weight(items, ((Kind.ITEMS, items, divisor),), node=part.node)
-    count = _known(part.count, on_host)
-    if not isinstance(count, Tensor) and not isinstance(divisor, Tensor):
-        if count not in (divisor, 0):  # of no labels at all, the mean is written with clamp(min=1)
-            raise other_divisor(f"{divisor:g}, but sums over {count:g}")
-        return Weight(count, node=part.node)
-    # With a pair of equal numbers, only equal numbers are in proportion.
-    return Weight(count, ((Kind.PARTS, -1, -1), (Kind.PARTS, -count, -divisor)), node=part.node)
 
 
 def _sums(parts: Sequence[Part], items: Number | None, root: Node, *, is_beside_means: bool = False) -> Weight:
@@ -229,8 +241,9 @@ def _sums(parts: Sequence[Part], items: Number | None, root: Node, *, is_beside_
     )
 
 
-def _items_of_sum(anatomy: Anatomy, parts: Sequence[Part], items: Number | None, on_host: bool) -> Number:
+def _items_of_sum(anatomy: Anatomy, items: Number | None, on_host: bool) -> Number:
     """The items of a sum: as given, or its own count if it has one."""
+    parts = [part for part in anatomy.parts if not part.leaf_only]
     is_mean = len(parts) == 1 and parts[0].kind == "mean"
     if items is not None:
         if is_mean and type(items) is int and items > 1 and _is_mean_over(parts[0], items, on_host):
@@ -239,7 +252,7 @@ def _items_of_sum(anatomy: Anatomy, parts: Sequence[Part], items: Number | None,
                 "reduction= out, and it is weighed by them."
             )
         return items
-    if len(parts) == 1 and parts[0].kind == "sum" and parts[0].count is not None and anatomy.quotient is None:
+    if len(parts) == 1 and parts[0].kind == "sum" and parts[0].count is not None and parts[0].quotient is None:
         return _known(parts[0].count, on_host)
     node = parts[0].node if parts else anatomy.unknown
     if is_mean:

@@ -48,8 +48,6 @@ ELEMENTWISE = COPIES_OF_ONE | PRODUCTS | QUOTIENTS | ADDITIONS | SUBTRACTIONS | 
     " Tanh0 Erf0 Sigmoid0 LogSigmoid0 Softplus0 Relu0 Gelu0 Silu0 Elu0 LeakyRelu0 Hardtanh0 Threshold0 Clamp0 Clamp1"
     " ClampMin0 ClampMin1 ClampMax0 ClampMax1 Maximum0 Minimum0 Where0 MaskedFill0 NanToNum0 Xlogy0 Select0 Slice0"
 )  # fmt: skip
-# Of these, some data is no input in the graph: targets, masks, indices.
-WITH_DATA = LOSSES | _nodes("Where0 MaskedFill0 Select0 Slice0")
 # Each element of the result depends on a whole row along the saved dimensions.
 ALONG_DIMENSIONS = _nodes(
     "Sum1 Mean1 Nansum0 Prod1 Var0 Std0 Logsumexp0 LogSoftmax0 Softmax0 Max0 Min0 Amax0 Amin0 Median1 Cumsum0"
@@ -58,6 +56,13 @@ ALONG_DIMENSIONS = _nodes(
 LOG_SOFTMAX = "LogSoftmaxBackward0"
 OF_ALL_ELEMENTS = _nodes("Sum0 Mean0 Norm0 Prod0 Max1 Min1")
 JOINTS, STACK = _nodes("Stack0 Cat0"), "StackBackward0"
+
+# All data that these use is an input in the graph; for the second set, also where a slice begins and ends.
+OF_INPUTS = (ELEMENTWISE | ALONG_DIMENSIONS | OF_ALL_ELEMENTS | JOINTS | _nodes(
+    "MseLoss0 HuberLoss0 SmoothL1Loss0 Mm0 Bmm0 Mv0 Dot0 T0 Transpose0 Permute0 Diagonal0 Trace0 Tril0 Triu0 Flip0"
+    " Roll0 Repeat0 Unbind0 Cdist0 Pdist0 LinalgSvd0 LinalgSlogdet0 WeightNormInterface0 ForeachNorm0"
+)) - _nodes("Where0 MaskedFill0")  # fmt: skip
+SLICES = _nodes("Select0 Slice0")
 
 # Whether these mix samples can be told. All other nodes below a reduction are taken for the model's.
 UNDERSTOOD = frozenset({LEAF}) | ELEMENTWISE | LOSSES | ALONG_DIMENSIONS | OF_ALL_ELEMENTS | JOINTS
@@ -142,6 +147,13 @@ def sizes_before(node: Node) -> tuple[int, ...]:
 def sizes_after(node: Node, number: int) -> tuple[int, ...]:
     """The sizes of an output of any node."""
     return tuple(node._input_metadata[number].shape)
+
+
+def place_of(node: Node) -> tuple[int, ...]:
+    """Where one of `SLICES` begins and ends."""
+    if name_of(node) == SELECT:
+        return node._saved_dim, node._saved_index
+    return node._saved_dim, node._saved_start, node._saved_end, node._saved_step
 
 
 def dimensions_of(node: Node) -> frozenset[int]:
