@@ -54,6 +54,45 @@ def test_any_cut_gives_the_gradient_of_the_whole_batch(name, samples, micro, see
     assert all(p.grad is None for p in model.parameters())
 
 
+WORDS = {"x": torch.arange(16.0, dtype=torch.float64).view(4, 4, 1).cos(), "labels": torch.tensor(
+    [[1, 2, -100, -100], [0, -100, -100, -100], [3, 1, 2, 0], [1, 1, -100, -100]]
+)}  # fmt: skip
+
+
+def entropy(model, batch, reduction="mean"):
+    logits = model(batch["x"]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "message"),
+    [
+        (lambda m, b: {"loss": entropy(m, b), "items": (b["labels"] != -100).sum()}, None),
+        (lambda m, b: {"loss": m(b["x"]).square().mean()}, None),  # as many numbers in each sample
+        (lambda m, b: {"loss": entropy(m, b)}, r"not in proportion.*Encoded\(loss, items, \.\.\.\). Without items"),
+        (lambda m, b: {"loss": entropy(m, b), "items": len(b["x"])}, "not in proportion"),
+        (lambda m, b: {"loss": entropy(m, b), "items": torch.tensor(2, dtype=torch.int16)}, "not in proportion"),
+        (lambda m, b: {"loss": entropy(m, b, "sum"), "items": (b["labels"] != -100).sum()}, "is a sum"),
+        (lambda m, b: {"loss": entropy(m, b, "sum")}, "is a sum"),
+    ],
+)
+def test_the_ordinary_loss_is_compared_with_its_items(ordinary, message):
+    model = nn.Linear(1, 4, dtype=torch.float64)
+
+    def encode(model, batch):
+        return Encoded(**ordinary(model, batch), hidden=model(batch["x"]))
+
+    train = MacroStep(model, None, encode, joint=lambda model, encoded: encoded.hidden.sum() * 0, micro=2)
+    if message is not None:
+        with pytest.raises(BatchError, match=message):
+            train(WORDS)
+        return
+    train(WORDS)
+    found = model.weight.grad
+    whole = torch.autograd.grad(ordinary(model, WORDS)["loss"], model.weight)[0]
+    assert (found - whole).abs().max() <= 1e-12 * whole.abs().max()
+
+
 def test_joint_sees_the_batch_in_its_order_whatever_the_cut():
     model, batch, seen = towers(), batch_of(9), []
     numbered = batch | {"number": torch.arange(9)}

@@ -193,6 +193,75 @@ def test_items_that_do_not_add_up(items, wrong, nonfinite):
     assert all(p.grad is None for p in model.parameters())
 
 
+LABELS = torch.tensor([[1, 2, -100, -100], [0, -100, -100, -100], [3, 1, 2, 0], [1, 1, -100, -100]])
+TOKENS = {"x": torch.arange(16.0, dtype=torch.float64).view(4, 4, 1).cos(), "labels": LABELS}
+
+
+def num_labels(batch):
+    return (batch["labels"] != -100).sum()
+
+
+def entropy(model, batch, reduction="mean"):
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+def one_step(loss_fn, counts, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 4, dtype=torch.float64)
+    whole = torch.autograd.grad(entropy(model, TOKENS), model.weight)[0]
+    result = MacroStep(model, None, loss_fn, micro=2, counts=counts, **options)(TOKENS)
+    return (model.weight.grad - whole).abs().max() / whole.abs().max(), result
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda m, b: {"a": entropy(m, b)},
+        lambda m, b: {"a": (entropy(m, b), num_labels(b))},
+        lambda m, b: {"a": (entropy(m, b), num_labels(b).to(torch.int16))},  # as on a device
+        lambda m, b: {"a": (entropy(m, b, "sum") / num_labels(b), int(num_labels(b)))},
+    ],
+)
+def test_what_a_term_is_a_mean_over_is_read(loss_fn):
+    error, result = one_step(loss_fn, lambda batch: {"a": num_labels(batch)})
+    assert error <= 1e-12
+    assert result.items.item() == 9
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (
+            lambda m, b: {"a": (entropy(m, b), len(b["x"]))},
+            r"term 'a': the items given are not in proportion .*2 for a mean over 3",
+        ),
+        (lambda m, b: {"a": (entropy(m, b), torch.tensor(2, dtype=torch.int16))}, "term 'a': .* not in proportion"),
+        (lambda m, b: {"a": entropy(m, b)}, "term 'a' add up to 9, but counts= said 4"),
+        (lambda m, b: {"a": (entropy(m, b, "sum"), len(b["x"]))}, "term 'a': this loss is a sum"),
+        (lambda m, b: {"a": entropy(m, b, "sum")}, "term 'a': this loss is a sum"),
+    ],
+)
+def test_items_of_a_term_that_its_loss_contradicts(loss_fn, message):
+    with pytest.raises(BatchError, match=message):
+        one_step(loss_fn, lambda batch: {"a": len(batch["x"])})
+
+
+def test_floats_of_the_host_agree_to_the_rounding_of_float32():
+    weights = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    batch, model = {"x": torch.ones(1000, 2), "w": weights}, torch.nn.Linear(2, 1)
+
+    def loss_fn(model, batch):
+        each = model(batch["x"])[:, 0].square() * batch["w"]
+        return {"a": (each.sum() / batch["w"].sum(), float(batch["w"].sum()))}
+
+    def train(extra):
+        return MacroStep(model, None, loss_fn, counts=lambda b: {"a": float(b["w"].sum()) + extra}, micro=7)(batch)
+
+    assert train(0).items.item() == pytest.approx(weights.double().sum().item(), rel=1e-6)
+    with pytest.raises(BatchError, match="add up to"):
+        train(0.05)
+
+
 def test_a_miscount_is_no_overflow():
     model, batch = heads(torch.float32), batch_of(10, dtype=torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -21,7 +21,7 @@ from macrobatch._cut.trees import copy_shared
 from macrobatch._engine.totals import PROPORTIONS, Micro, MicroPlan
 from macrobatch._engine.window import Window
 from macrobatch._loss.proportions import nothing_on
-from macrobatch._terms.denominators import BatchTerms, with_items
+from macrobatch._terms.denominators import BatchTerms
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.types import Items
 
@@ -102,14 +102,14 @@ class OnePass:
     def _new_static_window(self, device: torch.device) -> StaticWindow:
         denominators = None if self._terms is None else self._terms.denominators()
         weighs = self._engine.objective.is_mean
-        notes = {PROPORTIONS: nothing_on(device)} if self._terms is None else {}
+        notes = {PROPORTIONS: nothing_on(device, 1 if denominators is None else len(denominators.names))}
         return StaticWindow(device, denominators, weighs=weighs, has_scaler=self._has_scaler, notes=notes)
 
     def _combine(self, model: Any, micro_batch: Any, samples: Callable[[], int], window: Window) -> Micro:
         """What a recording differentiates."""
         loss, items = self._loss(model, micro_batch)
         if self._terms is not None:
-            return self._engine.objective.combine(with_items(loss, samples), None, window, repeats=False)
+            return self._engine.objective.combine(loss, samples, window, repeats=False, are_samples=True)
         number = samples() if items is None else items
         return self._engine.objective.combine(loss, number, window, repeats=False, are_samples=items is None)
 
@@ -118,7 +118,7 @@ class OnePass:
         with self._engine.spans.of("forward"):
             loss, items = self._loss(self._model, micro_batch)
         if self._terms is not None:
-            self._engine.backward(with_items(loss, lambda: samples))
+            self._engine.backward(loss, samples, are_samples=True)
             return
         counted.add(items is not None)
         if len(counted) > 1:

@@ -254,6 +254,7 @@ class LeaveMean(Closing):
         self._is_empty = False
 
     def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
+        self.settle()
         self._is_empty, self._verdict = window.is_empty, None
         skipped: bool | Tensor = window.is_empty
         if not skipped:
@@ -267,8 +268,13 @@ class LeaveMean(Closing):
             store.divide(divisor, narrows=self._narrows)
             tell(store, window.device, flags)
             self._verdict = verdict_on(window, flags)
+            if self._verdict is not None and (self._verdict.on_host or (self._verdict.needs_host and window.has_items)):
+                self.is_void()  # the host knows already
         self._taken += 1
         return result_of(window, step=self._taken, lr=learning_rates(self._optimizers), skipped=skipped)
+
+    def settle(self) -> None:
+        self.is_void()
 
     def is_void(self) -> bool:
         """Whether the last window had no items, so that there must be no step. An error if the window was invalid.

@@ -99,7 +99,7 @@ class Totals:
         self.on_device = [False] * columns
         self.rounding = [0.0] * columns
         self.notes: dict[str, Tensor] = {} if notes is None else notes
-        self.proportions = Proportions()
+        self.proportions = Proportions(columns)
         self._host_losses = [0.0] * columns
         self._weighs = weighs
         self.is_static = static is not None

@@ -14,16 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._border.arguments import checked_items, checked_ordinary
+from macrobatch._border.arguments import checked_items, checked_ordinary, items_on_host
 from macrobatch._checks.joint import PassesDiffer
 from macrobatch._checks.pass_difference import is_all_double
-from macrobatch._engine.totals import Denominators, Micro
+from macrobatch._engine.totals import PROPORTIONS, Denominators, Micro
 from macrobatch._engine.verdict import Flags
 from macrobatch._engine.window import Window
+from macrobatch._loss.proportions import Pair
+from macrobatch._loss.weighing import weigh
 from macrobatch._ranks.backend import Local
 from macrobatch._terms.objective import Terms
-from macrobatch._torch.tensors import wide
+from macrobatch._terms.proportions import proportion_flags, require_fit
+from macrobatch._torch.tensors import in_order, wide
+from macrobatch.errors import rewording
 from macrobatch.types import Encoded, Items, Reduction
+
+COUNT = "Count what the loss averages, after any shift of labels and without ignored ones: Encoded(loss, items, ...)."
+CURES = {
+    "items out of proportion": f"{COUNT} Without items, its samples count: the first pass has no graph to read.",
+    "sum": 'Divide it by its items, or make the MacroStep with reduction="sum" and pass Encoded(loss, items, ...).',
+}
 
 
 class FirstPass(NamedTuple):
@@ -108,10 +118,10 @@ class Joint(Terms):
         window.totals.note(PassesDiffer.NOTE, torch.zeros((), device=window.device))  # all ranks exchange it
 
     def numbers(self, window: Window) -> dict[str, Tensor]:
-        return {}
+        return {PROPORTIONS: window.totals.sums_of_pairs(window.device)}
 
     def flags(self, window: Window) -> Flags:
-        return {}
+        return proportion_flags(window)
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
         assert isinstance(given, Encodings)
@@ -119,16 +129,28 @@ class Joint(Terms):
         for tensor, gradient in zip(given.tensors, given.pull.gradients, strict=True):
             if gradient is not None and tensor.requires_grad:
                 pieces.append(_dot(tensor, torch.zeros_like(tensor) if repeats else gradient))
-        lacks = False
+        lacks, pairs = False, tuple[Pair, ...]()
         if given.loss is not None and given.loss.requires_grad:
             lacks = is_zero(given.items) and not repeats and self.is_mean  # it may be 0 / 0
             if not lacks:
                 pieces.append(self._weigh(given.loss, given.items, window))
+                if not (repeats or window.is_static):
+                    pairs = self._compare_items(given.loss, given.items, window)
         root = _sum_of(pieces)
         if self.ties is not None:
             root = self.ties.tie(root, lacks=lacks)
         seed = None if root is None else torch.zeros_like(root) if repeats else torch.ones_like(root)
-        return Micro(root, seed, counts=not repeats, notes={} if repeats else self._compare(given, window.device))
+        notes = {} if repeats else self._compare(given, window.device)
+        return Micro(root, seed, counts=not repeats, notes=notes, pairs=pairs)
+
+    @rewording(CURES)
+    def _compare_items(self, loss: Tensor, items: Items, window: Window) -> tuple[Pair, ...]:
+        """What must keep its proportion: the items of the ordinary loss, or its samples, and what its graph says."""
+        number = items_on_host(in_order(items, window.device) if isinstance(items, Tensor) else items)
+        pairs = weigh(loss, number, is_mean=self.is_mean, steps=None, on_host=True).pairs
+        for pair in pairs if self._group is None else ():  # several ranks learn of it when the window closes
+            require_fit(pair, window)
+        return pairs
 
     def _compare(self, given: Encodings, device: torch.device) -> dict[str, Tensor]:
         """The note whether the passes differ."""

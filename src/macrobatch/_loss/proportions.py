@@ -30,7 +30,7 @@ class Kind(IntEnum):
     EXPRESSION = 2  # a constant with the names of the nodes and their factors, as a number
 
 
-Pair = tuple[Kind, Number, Number]
+Pair = tuple[int, Number, Number]  # the kind, plus the number of kinds for each column before
 
 
 class HostSums(NamedTuple):
@@ -66,10 +66,11 @@ class Proportions:
     (True, False)
     """
 
-    def __init__(self) -> None:
-        self.last: dict[Kind, tuple[Number, Number]] = {}
-        self._host: dict[Kind, HostSums] = {}  # of numbers on the host
-        self._pending: list[tuple[Kind, Tensor, Tensor]] = []
+    def __init__(self, columns: int = 1) -> None:
+        self.last: dict[int, tuple[Number, Number]] = {}
+        self._columns = columns
+        self._host: dict[int, HostSums] = {}  # of numbers on the host
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._tolerance = 0.0
         self.on_device = False  # whether only the device knows some of them
 
@@ -84,7 +85,7 @@ class Proportions:
             return True
         aa, ab, bb, others = self._host.get(kind, NOTHING).plus(a, b)
         tolerance = max(self._tolerance, _tolerance_of(a), _tolerance_of(b))
-        is_choice = kind is Kind.ITEMS and not others
+        is_choice = kind % len(Kind) == Kind.ITEMS and not others
         return is_choice or abs(aa * bb - ab * ab) <= tolerance * aa * bb
 
     def add(self, pair: Pair, device: torch.device | None = None) -> None:
@@ -111,16 +112,19 @@ class Proportions:
         pending, self._pending = self._pending, []
         if not pending:
             return None
-        rows = [[(a, b) for other, a, b in pending if other is kind] for kind in Kind]
+        rows = [[(a, b) for other, a, b in pending if other == key] for key in self._keys()]
         nothing = torch.zeros(NUM_SUMS, dtype=pending[0][1].dtype, device=pending[0][1].device)
         return torch.stack([_sums(pairs) if pairs else nothing for pairs in rows])
 
     def of_host(self, device: torch.device) -> Tensor:
         """The sums of the host, in the same form."""
         if not self._host:
-            return nothing_on(device)
-        rows = [self._host.get(kind, NOTHING).row() for kind in Kind]
+            return nothing_on(device, self._columns)
+        rows = [self._host.get(key, NOTHING).row() for key in self._keys()]
         return torch.tensor(rows, dtype=wide(device), device="cpu").to(device, non_blocking=True)
+
+    def _keys(self) -> range:
+        return range(self._columns * len(Kind))
 
     def broken(self, sums: Tensor) -> Tensor:
         """Whether these sums, of all micro-batches and ranks, are not in proportion, for each kind."""
@@ -131,9 +135,9 @@ class Proportions:
         return (others > 0) & (is_far | (differs & (fractions == 0)))
 
 
-def nothing_on(device: torch.device) -> Tensor:
+def nothing_on(device: torch.device, columns: int = 1) -> Tensor:
     """The sums of no pairs."""
-    return torch.zeros(len(Kind), NUM_SUMS, dtype=wide(device), device=device)
+    return torch.zeros(columns * len(Kind), NUM_SUMS, dtype=wide(device), device=device)
 
 
 def _sums(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -156,15 +156,3 @@ class BatchTerms:
         """The denominators of the current window."""
         assert self._denominators is not None, "they are known before its first micro-batch"
         return self._denominators
-
-
-def with_items(terms: Any, samples: Callable[[], int]) -> Any:
-    """The terms, where those without items get the number of samples."""
-    if not isinstance(terms, Mapping):
-        return terms
-    pairs = {name: term if _is_pair(term) else (term, None) for name, term in terms.items()}
-    return {name: (loss, samples()) if items is None else (loss, items) for name, (loss, items) in pairs.items()}
-
-
-def _is_pair(term: Any) -> bool:
-    return isinstance(term, tuple | list) and len(term) == 2

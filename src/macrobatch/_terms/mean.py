@@ -15,11 +15,12 @@ from macrobatch._engine.objective import Objective
 from macrobatch._engine.totals import PROPORTIONS, Micro, Source, Totals
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
-from macrobatch._loss.proportions import Kind, Number, Pair
+from macrobatch._loss.proportions import Number, Pair
 from macrobatch._loss.steady import Steady
-from macrobatch._loss.weighing import Weight, out_of_proportion, weigh
+from macrobatch._loss.weighing import Weight, weigh
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.collectives import all_reduce_max
+from macrobatch._terms.proportions import proportion_flags, require_fit
 from macrobatch._torch.optimizers import current_scale
 from macrobatch._torch.tensors import in_order, inverse_power_of_two, wide
 from macrobatch.errors import BatchError
@@ -104,7 +105,9 @@ class Mean(Objective):
                 if weight.shape is not None:
                     window.sizes.compare(weight.node, weight.items, weight.shape, window.batch, items)
             unread = weight.unread
-            pairs = tuple(self._require_fit(pair, window) for pair in weight.pairs)
+            pairs = weight.pairs
+            for pair in pairs if self._group is None else ():  # several ranks learn of it when the window closes
+                require_fit(pair, window)
         if self._is_scaled and self._must_agree(window):
             self._agree(1.0 if count is None else count, window, loss.device)
         if repeats:
@@ -125,12 +128,6 @@ class Mean(Objective):
         if self._reads and read is None and self.is_mean and window.multiplier is UNSCALED and not window.is_static:
             steady = Steady.of(loss, weight.pairs, number)
         return Micro(loss, seed, (loss,), (number,), counts, source, pairs=pairs, unread=unread, steady=steady)
-
-    def _require_fit(self, pair: Pair, window: Window) -> Pair:
-        """The pair, or an error if it breaks a proportion. Several ranks learn of that when the window closes."""
-        if self._group is None and not window.totals.proportions.fits(pair):
-            raise out_of_proportion(pair[0], pair[1:], window.totals.proportions.last.get(pair[0]))
-        return pair
 
     def _seed(self, loss: Tensor, number: Number, window: Window) -> Tensor:
         """The seed that makes the gradient of a mean that of a sum."""
@@ -174,19 +171,9 @@ class Mean(Objective):
     def flags(self, window: Window) -> Flags:
         """Whether ranks mix items, or items or counts are out of proportion. One process mostly knows already."""
         flags: Flags = {}
-        proportions, sums = window.totals.proportions, window.everyone.get(PROPORTIONS)
         if (sources := window.everyone.get(SOURCES)) is not None:
             flags["mixed items"] = Flag((sources > 0).sum() > 1, partial(_mixed_on_ranks, window))
-        if sums is None:
-            if not proportions.on_device:
-                return flags
-            sums = window.totals.sums_of_pairs(window.device)
-        broken = proportions.broken(sums)
-        blocks = bool(proportions) or not window.micro_batches  # a rank without samples waits like the others
-        return flags | {
-            f"{kind.name} out of proportion": Flag(holds, partial(_out_of_proportion, kind, window), blocks)
-            for kind, holds in zip(Kind, broken.unbind(), strict=True)
-        }
+        return flags | proportion_flags(window)
 
     def learn(self, window: Window) -> None:
         if not self._is_scaled:
@@ -215,8 +202,3 @@ def _mixed_on_ranks(window: Window) -> BatchError:
         f"items must be given on every rank, or on none: in window {window.number} some ranks gave them, others did "
         "not. Without them a micro-batch counts as 1, or as its samples, beside the tokens of the others."
     )
-
-
-def _out_of_proportion(kind: Kind, window: Window) -> BatchError:
-    """The error at the close of a window."""
-    return out_of_proportion(kind, window.totals.proportions.last.get(kind), None, window.number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._border.arguments import checked_terms
+from macrobatch._border.arguments import checked_terms, items_on_host
 from macrobatch._engine.objective import Objective
-from macrobatch._engine.totals import Denominators, Micro
+from macrobatch._engine.totals import PROPORTIONS, Denominators, Micro
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
-from macrobatch._loss.proportions import Number
+from macrobatch._loss.proportions import Number, Pair
+from macrobatch._loss.weighing import weigh
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.ties import OutputTies
+from macrobatch._terms.proportions import in_column, proportion_flags, require_fit
 from macrobatch._torch.optimizers import current_scale
 from macrobatch._torch.tensors import in_order, wide
 from macrobatch.errors import BatchError
@@ -47,6 +49,7 @@ class Terms(Objective):
         self.ties: OutputTies | None = None if backend.group is None else OutputTies(models, backend)
         self.is_mean = reduction == "mean"
         self._scaler = scaler
+        self._group = backend.group
 
     def open(self, number: int, num_planned: int, device: torch.device) -> Window:
         return Window(number, num_planned, device)
@@ -57,9 +60,17 @@ class Terms(Objective):
 
     def combine(self, given: Any, items: Any, window: Window, *, repeats: bool, are_samples: bool = False) -> Micro:
         names, divisors = window.early.names, window.early.divisors
-        terms = checked_terms(given, items, names)
+        terms = checked_terms(given, None if are_samples else items, names)
         losses = [terms[name][0] if name in terms else None for name in names]
         numbers = [_number_of(terms.get(name), window.device) for name in names]
+        pairs: list[Pair] = []
+        for column, (name, loss) in enumerate(zip(names, losses, strict=True)):
+            if loss is not None and not repeats:
+                samples = items if are_samples else 1
+                numbers[column], fixed = self._weight_of(name, loss, terms[name][1], samples, window)
+                pairs += in_column(column, fixed)
+        for pair in pairs if self._group is None else ():  # several ranks learn of it when the window closes
+            require_fit(pair, window)
         # A mean over no items is 0 / 0, and must add nothing; a sum adds what it is. An absent term is None.
         adds = [
             loss is not None and (not self.is_mean or isinstance(n, Tensor) or n != 0)
@@ -80,7 +91,25 @@ class Terms(Objective):
             seed = (seed * window.multiplier).to(seed.dtype)
         parts = [None if share is None else share.detach() for share in shares]
         given = [loss for loss in losses if loss is not None]
-        return Micro(root, seed, parts, numbers, counts=bool(found), given=given)
+        return Micro(root, seed, parts, numbers, counts=bool(found), given=given, pairs=pairs)
+
+    def _weight_of(
+        self, name: str, loss: Tensor, items: Items, samples: int | Callable[[], int], window: Window
+    ) -> tuple[Number, tuple[Pair, ...]]:
+        """The items of a term: those given, or else what its graph says, or its samples. And what is in proportion."""
+        number = None if items is None else _number_of((loss, items), window.device)
+        pairs: tuple[Pair, ...] = ()
+        if loss.requires_grad and (self.is_mean or items is not None):
+            try:
+                on_host = not window.is_static  # a recording would freeze the number
+                told = items_on_host(number) if on_host else number
+                weight = weigh(loss, told, is_mean=self.is_mean, steps=None, on_host=on_host)
+            except BatchError as error:
+                raise BatchError(f"the term {name!r}: {error}") from None
+            number, pairs = weight.items if number is None else number, weight.pairs
+        if number is None:
+            number = samples() if callable(samples) else samples
+        return number, pairs
 
     def _share(self, loss: Tensor, items: Number, divisor: float | Tensor, device: torch.device) -> Tensor:
         """What a loss adds to its mean, at least in float32. It uses few kernels, because they delay small models."""
@@ -94,7 +123,8 @@ class Terms(Objective):
 
     def numbers(self, window: Window) -> dict[str, Tensor]:
         """For each term, how far its counts may be off, so that all ranks compare alike."""
-        return {ROUNDING: torch.tensor(_rounding(window), device="cpu").to(window.early.own, non_blocking=True)}
+        rounding = torch.tensor(_rounding(window), device="cpu").to(window.early.own, non_blocking=True)
+        return {ROUNDING: rounding, PROPORTIONS: window.totals.sums_of_pairs(window.device)}
 
     def flags(self, window: Window) -> Flags:
         """Whether the items of a term do not add up to what was said before the window, over all ranks.
@@ -107,15 +137,16 @@ class Terms(Objective):
         pairs = list(zip(denominators.host, window.host_items, _rounding(window), strict=True))
         known = [(said, have, off) for said, have, off in pairs if said is not None and have is not None]
         is_known = not all(_agree(*numbers) for numbers in known)
+        flags = proportion_flags(window)
         if rounding is None and len(known) == len(pairs) and not is_known:
-            return {}
+            return flags
         said, found = window.early.total, window.everyone.get("items")
         if rounding is None or found is None:
             said, found = window.early.own, window.totals.sums(window.device).items
             rounding = torch.tensor(_rounding(window), device="cpu").to(said, non_blocking=True)
         miscounted = _differ(said, found, rounding)
         error = partial(_miscount, window, said, found, miscounted)
-        return {MISCOUNTS: Flag(miscounted.any(), error, True, is_known)}
+        return {MISCOUNTS: Flag(miscounted.any(), error, True, is_known), **flags}
 
 
 def _number_of(term: tuple[Tensor, Items] | None, device: torch.device) -> Number:

@@ -117,10 +117,11 @@ def inverse_power_of_two(count: float | Tensor) -> float | Tensor:
 
 
 def rounding_of(count: int | float | Tensor) -> float:
-    """The relative error that a count may have: 0 for whole numbers."""
+    """The relative error that a count may have: 0 for whole numbers. A float may come from a float32 tensor."""
     if isinstance(count, int) or (isinstance(count, Tensor) and not count.is_floating_point()):
         return 0.0
-    return max(1e-9, 64 * torch.finfo(count.dtype).eps) if isinstance(count, Tensor) else 1e-9
+    dtype = count.dtype if isinstance(count, Tensor) else torch.float32
+    return max(1e-9, 64 * torch.finfo(dtype).eps)
 
 
 def scalar_on(device: torch.device, number: Tensor) -> Tensor:
