@@ -311,6 +311,14 @@ def test_a_term_of_parameters_rides_along(name, given):
     assert not found.told
 
 
+def test_a_penalty_beside_a_sum_is_told():
+    model = new_model()
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2, reduction="sum")
+    batches = acc.batches(pieces(new_batch(), HALVES))
+    with pytest.warns(UserWarning, match="a term of parameters alone .* to a sum over items"):
+        acc.backward(entropy(model, next(batches), "sum") + model.trunk.weight.square().sum())
+
+
 def test_slices_of_parameters_that_differ():
     def loss(model, batch):
         return entropy(model, batch) + model.trunk.weight[len(batch["x"]) % 2].square().sum()

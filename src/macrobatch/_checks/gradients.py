@@ -124,7 +124,8 @@ class ChangedGradients(Check):
                 f"somebody else's backward() has added gradients to the open window{seen}.",
                 "Until step() they are undivided sums, so nothing else may add to them: call acc.backward(loss) "
                 "instead of loss.backward(), add several losses up and pass the sum, and freeze this model where "
-                "another one is trained through it. Two Accumulators may not share a parameter in open windows: give "
+                "another one is trained through it (under fully_shard, also with set_requires_gradient_sync(False) for "
+                "that forward and backward). Two Accumulators may not share a parameter in open windows: give "
                 "both models to one. Under fully_shard, a gradient penalty (autograd.grad inside of the loss) adds to "
                 "gradients as well, and is not supported. discard() drops what was accumulated.",
                 code="another backward",

@@ -46,7 +46,7 @@ def weigh(
         return _of_mean(part, items, on_host)
     anatomy = anatomy_of(loss, known)
     if not is_mean:
-        return Weight(_items_of_sum(anatomy, items, on_host))
+        return Weight(_items_of_sum(anatomy, items, steps, on_host))
     parts, owns, divisors = _as_means(anatomy.parts, items, known, on_host)
     terms = [part for part in parts if not part.leaf_only]  # regularisers are the same in each micro-batch
     sums = [part for part in terms if part.kind == "sum"]
@@ -241,9 +241,16 @@ def _sums(parts: Sequence[Part], items: Number | None, root: Node, *, is_beside_
     )
 
 
-def _items_of_sum(anatomy: Anatomy, items: Number | None, on_host: bool) -> Number:
+def _items_of_sum(anatomy: Anatomy, items: Number | None, steps: int | None, on_host: bool) -> Number:
     """The items of a sum: as given, or its own count if it has one."""
     parts = [part for part in anatomy.parts if not part.leaf_only]
+    if 0 < len(parts) < len(anatomy.parts) and steps != 1:
+        penalty = next(part.node for part in anatomy.parts if part.leaf_only)
+        warn(
+            f"the loss adds a term of parameters alone ({penalty}) to a sum over items. It counts once in every "
+            "micro-batch, so what it weighs depends on how the batch is cut. Make the loss a mean, and leave "
+            "reduction= out: then it rides along."
+        )
     is_mean = len(parts) == 1 and parts[0].kind == "mean"
     if items is not None:
         if is_mean and type(items) is int and items > 1 and _is_mean_over(parts[0], items, on_host):
