@@ -255,8 +255,8 @@ class LeaveMean(Closing):
 
     def close(self, window: Window, store: GradientStore, flags: Flags, *, average: float, shared: bool) -> StepResult:
         self.settle()
-        self._is_empty, self._verdict = window.is_empty, None
         skipped: bool | Tensor = window.is_empty
+        self._is_empty = window.is_empty
         if not skipped:
             store.gather()
             divisor = window.divisor(average)
@@ -268,8 +268,8 @@ class LeaveMean(Closing):
             store.divide(divisor, narrows=self._narrows)
             tell(store, window.device, flags)
             self._verdict = verdict_on(window, flags)
-            if self._verdict is not None and (self._verdict.on_host or (self._verdict.needs_host and window.has_items)):
-                self.is_void()  # the host knows already
+            if self._verdict is not None and self._verdict.blocks and self._verdict.on_host:
+                self.is_void()  # the host can know at once
         self._taken += 1
         return result_of(window, step=self._taken, lr=learning_rates(self._optimizers), skipped=skipped)
 
@@ -281,12 +281,12 @@ class LeaveMean(Closing):
 
         The host waits for the device if only the device knows.
         """
-        if self._verdict is None:
-            return self._is_empty
-        reasons, self._is_empty = self._verdict.read(), False
-        if (error := self._verdict.error(reasons)) is not None:
-            raise error
-        self._is_empty, self._verdict = bool(reasons), None
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None:
+            reasons = verdict.read()
+            self._is_empty = bool(reasons)
+            if (error := verdict.error(reasons)) is not None:
+                raise error
         return self._is_empty
 
 

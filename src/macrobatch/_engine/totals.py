@@ -67,9 +67,6 @@ class Denominators(NamedTuple):
     are_terms: bool = True
 
 
-# ---------------------------------------------------------------------------------------------- the totals
-
-
 class Sums(NamedTuple):
     """The sums of a window on the device: in each vector one number per column, in a wide dtype."""
 
@@ -125,9 +122,8 @@ class Totals:
                     self._on(device).losses[column].add_(scalar_on(device, loss), alpha=weight)
                 else:
                     self._host_losses[column] += number * weight
-        if micro.notes:
-            for name, note in micro.notes.items():
-                self.note(name, note)
+        for name, note in micro.notes.items():
+            self.note(name, note)
         for pair in micro.pairs:
             self.proportions.add(pair, device)
         if self.is_static or len(self._pending) >= MAX_PENDING:

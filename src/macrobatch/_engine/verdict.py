@@ -100,9 +100,9 @@ def _as_bits(numbers: list[Tensor]) -> Tensor:
 
 def verdict_on(window: Window, flags: Flags, nonfinite: Tensor | None = None) -> Verdict | None:
     """The verdict on a closing window; None if the host knows that its step may be taken."""
-    reasons: Flags = (
-        {} if nonfinite is None else {NONFINITE: Flag(nonfinite, lambda: nonfinite_gradient(window.number))}
-    )
+    reasons: Flags = {}
+    if nonfinite is not None:
+        reasons[NONFINITE] = Flag(nonfinite, lambda: nonfinite_gradient(window.number))
     if (bad_items := window.bad_items()) is not None:
         reasons["bad items"] = Flag(bad_items, lambda: invalid_items(window.number))
     reasons |= flags

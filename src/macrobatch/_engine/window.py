@@ -307,8 +307,6 @@ class Window:
         _, items, bad = self._sums()
         is_count = (items == 0) | ((items >= FEWEST_ITEMS) & (items <= 1 / FEWEST_ITEMS))
         found = (bad != 0).any() | ~is_count.all()
-        return found if self.denominators is None else found | ~_are_counts(self.denominators.own)
-
-
-def _are_counts(numbers: Tensor) -> Tensor:
-    return (torch.isfinite(numbers) & (numbers >= 0)).all()
+        if self.denominators is not None:
+            found = found | ~(self.denominators.own.isfinite() & (self.denominators.own >= 0)).all()
+        return found
