@@ -134,7 +134,7 @@ class TakeStep(Closing):
         if window.is_empty:
             return self._result(window, None, skipped=True)
         store.gather()
-        is_fused = all(map(skips_on_device, self._optimizers))  # then the device can skip the step without the host
+        is_fused = all(map(skips_on_device, self._optimizers))  # then the device can skip the step
         folds = is_fused and store.groups.foldable and not (shared or any(map(has_hooks, self._optimizers)))
         divisor, grad_norm, nonfinite = self._divide(window.divisor(average), window, store, flags, folds=folds)
         grad_scale = float32_on(window.device, divisor) if folds else None
@@ -268,7 +268,8 @@ class LeaveMean(Closing):
             store.divide(divisor, narrows=self._narrows)
             tell(store, window.device, flags)
             self._verdict = verdict_on(window, flags)
-            if self._verdict is not None and self._verdict.blocks and self._verdict.on_host:
+            blocking = {name for name, flag in flags.items() if flag.blocks}
+            if blocking and self._verdict is not None and self._verdict.on_host and blocking & {*self._verdict.read()}:
                 self.is_void()  # the host can know at once
         self._taken += 1
         return result_of(window, step=self._taken, lr=learning_rates(self._optimizers), skipped=skipped)

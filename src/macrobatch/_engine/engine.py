@@ -340,8 +340,7 @@ class Engine(Uncopied):
         """The state to save, as plain numbers. Call it between windows."""
         order.require_between_windows(self.window, "state_dict()")
         self.closing.settle()
-        items = self.objective.mean_items
-        typical = {} if items is None else {"typical_items": float(items)}
+        typical = {} if (items := self.objective.mean_items) is None else {"typical_items": float(items)}
         return {"optimizer_step": self.closing.taken, "windows": self.num_windows, **typical}
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
