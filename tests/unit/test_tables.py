@@ -59,7 +59,7 @@ def test_a_figure_that_changed_is_seen(tree):
     [
         (PAGE.format("speeds"), "there is no table 'speeds': there are overhead, "),
         (PAGE.replace("<!-- /figures -->", "").format("overhead"), "needs a <!-- /figures -->"),
-        (PAGE.format("network"), "network.json: run `macrobatch bench network`"),
+        (PAGE.format("earlier"), "network.json: run `macrobatch bench network`"),
     ],
 )
 def test_a_table_that_cannot_be_made(tree, page, said):
@@ -149,20 +149,20 @@ def test_missed_targets_are_said(imported):
     assert tables.targets(results_of(result)).count(name) == len(tables.WITH_TARGETS)
 
 
-def test_the_table_of_tuning_is_what_its_benchmark_reports(imported):
+def test_what_an_earlier_version_gave_says_all_its_targets(imported):
     tuning = imported("tuning")
     ours = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.5], tokens=[300] * 4, padded=[330] * 4, peak_bytes=2**31)
     peer = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.9], tokens=[250] * 4, padded=[500] * 4)
     grouped = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.4], tokens=[400] * 4, padded=[420] * 4)
     found = {"macrobatch": ours, "Trainer": peer, "Trainer, grouped": grouped}
-    table = imported("tables").tuning(results_of(tuning.report(found, tuning.TINY))).splitlines()
-    assert table[2:5] == [
-        "| macrobatch | 300 | 1.10 | 4 | 2.0 | 2.5000 | 0 |",
-        "| Trainer | 250 | 2.00 | 4 | 0.0 | 2.9000 | 2e-01, differs |",
-        "| Trainer, grouped (other batches) | 400 | 1.05 | 4 | 0.0 | 2.4000 | |",
-    ]
-    assert "Target: times the fastest peer on the same batches, at least 1.50: missed (1.20)." in table
-    assert "Target: times the fastest peer of all, at least 1.00: missed (0.75)." in table
+    report = tuning.report(found, tuning.TINY)
+    table = imported("tables").earlier(lambda name: report if name == "tuning" else project(name)).splitlines()
+    (row,) = [line for line in table if "`tuning.json`" in line]
+    assert "the fastest peer on the same batches: at least 1.50: missed (1.20); " in row
+    assert "the fastest peer of all: at least 1.00: missed (0.75) |" in row
+    assert f"macrobatch {report['versions']['macrobatch']}, " in row
+    (row,) = [line for line in table if "`network.json`" in line]
+    assert "1gbit: at most 1.03: reached (0.99); 200mbit: at most 1.03: reached (1.00) |" in row
 
 
 def test_trainers_show_times_targets_and_what_failed(imported):
