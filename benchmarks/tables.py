@@ -24,17 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^<!-- figures: (\S+) -->\n.*?^<!-- /figures -->$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"^<!-- (?:figures: \S+|/figures) -->$", re.MULTILINE)
-WITH_TARGETS = (
-    "overhead",
-    "gpu",
-    "gpu_sweep",
-    "trainers",
-    "tuning",
-    "terms",
-    "contrastive",
-    "network",
-    "train",
-)
+WITH_TARGETS = ("overhead", "gpu", "gpu_sweep", "trainers")  # of this version: `earlier` has the others
 MISSED = "benchmarks.md#targets-that-were-missed"  # beside every page with such a table
 Results = Callable[[str], Any]  # the name of a file, without its suffix -> its content
 
@@ -310,8 +300,10 @@ def earlier(results: Results) -> str:
             (link, {"found": one["to_best_peer"], "at_most": one["to_best_peer_at_most"], **one}) for link, one in links
         ]
         found = [f"{said}{': ' * bool(said)}{verdict(one)}" for said, one in times or _targets_in(result)]
-        rows.append([f"`{name}.json`: {what}", "; ".join(found), origin(result)])
-    return markdown(["measured", "targets", "with"], rows)
+        versions = result["versions"]
+        machine = result.get("machine") or result.get("processor") or result["device"]
+        rows.append([f"`{name}.json`: {what}", "; ".join(found), versions["macrobatch"], versions["torch"], machine])
+    return markdown(["measured", "targets", "version", "torch", "machine"], rows)
 
 
 def models(results: Results) -> str:
