@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,62 @@ def tables(*words: object) -> subprocess.CompletedProcess:
 def test_every_page_agrees_with_its_results():
     done = tables()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "`make tables` rewrites the pages"
+
+
+def factor(program: str) -> float:
+    """What the report card says of a program with windows of four."""
+    rows = project("report_card")["rows"]
+    return next(row["factor"] for row in rows if row["name"] == program and row["configuration"].startswith("4 steps"))
+
+
+def links() -> list[float]:
+    return [link["target"]["speedup"] for link in project("network")["links"].values()]
+
+
+def story() -> list[float]:
+    """The last losses of the first, the second and the right loop."""
+    page = (ROOT / "docs" / "stories" / "is-my-loop-right.md").read_text()
+    return [
+        float(re.search(rf"^ +{loop}_loop +([\d.]+)", page, re.MULTILINE)[1]) for loop in ("first", "second", "right")
+    ]
+
+
+def graphs() -> float:
+    """How many times as fast as the hand-written loop recorded micro-steps are, at most."""
+    cases = [
+        {row["name"]: row for row in case["rows"]} for case in project("gpu")["cases"] if case["section"] == "fixed"
+    ]
+    return max(rows["Macrobatch, cuda_graph"]["per_second"] / rows["hand-written"]["per_second"] for rows in cases)
+
+
+def of_terms() -> float:
+    return 100 * (max(row["target"]["found"] for row in project("terms")["rows"]) - 1)
+
+
+def of_pairs() -> list[float]:
+    found = [target["found"] for target in project("contrastive")["sizes"]["targets"]]
+    return [min(found), max(found)]
+
+
+LOSSES = r"ends with ([\d.]+) nats .* mistakes, with ([\d.]+) after the second, and with ([\d.]+) "
+PROSE = {
+    "what others do, GPT-2": ("README.md", r"GPT-2: ([\d.]+) times", lambda: [factor("Trainer, GPT-2")]),
+    "what others do, BERT": ("README.md", r"BERT: ([\d.]+) times", lambda: [factor("Trainer, BERT, masked words")]),
+    "what others do, short": ("README.md", r"two micro-batches \| ([\d.]+) times", lambda: [factor("accumulate()")]),
+    "the story": ("README.md", LOSSES, story),
+    "the story, why": ("docs/why.md", r"with ([\d.]+) and ([\d.]+) nats .* with ([\d.]+) without", story),
+    "seven": ("README.md", r"up to (\d+) times as fast as other loops", lambda: [graphs()]),
+    "a slow link": ("docs/scaling.md", r"this was ([\d.]+) times .* 200 Mbit/s ([\d.]+) times", links),
+    "two terms": ("docs/losses.md", r"at most ([\d.]+) % of a window", lambda: [of_terms()]),
+    "a loss of all pairs": ("docs/contrastive.md", r"was ([\d.]+) to ([\d.]+) times as fast as a loop", of_pairs),
+}
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_numbers_in_sentences_are_those_of_the_results(name):
+    page, pattern, results = PROSE[name]
+    said = re.search(pattern, (ROOT / page).read_text().replace("\n", " ")).groups()
+    assert list(said) == [f"{found:.{len(one.partition('.')[2])}f}" for one, found in zip(said, results(), strict=True)]
 
 
 @pytest.fixture
