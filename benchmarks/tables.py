@@ -197,11 +197,11 @@ def _loops(result: dict[str, Any], sections: Sequence[str], what: str) -> str:
     return "\n\n".join([table, *notes.lines(), *failed, said, *_reached(own)])
 
 
-def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str], notes: "Notes | None" = None) -> str:
+def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str], notes: "Notes") -> str:
     """The cell of a row; its failure if it failed or did not run; empty if there is no such row."""
     if row is None:
         return ""
-    mark = "" if notes is None else notes.mark(row)
+    mark = notes.mark(row)
     if row["per_second"] is None or row["error"]:
         return ("failed" if row["error"] else "not run") + mark
     return cell(row) + (", gradient wrong" if row["agrees"] is False else "") + mark
@@ -235,12 +235,10 @@ def _targets_in(found: Any, said: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def _reached(targets: Sequence[dict[str, Any]]) -> list[str]:
-    """How many targets were reached. `targets` has the others, in a table for all results."""
-    if not targets:
-        return []
+    """How many targets were reached."""
     reached = sum(target["reached"] for target in targets)
-    missed = "" if reached == len(targets) else f" ([those that were missed]({MISSED}))"
-    return [f"Targets: {reached} of {len(targets)} reached{missed}."]
+    missed = f" ([those that were missed]({MISSED}))" * (reached < len(targets))
+    return [f"Targets: {reached} of {len(targets)} reached{missed}."] if targets else []
 
 
 class Notes:
@@ -300,9 +298,8 @@ def earlier(results: Results) -> str:
             (link, {"found": one["to_best_peer"], "at_most": one["to_best_peer_at_most"], **one}) for link, one in links
         ]
         found = [f"{said}{': ' * bool(said)}{verdict(one)}" for said, one in times or _targets_in(result)]
-        versions = result["versions"]
-        machine = result.get("machine") or result.get("processor") or result["device"]
-        rows.append([f"`{name}.json`: {what}", "; ".join(found), versions["macrobatch"], versions["torch"], machine])
+        of = [result["versions"]["macrobatch"], result["versions"]["torch"], origin(result).partition(",")[0]]
+        rows.append([f"`{name}.json`: {what}", "; ".join(found), *of])
     return markdown(["measured", "targets", "version", "torch", "machine"], rows)
 
 
