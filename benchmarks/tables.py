@@ -213,8 +213,8 @@ def targets(results: Results) -> str:
     for name in WITH_TARGETS:
         for said, target in _targets_in(results(name)):
             if not target["reached"]:
-                called = f"`{name}.json`{': ' if said else ''}{said}"
-                rows.append([called, wanted(target, "g"), found_in(target)])
+                of = re.sub(r"^at_(most|least)", "", _bound_of(target)).replace("_", " ")  # " of fabric"
+                rows.append([f"`{name}.json`{': ' * bool(said)}{said}", wanted(target, "g") + of, found_in(target)])
     return markdown(["missed", "target", "found"], rows)
 
 
