@@ -24,17 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^<!-- figures: (\S+) -->\n.*?^<!-- /figures -->$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"^<!-- (?:figures: \S+|/figures) -->$", re.MULTILINE)
-WITH_TARGETS = (
-    "overhead",
-    "gpu",
-    "gpu_sweep",
-    "trainers",
-    "tuning",
-    "terms",
-    "contrastive",
-    "network",
-    "train",
-)
+WITH_TARGETS = ("overhead", "gpu", "gpu_sweep", "trainers")  # of this version: `earlier` has the others
 MISSED = "benchmarks.md#targets-that-were-missed"  # beside every page with such a table
 Results = Callable[[str], Any]  # the name of a file, without its suffix -> its content
 
@@ -207,11 +197,11 @@ def _loops(result: dict[str, Any], sections: Sequence[str], what: str) -> str:
     return "\n\n".join([table, *notes.lines(), *failed, said, *_reached(own)])
 
 
-def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str], notes: "Notes | None" = None) -> str:
+def _checked(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str], notes: "Notes") -> str:
     """The cell of a row; its failure if it failed or did not run; empty if there is no such row."""
     if row is None:
         return ""
-    mark = "" if notes is None else notes.mark(row)
+    mark = notes.mark(row)
     if row["per_second"] is None or row["error"]:
         return ("failed" if row["error"] else "not run") + mark
     return cell(row) + (", gradient wrong" if row["agrees"] is False else "") + mark
@@ -223,8 +213,8 @@ def targets(results: Results) -> str:
     for name in WITH_TARGETS:
         for said, target in _targets_in(results(name)):
             if not target["reached"]:
-                called = f"`{name}.json`{': ' if said else ''}{said}"
-                rows.append([called, wanted(target, "g"), found_in(target)])
+                of = re.sub(r"^at_(most|least)", "", _bound_of(target)).replace("_", " ")  # " of fabric"
+                rows.append([f"`{name}.json`{': ' * bool(said)}{said}", wanted(target, "g") + of, found_in(target)])
     return markdown(["missed", "target", "found"], rows)
 
 
@@ -245,12 +235,10 @@ def _targets_in(found: Any, said: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def _reached(targets: Sequence[dict[str, Any]]) -> list[str]:
-    """How many targets were reached. `targets` has the others, in a table for all results."""
-    if not targets:
-        return []
+    """How many targets were reached."""
     reached = sum(target["reached"] for target in targets)
-    missed = "" if reached == len(targets) else f" ([those that were missed]({MISSED}))"
-    return [f"Targets: {reached} of {len(targets)} reached{missed}."]
+    missed = f" ([those that were missed]({MISSED}))" * (reached < len(targets))
+    return [f"Targets: {reached} of {len(targets)} reached{missed}."] if targets else []
 
 
 class Notes:
@@ -289,126 +277,30 @@ def trainers(results: Results) -> str:
     return "\n\n".join([markdown(headings, rows), *notes.lines(), origin(result)])
 
 
-def tuning(results: Results) -> str:
-    result, notes = results("tuning"), Notes()
-    rows = [
-        [
-            row["name"] + ("" if row["same_batches"] else " (other batches)") + notes.mark(row),
-            number(row["tokens_per_second"]),
-            number(row["padded_to_real"], ".2f"),
-            str(row["steps"]),
-            number(row["peak_gib"], ".1f"),
-            number(row["last_loss"], ".4f"),
-            number(row["off_by"], ".0e") + (", differs" if row["agrees"] is False else ""),
-        ]
-        for row in result["rows"]
-    ]
-    headings = ["", "tokens/s", "tokens computed / real", "steps", "peak GiB", "last loss", "losses differ by"]
-    said = [f"Target: times {target['of']}, {verdict(target)}." for target in result["targets"]]
-    return "\n\n".join([markdown(headings, rows), *notes.lines(), *said, origin(result)])
+EARLIER = {
+    "contrastive": "a loss of the whole batch: speed with graphs over a cached loss; GiB; time over one big batch",
+    "network": "seconds of a window over those of the fastest peer on a slow link",
+    "terms": "time of a loss with two terms over that of one term, without and with graphs",
+    "train": "`macrobatch train`: speed over the fastest peer on the same batches",
+    "tuning": "fine-tuning on chats: speed of `macrobatch train` over",
+    "variable_length": "real tokens per second, `by_tokens` over fixed micro-batches",
+    "variable_length_cuda": "the same on a GPU",
+}
 
 
-def contrastive(results: Results) -> str:
-    """Pairs per second by case. One big batch may not fit in the second case."""
-    result = results("contrastive")
-    sizes = result["sizes"]
-    ways = list(dict.fromkeys(row["way"] for row in sizes["rows"]))
+def earlier(results: Results) -> str:
+    """What was measured with an earlier version: all its targets."""
     rows = []
-    for target in sizes["targets"]:
-        by_way = {row["way"]: row for row in sizes["rows"] if row["case"] == target["case"]}
-        speeds = [_pairs(by_way[way]) if way in by_way else "" for way in ways]
-        rows.append([target["case"], *speeds, verdict(target)])
-    table = markdown(["pairs per second (reserved GiB)", *ways, "graphs / cached loss"], rows)
-    more = result["pairs"]["targets"]
-    said = "; ".join(f"{target['case']}, {verdict(target)}" for target in more)
-    return f"{table}\n\nFurther targets (memory in GiB; time relative to one big batch): {said}. {origin(result)}"
-
-
-def _pairs(row: dict[str, Any]) -> str:
-    if row["error"]:
-        return str(row["error"]).partition(":")[0]
-    return f"{number(row['pairs_per_second'])} ({number(row['reserved_gib'], '.1f')})"
-
-
-def terms(results: Results) -> str:
-    result = results("terms")
-    rows = [
-        [
-            row["case"],
-            "yes" if row["cuda_graph"] else "no",
-            number(row["one_ms"], ".1f"),
-            number(row["two_ms"], ".1f"),
-            verdict(row["target"], ".3f"),
+    for name, what in EARLIER.items():
+        result = results(name)
+        links = [(link, one["target"]) for link, one in result.get("links", {}).items()]
+        times = [
+            (link, {"found": one["to_best_peer"], "at_most": one["to_best_peer_at_most"], **one}) for link, one in links
         ]
-        for row in result["rows"]
-    ]
-    headings = ["milliseconds per window", "`cuda_graph`", "one term", "two terms", "two / one, measured in turns"]
-    return f"{markdown(headings, rows)}\n\n{origin(result)}"
-
-
-def network(results: Results) -> str:
-    labels = {
-        "sync every backward": "DDP, synchronised at every backward",
-        "Accelerate": "Accelerate, `accumulate`",
-        "Lightning Fabric": "Lightning Fabric, `no_backward_sync`",
-        "no_sync by hand": "DDP, `no_sync` by hand",
-    }
-    result = results("network")
-    links = result["links"]
-    rows = []
-    for place, row in enumerate(next(iter(links.values()))["rows"]):
-        cells = [labels.get(row["name"], row["name"])]
-        for link in links.values():
-            cells += [
-                number(link["rows"][place]["seconds"], ".2f"),
-                number(link["rows"][place]["speedup"], ".1f") + "x",
-            ]
-        rows.append([*cells, f"{row['megabytes_sent']:.0f} MB"])
-    names = [re.sub(r"(\d+)([gm])bit", lambda rate: f"{rate[1]} {rate[2].upper()}bit/s", name) for name in links]
-    headings = [f"seconds per window, {result['settings']['micro_batches']} micro-batches"]
-    headings += [cell for name in names for cell in (name, "")]
-    said = []
-    for name, link in zip(names, links.values(), strict=True):
-        target = link["target"]
-        outcome = "reached" if target["reached"] else "missed"
-        bounds = (
-            f"at most {target['to_best_peer_at_most']:.2f} of the time of the best peer ({target['to_best_peer']:.2f})"
-        )
-        if "speedup_at_least" in target:
-            bounds += f", at least {target['speedup_at_least']:.0f}x ({target['speedup']:.1f}x)"
-        said.append(f"{name}, {bounds}: {outcome}")
-    return f"{markdown([*headings, 'sent by a rank'], rows)}\n\nTargets: {'; '.join(said)}. {origin(result)}"
-
-
-def variable_length(results: Results) -> str:
-    result = results("variable_length")
-    fixed, budget = result["settings"]["micro_batch"], result["budget"]
-    labels = {
-        "by_count": f"`by_count({fixed})`",
-        "by_tokens": f"`by_tokens({budget})`, the same largest size",
-        "Accelerate": f"Accelerate, the micro-batches of `by_count({fixed})`",
-    }
-    rows = [
-        [
-            labels.get(row["name"], row["name"]),
-            number(row["tokens_per_second"]),
-            number(row["over_fixed"], ".2f"),
-            number(row["micro_batches"], ".1f"),
-            number(row["padded_to_real"], ".2f"),
-            number(row["gradient_error"], ".0e"),
-        ]
-        for row in result["rows"]
-    ]
-    headings = [
-        "",
-        "real tokens/s",
-        "relative to by_count",
-        "micro-batches",
-        "tokens computed / real",
-        "gradient error",
-    ]
-    said = f"Target: `by_tokens` relative to `by_count`, {verdict(result['target'])}. {origin(result)}"
-    return f"{markdown(headings, rows)}\n\n{said}"
+        found = [f"{said}{': ' * bool(said)}{verdict(one)}" for said, one in times or _targets_in(result)]
+        of = [result["versions"]["macrobatch"], result["versions"]["torch"], origin(result).partition(",")[0]]
+        rows.append([f"`{name}.json`: {what}", "; ".join(found), *of])
+    return markdown(["measured", "targets", "version", "torch", "machine"], rows)
 
 
 def models(results: Results) -> str:
@@ -444,11 +336,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
         targets,
         trainers,
         shapes,
-        tuning,
-        contrastive,
-        terms,
-        network,
-        variable_length,
+        earlier,
         models,
         report_card,
     )

@@ -12,19 +12,14 @@ START, END = "<!-- causes: made by tests/harness/causes.py -->\n", "<!-- end of 
 
 def table() -> str:
     """Both tables: the causes of a wrong gradient, and the reasons why it cannot be told."""
-    wrong, unknown = (
-        "".join(
-            f"| `{name}` | {kind.happened} | {kind.cure} |\n"
-            for name, kind in CAUSES.items()
-            if (name in UNKNOWN) == is_unknown
-        )
-        for is_unknown in (False, True)
+    wrong = "".join(f"| `{name}` | {kind.happened} |\n" for name, kind in CAUSES.items() if name not in UNKNOWN)
+    unknown = "".join(
+        f"| `{name}` | {CAUSES[name].happened} | {CAUSES[name].cure} |\n" for name in CAUSES if name in UNKNOWN
     )
-    head = "|---|---|---|\n"
     return (
-        f"| cause | what happened | cure |\n{head}{wrong}\n"
+        f"| cause | what happened |\n|---|---|\n{wrong}\n"
         'The verdict is "unknown" if these are the only causes:\n\n'
-        f"| why it is unknown | what happened | what to do |\n{head}{unknown}"
+        f"| why it is unknown | what happened | what to do |\n|---|---|---|\n{unknown}"
     )
 
 

@@ -29,9 +29,8 @@ def loss_fn(batch):
 HEAD = """\
 # Checks
 
-Macrobatch notices mistakes that would silently give a wrong gradient. Each check is one class in
-`src/macrobatch/_checks`, and this page is made from these classes. A check never changes a gradient: what the gradient
-needs is in the kernel.
+Macrobatch notices mistakes that would silently give a wrong gradient. This page is made from the classes in
+`src/macrobatch/_checks`, which also say what each check costs. A check never changes a gradient.
 
 `MACROBATCH_CHECKS=off` turns them off, to measure what they cost. It is read when an `Accumulator` or a `MacroStep` is
 made. Results and communication stay the same, and so do `nonfinite=` and the comparison of items
@@ -55,7 +54,7 @@ def page() -> str:
     for check in CATALOGUE:
         ranks = "" if check.num_ranks == 1 else f" It takes {check.num_ranks} ranks."
         parts.append(
-            f"## {check.name[0].upper()}{check.name[1:]}\n\n{check.sentence}{ranks} Cost: {check.cost}.\n\n"
+            f"## {check.name[0].upper()}{check.name[1:]}\n\n{check.sentence}{ranks}\n\n"
             f"{block(source_of(check))}\nIt says: *... {check.shows} ...*\n"
         )
     return "\n".join(parts)

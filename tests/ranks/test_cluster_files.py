@@ -1,4 +1,4 @@
-"""The files in docs/scaling.md, as they are there: two real torchruns on this machine stand for two hosts.
+"""The files in examples/cluster, as they are there: two real torchruns on this machine stand for two hosts.
 
 Only names change: `/shared` is a folder of the test, and the settings are those of a small run. `srun` and `scontrol`
 are stand-ins, as there is no Slurm here.
@@ -25,24 +25,16 @@ from harness.killing import checkpoints, environment, free_port, lines, taken
 from harness.processes import end_family, started
 from macrobatch.cli import main
 from macrobatch.train.folder import description
-from tests.unit.test_docs import blocks_of
 
-BLOCKS = blocks_of((ROOT / "docs" / "scaling.md").read_text())
+CLUSTER = ROOT / "examples" / "cluster"
 STEPS = 60
 SECONDS = 120  # for what is waited for: most of it is importing
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def the_block(language: str, having: str = "") -> str:
-    """The text of the only block of that language with these words in it."""
-    (found,) = [block.text for block in BLOCKS if block.language == language and having in block.text]
-    return found
-
-
-SETTINGS = the_block("toml")
-TRAIN, LAUNCH = the_block("bash", "macrobatch train"), the_block("bash", "exec torchrun")
-HOSTS, SBATCH, MANIFEST = the_block("bash", "ssh"), the_block("bash", "#SBATCH"), the_block("yaml")
+FILES = ("settings.toml", "train.sh", "launch.sh", "hosts.sh", "first.sbatch", "first.yaml")
+SETTINGS, TRAIN, LAUNCH, HOSTS, SBATCH, MANIFEST = ((CLUSTER / name).read_text() for name in FILES)
 
 
 # --------------------------------------------------------------------------------------------------- what can be read

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,62 @@ def tables(*words: object) -> subprocess.CompletedProcess:
 def test_every_page_agrees_with_its_results():
     done = tables()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "`make tables` rewrites the pages"
+
+
+def factor(program: str) -> float:
+    """What the report card says of a program with windows of four."""
+    rows = project("report_card")["rows"]
+    return next(row["factor"] for row in rows if row["name"] == program and row["configuration"].startswith("4 steps"))
+
+
+def links() -> list[float]:
+    return [link["target"]["speedup"] for link in project("network")["links"].values()]
+
+
+def story() -> list[float]:
+    """The last losses of the first, the second and the right loop."""
+    page = (ROOT / "docs" / "stories" / "is-my-loop-right.md").read_text()
+    return [
+        float(re.search(rf"^ +{loop}_loop +([\d.]+)", page, re.MULTILINE)[1]) for loop in ("first", "second", "right")
+    ]
+
+
+def graphs() -> float:
+    """How many times as fast as the hand-written loop recorded micro-steps are, at most."""
+    cases = [
+        {row["name"]: row for row in case["rows"]} for case in project("gpu")["cases"] if case["section"] == "fixed"
+    ]
+    return max(rows["Macrobatch, cuda_graph"]["per_second"] / rows["hand-written"]["per_second"] for rows in cases)
+
+
+def of_terms() -> float:
+    return 100 * (max(row["target"]["found"] for row in project("terms")["rows"]) - 1)
+
+
+def of_pairs() -> list[float]:
+    found = [target["found"] for target in project("contrastive")["sizes"]["targets"]]
+    return [min(found), max(found)]
+
+
+LOSSES = r"ends with ([\d.]+) nats .* mistakes, with ([\d.]+) after the second, and with ([\d.]+) "
+PROSE = {
+    "what others do, GPT-2": ("README.md", r"GPT-2: ([\d.]+) times", lambda: [factor("Trainer, GPT-2")]),
+    "what others do, BERT": ("README.md", r"BERT: ([\d.]+) times", lambda: [factor("Trainer, BERT, masked words")]),
+    "what others do, short": ("README.md", r"two micro-batches \| ([\d.]+) times", lambda: [factor("accumulate()")]),
+    "the story": ("README.md", LOSSES, story),
+    "the story, why": ("docs/why.md", r"with ([\d.]+) and ([\d.]+) nats .* with ([\d.]+) without", story),
+    "seven": ("README.md", r"up to (\d+) times as fast as other loops", lambda: [graphs()]),
+    "a slow link": ("docs/scaling.md", r"this was ([\d.]+) times .* 200 Mbit/s ([\d.]+) times", links),
+    "two terms": ("docs/losses.md", r"at most ([\d.]+) % of a window", lambda: [of_terms()]),
+    "a loss of all pairs": ("docs/contrastive.md", r"was ([\d.]+) to ([\d.]+) times as fast as a loop", of_pairs),
+}
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_numbers_in_sentences_are_those_of_the_results(name):
+    page, pattern, results = PROSE[name]
+    said = re.search(pattern, (ROOT / page).read_text().replace("\n", " ")).groups()
+    assert list(said) == [f"{found:.{len(one.partition('.')[2])}f}" for one, found in zip(said, results(), strict=True)]
 
 
 @pytest.fixture
@@ -59,7 +116,7 @@ def test_a_figure_that_changed_is_seen(tree):
     [
         (PAGE.format("speeds"), "there is no table 'speeds': there are overhead, "),
         (PAGE.replace("<!-- /figures -->", "").format("overhead"), "needs a <!-- /figures -->"),
-        (PAGE.format("network"), "network.json: run `macrobatch bench network`"),
+        (PAGE.format("earlier"), "network.json: run `macrobatch bench network`"),
     ],
 )
 def test_a_table_that_cannot_be_made(tree, page, said):
@@ -149,20 +206,19 @@ def test_missed_targets_are_said(imported):
     assert tables.targets(results_of(result)).count(name) == len(tables.WITH_TARGETS)
 
 
-def test_the_table_of_tuning_is_what_its_benchmark_reports(imported):
+def test_what_an_earlier_version_gave_says_all_its_targets(imported):
     tuning = imported("tuning")
     ours = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.5], tokens=[300] * 4, padded=[330] * 4, peak_bytes=2**31)
     peer = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.9], tokens=[250] * 4, padded=[500] * 4)
     grouped = tuning.Measured(seconds=[1.0] * 4, losses=[3.0, 2.4], tokens=[400] * 4, padded=[420] * 4)
     found = {"macrobatch": ours, "Trainer": peer, "Trainer, grouped": grouped}
-    table = imported("tables").tuning(results_of(tuning.report(found, tuning.TINY))).splitlines()
-    assert table[2:5] == [
-        "| macrobatch | 300 | 1.10 | 4 | 2.0 | 2.5000 | 0 |",
-        "| Trainer | 250 | 2.00 | 4 | 0.0 | 2.9000 | 2e-01, differs |",
-        "| Trainer, grouped (other batches) | 400 | 1.05 | 4 | 0.0 | 2.4000 | |",
-    ]
-    assert "Target: times the fastest peer on the same batches, at least 1.50: missed (1.20)." in table
-    assert "Target: times the fastest peer of all, at least 1.00: missed (0.75)." in table
+    report = tuning.report(found, tuning.TINY)
+    table = imported("tables").earlier(lambda name: report if name == "tuning" else project(name)).splitlines()
+    (row,) = [line for line in table if "`tuning.json`" in line]
+    assert "the fastest peer on the same batches: at least 1.50: missed (1.20); " in row
+    assert f"the fastest peer of all: at least 1.00: missed (0.75) | {report['versions']['macrobatch']} | " in row
+    (row,) = [line for line in table if "`network.json`" in line]
+    assert "1gbit: at most 1.03: reached (0.99); 200mbit: at most 1.03: reached (1.00) |" in row
 
 
 def test_trainers_show_times_targets_and_what_failed(imported):
