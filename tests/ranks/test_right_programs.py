@@ -116,6 +116,49 @@ def test_sparse_gradients_under_ddp(ran):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
 
 
+# --------------------------------------------------------------------- two models in one graph, both in open windows
+
+
+def through_a_frozen_one(syncs: bool) -> Outcome:
+    """A critic with an open window, through which a forger is trained. `syncs`: the frozen critic still exchanges."""
+    critic, forger = linear(), nn.Linear(3, 3).double()
+    fully_shard(critic), fully_shard(forger)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (critic, forger)]
+    seen: list[Tensor] = []
+    optimizers[0].register_step_pre_hook(lambda *_: seen.append(whole(next(critic.parameters()).grad)))
+    acc = Accumulator(critic, optimizers[0], steps=2)
+    other = Accumulator(forger, optimizers[1], steps=2)
+    for x in acc.batches(own(data())):
+        acc.backward(critic(x).square().mean())
+        critic.requires_grad_(False)
+        critic.set_requires_gradient_sync(syncs)
+        with other.micro_batch(last=acc.is_last):
+            other.backward(critic(forger(x)).square().mean())
+        critic.set_requires_gradient_sync(True)
+        critic.requires_grad_(True)
+        acc.step()
+        other.step()
+    return {"weight": seen[0]}
+
+
+@scenario
+def frozen() -> Outcome:
+    return through_a_frozen_one(syncs=False)
+
+
+@scenario
+def frozen_but_exchanging() -> Outcome:
+    return through_a_frozen_one(syncs=True)
+
+
+def test_a_model_is_trained_through_a_frozen_one_under_fully_shard(ran):
+    model = linear()
+    model(torch.cat(data())).square().mean().backward()
+    for outcome in all_well(ran["frozen"]):
+        assert largest(outcome["weight"], model.weight.grad) <= 1e-12
+    all_refused(ran["frozen_but_exchanging"], "set_requires_gradient_sync(False)")
+
+
 # ------------------------------------------------------------------------------- a criterion that counts over ranks
 
 
