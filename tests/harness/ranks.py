@@ -613,13 +613,13 @@ def all_well(outcomes: list[Outcome]) -> list[Outcome]:
     return outcomes
 
 
-def flags_are_kept(ran: dict[str, list[Outcome]], mode: str = "") -> None:
+def flags_are_kept(outcomes: dict[str, list[Outcome]], mode: str = "") -> None:
     """In no scenario of a mode did a rank leave flags on its model, neither after a backward nor in the end."""
     kept = {
         (name, rank): outcome["flags kept"]
-        for name in ran
+        for name in outcomes
         if mode in name
-        for rank, outcome in enumerate(ran[name])
+        for rank, outcome in enumerate(outcomes[name])
         if "loss" in outcome
     }
     assert kept

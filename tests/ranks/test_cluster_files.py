@@ -22,10 +22,10 @@ import yaml
 from harness import ROOT
 from harness.commands import arguments, farthest, json_lines, losses, sentences
 from harness.killing import checkpoints, environment, free_port, lines, taken
+from harness.pages import blocks_of
 from harness.processes import end_family, started
 from macrobatch.cli import main
 from macrobatch.train.folder import description
-from tests.unit.test_docs import blocks_of
 
 BLOCKS = blocks_of((ROOT / "docs" / "scaling.md").read_text())
 STEPS = 60

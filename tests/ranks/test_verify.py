@@ -13,16 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.loops import Loop, by_items, loss_fn, next_token_fn, pieces, two_counts, two_terms
-from harness.ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
+from harness.ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, same_on_all
 from harness.reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
 from macrobatch import Accumulator, MacroStep, verify
 
+FORKS = False  # each rank has its own order of a set of strings, as elsewhere
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("verify"), forks=False)
 
 
 def own_share(samples: int = 12) -> Batch:
@@ -271,16 +267,16 @@ SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_step_is_found_right(ran, name):
-    outcomes = all_well(ran[name])
+def test_a_right_step_is_found_right(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     assert all(outcome["ok"] for outcome in outcomes), outcomes[0]["text"]
     assert all(outcome["kept"] for outcome in outcomes)
     same_on_all(outcomes, "error")
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one_is_found_and_named(ran, name):
-    outcomes = all_well(ran[name])
+def test_a_wrong_one_is_found_and_named(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     assert not any(outcome["ok"] for outcome in outcomes)
     assert all(outcome["causes"][0] == WRONG[name][1] for outcome in outcomes), outcomes[0]["text"]
     assert all(outcome["kept"] for outcome in outcomes)

@@ -9,35 +9,17 @@ tests/unit/test_site.py checks what can be read without running it: links, navig
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 
 from harness import ROOT
+from harness.pages import Block, blocks_of
 
 STORIES = ROOT / "docs" / "stories"  # have a test of their own
 WRITTEN = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 PAGES = [path for path in WRITTEN if "```python" in path.read_text() and path.parent != STORIES]
-
-
-@dataclass(frozen=True)
-class Block:
-    language: str
-    line: int  # of the page: where the text begins
-    text: str
-
-    @property
-    def end(self) -> int:
-        """The line of the closing fence."""
-        return self.line + self.text.count("\n")
-
-
-def blocks_of(page: str) -> list[Block]:
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [Block(one[1], page[: one.start(2)].count("\n") + 1, one[2]) for one in found]
 
 
 # -------------------------------------------------------------------------------------------------- what pages print
