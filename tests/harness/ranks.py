@@ -203,6 +203,7 @@ def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # connections are closed when nothing holds the group any more
+    gc.freeze()  # what a scenario has imported stays, too
 
 
 def meet(directory: Path, tag: str, seconds: float) -> None:
