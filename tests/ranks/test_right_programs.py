@@ -17,7 +17,7 @@ SIZES = (4, 2, 3, 5)
 WORDS = [torch.tensor(words) for words in ([1, 2], [2, 3, 4], [7], [1, 1, 9])]
 
 
-def data() -> list[Tensor]:
+def micro_batches() -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     return [torch.randn(n, 3, generator=draw, dtype=torch.float64) for n in SIZES]
 
@@ -56,7 +56,7 @@ def with_temperature(wrapper: Callable[[nn.Module], nn.Module], several: bool = 
         lambda *_: seen.extend([whole(next(model.parameters()).grad).clone(), scale.grad.clone()])
     )
     acc = Accumulator(models, optimizer, steps=2)
-    for x in acc.batches(own(data())):
+    for x in acc.batches(own(micro_batches())):
         acc.backward((scale * model(x)).square().mean())
         acc.step()
     return {"weight": seen[0], "scale": seen[1]}
@@ -80,7 +80,7 @@ def temperature_several() -> Outcome:
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "several"])
 def test_a_bare_tensor_is_summed_over_ranks(on_two_ranks, how):
     model, scale = linear(), torch.ones((), dtype=torch.float64, requires_grad=True)
-    (scale * model(torch.cat(data()))).square().mean().backward()
+    (scale * model(torch.cat(micro_batches()))).square().mean().backward()
     for outcome in all_well(on_two_ranks[f"temperature_{how}"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
         assert largest(outcome["scale"], scale.grad) <= 1e-12
@@ -125,7 +125,7 @@ def boxes(added: int = 0) -> Outcome:
     seen: list[Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.clone()))
     acc = Accumulator(model, optimizer, steps=2, counts=lambda batch: {"box": batch[1].sum() + added})
-    for x, mask in acc.batches(own(list(zip(data(), masks(), strict=True)))):
+    for x, mask in acc.batches(own(list(zip(micro_batches(), masks(), strict=True)))):
         number = mask.sum().double()
         dist.all_reduce(number)
         number = (number / dist.get_world_size()).clamp(min=1)
@@ -147,7 +147,7 @@ def wrong_total() -> Outcome:
 
 def test_counts_are_compared_over_all_ranks_together(on_two_ranks):
     model = linear()
-    x, mask = torch.cat(data()), torch.cat(masks())
+    x, mask = torch.cat(micro_batches()), torch.cat(masks())
     ((model(x).abs().sum(-1) * mask).sum() / mask.sum()).backward()
     for outcome in all_well(on_two_ranks["mean_over_ranks"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
@@ -161,7 +161,7 @@ def test_counts_are_compared_over_all_ranks_together(on_two_ranks):
 def by_hand() -> Outcome:
     model = linear()
     train = MacroStep(model, None, lambda model, x: model(x).square().mean(), micro=2)
-    train(data()[dist.get_rank()])  # four samples on one rank, two on the other
+    train(micro_batches()[dist.get_rank()])  # four samples on one rank, two on the other
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
@@ -177,7 +177,7 @@ def stepping_unwrapped() -> Outcome:
 
 def test_programs_that_exchange_gradients_themselves(on_two_ranks):
     model = linear()
-    model(torch.cat(data()[:2])).square().mean().backward()
+    model(torch.cat(micro_batches()[:2])).square().mean().backward()
     for outcome in all_well(on_two_ranks["by_hand"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
     all_refused(on_two_ranks["stepping_unwrapped"], "is not wrapped", "MacroStep(model, None, loss_fn)")
@@ -200,7 +200,7 @@ def following(wrapper: Callable[[nn.Module], nn.Module], when: str) -> Outcome:
     model = wrapper(bare)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     acc = Accumulator(model, optimizer, steps=2)
-    for x in acc.batches(own(data())):
+    for x in acc.batches(own(micro_batches())):
         acc.backward(model(x), items=len(x))
         if when == "inside":
             bare.slow.weight.data.mul_(0.9)

@@ -78,7 +78,7 @@ def along(whole: Any, *names: str) -> Any:
     return whole[tuple(name for name in whole.mesh_dim_names if name.partition("-")[0] in names)]
 
 
-def data() -> Any:
+def data_ranks() -> Any:
     """The ranks that have data of their own."""
     return along(mesh(dist.get_world_size() // TENSOR, TENSOR), "data")
 
@@ -149,7 +149,7 @@ def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[st
 
 
 def exact(plan: Plan, wrap: Wrap, **options: Any) -> Outcome:
-    return plan.run(wrap, rank=dist.get_rank() // TENSOR, process_group=data(), **options)
+    return plan.run(wrap, rank=dist.get_rank() // TENSOR, process_group=data_ranks(), **options)
 
 
 def check(plan: Plan, outcomes: list[Outcome]) -> None:
@@ -213,7 +213,7 @@ def handed_over(wrap: Wrap, **options: Any) -> Outcome:
         lambda model, batch: (mean_loss(model, batch), batch.items),
         micro=2,
         max_norm=HANDED_OVER.max_norm,
-        process_group=data(),
+        process_group=data_ranks(),
         **options,
     )
     record, own = Record(train, model), HANDED_OVER.share(rank)
@@ -238,7 +238,7 @@ def test_whole_batches(on_ranks, mode):
 def spiked(nonfinite: str, max_norm: float | None, wrap: Wrap, **options: Any) -> Outcome:
     """In the second of three windows the gradient of one bias is infinite, in the last rank's part of it alone."""
     record = Plan(make=Feedforward, steps=2, max_norm=max_norm).start(
-        wrap, nonfinite=nonfinite, process_group=data(), **options
+        wrap, nonfinite=nonfinite, process_group=data_ranks(), **options
     )
     numbers: list[int] = []
 
@@ -286,7 +286,9 @@ def batch_in_parts(reduction: str, as_tensor: bool) -> Outcome:
     """One program on a batch in parts: a loss is the sum, or the mean, of what the ranks hold; so are the items."""
     tensor = along(mesh(1, TENSOR), "tensor")
     model = distribute_module(made(partial(nn.Linear, 3, 2)), tensor)
-    acc = Accumulator(model, optimizer_for(model), steps=2, reduction=reduction, max_norm=0.5, process_group=data())
+    acc = Accumulator(
+        model, optimizer_for(model), steps=2, reduction=reduction, max_norm=0.5, process_group=data_ranks()
+    )
     x, y = torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64)
     losses = []
     for part in acc.batches([slice(0, 4), slice(4, 10)]):
@@ -394,7 +396,7 @@ def given(name: str) -> Any:
 
 def chosen_by_memory() -> Outcome:
     model = alone(split, made(Feedforward))
-    MacroStep(model, optimizer_for(model), mean_loss, process_group=data())
+    MacroStep(model, optimizer_for(model), mean_loss, process_group=data_ranks())
     return {}
 
 

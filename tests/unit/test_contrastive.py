@@ -27,9 +27,6 @@ from macrobatch import contrastive_loss
 from macrobatch.contrastive import EPSILON, Block, LogSumExp, Rows, add_gradients, log_sum_exps
 from macrobatch.errors import BatchError, UsageError
 
-# ---------------------------------------------------------------------------------------------------- the obvious
-
-
 # ---------------------------------------------------------------------------------------------------- exact
 
 
