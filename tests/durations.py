@@ -24,6 +24,7 @@ START, END = "<!-- slowest: made by tests/durations.py -->\n", "<!-- /slowest --
 REASONS = {  # why files take as long as they do; the ten slowest are in the table
     "tests/contract/test_torch.py": "compiles, and starts ranks, for what it reads of torch's private names",
     "tests/ranks/test_accelerate_programs.py": "runs programs of Accelerate on one process and on two",
+    "tests/ranks/test_checkpoint.py": "saves on two ranks and on four, and loads on one, two and four: four torchruns",
     "tests/ranks/test_cluster_files.py": "starts several torchruns as two hosts, and kills and drains them",
     "tests/ranks/test_ddp.py": "two ranks that share no start-up",
     "tests/ranks/test_fsdp.py": "more than 133 scenarios on ranks, in eight ways to shard",
@@ -35,8 +36,12 @@ REASONS = {  # why files take as long as they do; the ten slowest are in the tab
     "tests/ranks/test_terms.py": "losses of several terms on two ranks and on four",
     "tests/ranks/test_train.py": "trains on two ranks and on four, in each precision and each cut",
     "tests/ranks/test_train_hooks.py": "trains with callbacks on two ranks, replicated and sharded",
+    "tests/ranks/test_transformers.py": "trains five models on two ranks, each of which imports transformers",
+    "tests/ranks/test_trl.py": "trains on two ranks, each of which imports TRL",
     "tests/ranks/test_tune.py": "tunes adapters on two ranks with each optimizer, and resumes",
     "tests/ranks/test_uneven.py": "loaders of different lengths in eight ways to shard",
+    "tests/ranks/test_verify.py": "verifies right and wrong programs on two ranks that share no start-up",
+    "tests/train/test_hostile.py": "reads files of strangers; what might not end, in processes of its own",
     "tests/train/test_killed.py": "starts the trainer again and again, and kills it",
     "tests/train/test_lora.py": "trains and resumes adapters, and compares each export with peft",
     "tests/train/test_memory.py": "trains on a corpus that is larger than the memory of the run, killed and resumed",
@@ -49,6 +54,7 @@ REASONS = {  # why files take as long as they do; the ten slowest are in the tab
     "tests/unit/test_faults.py": "raises an exception at every line of the kernel, one run for each",
     "tests/unit/test_lightning_verify.py": "fits with Lightning's Trainer inside `verify`, several times a test",
     "tests/unit/test_stories.py": "runs the three stories in processes of their own",
+    "tests/unit/test_verify_import.py": "imports and verifies in nine processes, one for each form of import",
     "tests/unit/test_verify_mistakes.py": "verifies every planted mistake",
     "tests/unit/test_wheel.py": "builds the wheel, and installs it in an empty environment",
 }

@@ -47,7 +47,7 @@ class Preloaded:
         """What `subprocess.run` says of Python with these words: "-c" and code, "-m" and a module, or a file."""
         with tempfile.TemporaryDirectory() as folder:
             screens = [f"{folder}/stdout", f"{folder}/stderr"]
-            question = {"words": [*map(str, words)], "screens": screens, "cwd": str(cwd or Path.cwd())}
+            question: dict[str, Any] = {"words": [*map(str, words)], "screens": screens, "cwd": str(cwd or Path.cwd())}
             question |= {"env": dict(os.environ if env is None else env), "seconds": timeout}
             assert self._server.stdin is not None
             assert self._server.stdout is not None
@@ -56,7 +56,7 @@ class Preloaded:
             status = json.loads(self._server.stdout.readline())
             stdout, stderr = (Path(screen).read_text() for screen in screens)
         assert status is not None, f"still running after {timeout} s:\n{stdout}{stderr}"
-        return Done(words, status, stdout, stderr)
+        return Done([*map(str, words)], status, stdout, stderr)
 
 
 def serve() -> dict[str, Any] | None:
