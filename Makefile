@@ -11,18 +11,22 @@ BUILD ?= $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname)
 VENV := $(if $(TORCH),.venvs/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
 
-.PHONY: train test accelerate quick check format docs docs-serve venv bench stories chaos fuzz clean
+.PHONY: train test durations accelerate quick check format docs docs-serve venv bench stories chaos fuzz clean
 
 # Threads that wait for each other sleep soon: on a busy machine, waiting in a loop made it 17 times as slow.
 train: venv  ## a small language model, in two minutes, on the Python standard library
 	GOMP_SPINCOUNT=10000 $(BIN)/macrobatch train
 
+IN_PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: venv  ## every test, doctests and the README's own code included; TORCH=2.15.0 keeps the counts in results/torch.json
 ifdef TORCH
 	$(BIN)/python tests/versions.py $(FOLDERS)
 else
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 endif
+
+durations: venv  ## every test, and tests/durations.json anew: the order of files, and what `make quick` leaves out
+	$(BIN)/python -m pytest --write-durations $(IN_PARALLEL)
 
 # Pure Python, so each version of Accelerate goes into a folder before the one that is installed.
 ACCELERATE ?= 1.10.0 1.11.0 1.12.0 1.13.0 1.14.0 1.15.0
@@ -32,8 +36,8 @@ accelerate: $(ACCELERATE:%=.venvs/accelerate-%/.complete)  ## the tests of macro
 	  PYTHONPATH=.venvs/accelerate-$$version $(BIN)/python tests/versions.py --library accelerate $(ON_ACCELERATE) || exit 1; \
 	done
 
-quick: venv  ## the tests to run while editing: under a minute
-	$(BIN)/python -m pytest tests --quick --numprocesses 2 --dist loadfile --no-loadscope-reorder
+quick: venv  ## the tests to run while editing: under 45 seconds
+	$(BIN)/python -m pytest tests --quick $(IN_PARALLEL)
 
 check: venv  ## lint, format and strict types
 	$(BIN)/ruff check .
@@ -83,7 +87,7 @@ wheel: venv  ## the wheel and the source archive in dist/, after the tests of wh
 COVERED = tests/unit tests/contract tests/gpu tests/ranks src
 coverage: venv  ## branches of src/macrobatch that the tests in COVERED reach; fails below `fail_under` of pyproject.toml
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest $(COVERED) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m coverage run -m pytest $(COVERED) $(IN_PARALLEL)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

@@ -5,10 +5,7 @@ import gc
 import pytest
 import torch
 
-from harness.gpu import no_host_reads
-from macrobatch import contrastive_loss
-from macrobatch.errors import BatchError, UsageError
-from tests.unit.test_contrastive import (
+from harness.contrastive import (
     EXACT,
     error,
     number,
@@ -17,6 +14,9 @@ from tests.unit.test_contrastive import (
     similar_rows,
     with_gradients,
 )
+from harness.gpu import no_host_reads
+from macrobatch import contrastive_loss
+from macrobatch.errors import BatchError, UsageError
 
 pytestmark = pytest.mark.gpu
 PAIRS, DIMENSION = 16_384, 256

@@ -167,12 +167,12 @@ for _micro in (4, 1, "auto"):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def on_gpus(tmp_path_factory):
     return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("recorded"), has_gpus=True)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_two_ranks_that_record_different_shapes(ran, name):
-    outcomes = all_well(ran[name])
+def test_two_ranks_that_record_different_shapes(on_gpus, name):
+    outcomes = all_well(on_gpus[name])
     assert all(outcome["recorded"] > 0 for outcome in outcomes)
     assert all(outcome["apart"] < 1e-12 for outcome in outcomes)

@@ -18,7 +18,7 @@ from macrobatch.transformers import exact
 pytestmark = pytest.mark.gpu
 
 
-def run(kind, trainer_class, data, **more):
+def train_with(kind, trainer_class, data, **more):
     made = trainer_class(
         model=make(kind),
         args=arguments(use_cpu=False, remove_unused_columns=False, **more),
@@ -35,7 +35,7 @@ def test_recorded_micro_steps(kind, micro):
     expected, losses = one_big_batch(kind, data, 8)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="cuda_graph")
-        made, ours = run(kind, exact(Trainer, micro=micro, cuda_graph=True), data)
+        made, ours = train_with(kind, exact(Trainer, micro=micro, cuda_graph=True), data)
     weights = {name: weight.cpu() for name, weight in made.model.state_dict().items()}
     assert ours == pytest.approx(losses, abs=1e-5)
     assert apart(weights, expected) <= (1e-12 if kind == "bert" else 1e-6)

@@ -3,6 +3,7 @@
 ``forking.py MODULES ...`` with everything else as for torchrun; but the program is a path.
 """
 
+import gc
 import importlib
 import sys
 
@@ -11,4 +12,5 @@ from torch.distributed import run
 if __name__ == "__main__":
     for module in sys.argv[1].split(","):
         importlib.import_module(module)
+    gc.freeze()  # before the forks, which then share it
     run.main(["--start-method=fork", "--run-path", *sys.argv[2:]])

@@ -5,6 +5,7 @@ of the command, which is then a process like any other: it has its own arguments
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -123,6 +124,7 @@ def serve() -> None:
     for module in commands.IMPORTED:
         importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.freeze()  # before the forks, which then share it
 
     for line in sys.stdin:
         question = json.loads(line)

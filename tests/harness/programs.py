@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,13 @@ def fresh() -> Iterator[None]:
             yield
     finally:
         start_anew()
+
+
+def run_on_cpu(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """As the only program of this process."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    with fresh():
+        return function()
 
 
 def plugin(library: Library, exact: bool = True, **options: Any) -> Any:

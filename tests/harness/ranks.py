@@ -203,6 +203,7 @@ def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # connections are closed when nothing holds the group any more
+    gc.freeze()  # what a scenario has imported stays, too
 
 
 def meet(directory: Path, tag: str, seconds: float) -> None:
@@ -613,13 +614,13 @@ def all_well(outcomes: list[Outcome]) -> list[Outcome]:
     return outcomes
 
 
-def flags_are_kept(ran: dict[str, list[Outcome]], mode: str = "") -> None:
+def flags_are_kept(outcomes: dict[str, list[Outcome]], mode: str = "") -> None:
     """In no scenario of a mode did a rank leave flags on its model, neither after a backward nor in the end."""
     kept = {
         (name, rank): outcome["flags kept"]
-        for name in ran
+        for name in outcomes
         if mode in name
-        for rank, outcome in enumerate(ran[name])
+        for rank, outcome in enumerate(outcomes[name])
         if "loss" in outcome
     }
     assert kept

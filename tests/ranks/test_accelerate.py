@@ -27,7 +27,6 @@ from harness.ranks import (
     full_weights,
     made,
     optimizer_for,
-    run,
     same_on_all,
     share,
 )
@@ -49,11 +48,6 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
 
     SCENARIOS[function.__name__] = alone
     return function
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("accelerate"))
 
 
 # ----------------------------------------------------------------------------------------- every way to share out data
@@ -99,8 +93,8 @@ SCENARIOS |= {
 
 
 @pytest.mark.parametrize("name", PARITY)
-def test_every_step_is_that_of_accelerate(ran, name):
-    for outcome in all_well(ran[name]):
+def test_every_step_is_that_of_accelerate(on_two_ranks, name):
+    for outcome in all_well(on_two_ranks[name]):
         own, other = outcome["ours"], outcome["theirs"]
         assert own["closed"] == other["closed"]
         assert own["samples"] == other["samples"]
@@ -114,10 +108,10 @@ def test_every_step_is_that_of_accelerate(ran, name):
 
 @pytest.mark.parametrize("kind", ["exact", "counted"])
 @pytest.mark.parametrize("name", WAYS)
-def test_windows_are_those_of_the_big_batch(ran, name, kind):
+def test_windows_are_those_of_the_big_batch(on_two_ranks, name, kind):
     """Three micro-batches, or six, in windows of two: a short one at the end of each epoch, or none."""
     expected = programs.whole_batches(replace(WAYS[name], samples=24), world=2)
-    for outcome in all_well(ran[f"{name}, {kind}"]):
+    for outcome in all_well(on_two_ranks[f"{name}, {kind}"]):
         trace = outcome["ours"]
         found = [weights for weights, closed in zip(trace["weights"], trace["closed"], strict=True) if closed]
         assert len(found) == len(expected)
@@ -126,16 +120,16 @@ def test_windows_are_those_of_the_big_batch(ran, name, kind):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_gradients_are_in_step_when_they_should_be_and_only_then(ran, name):
-    for outcome in all_well(ran[f"{name}, exact"]):
+def test_gradients_are_in_step_when_they_should_be_and_only_then(on_two_ranks, name):
+    for outcome in all_well(on_two_ranks[f"{name}, exact"]):
         trace = outcome["ours"]
         assert trace["in_step"] == [closed or WAYS[name].sync_each_batch for closed in trace["closed"]]
         assert trace["closed"] == ([False, True] * 3 if WAYS[name].split_batches else [False, True, True]) * 2
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_learning_rates_are_those_written_by_hand(ran, name):
-    for outcome in all_well(ran[f"{name}, exact"]):
+def test_learning_rates_are_those_written_by_hand(on_two_ranks, name):
+    for outcome in all_well(on_two_ranks[f"{name}, exact"]):
         rate, expected = 0.1, []
         for closed in outcome["ours"]["closed"]:
             if closed:
@@ -154,8 +148,8 @@ def tokens_counted() -> Outcome:
     }
 
 
-def test_tokens_are_counted_as_in_the_guide(ran):
-    outcomes = all_well(ran["tokens_counted"])
+def test_tokens_are_counted_as_in_the_guide(on_two_ranks):
+    outcomes = all_well(on_two_ranks["tokens_counted"])
     assert [outcome["items"] for outcome in outcomes] == [52, 84]
     for outcome in outcomes:
         assert outcome["total"] == 136
@@ -272,8 +266,8 @@ def whole_steps(make: Callable[[], nn.Module], steps: int) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("name", COUNTED | UNSAID)
-def test_gradients_are_those_of_the_big_batch(ran, name):
-    outcomes = all_well(ran[name])
+def test_gradients_are_those_of_the_big_batch(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     same_on_all(outcomes, "weights")
     make = Experts if "unused" in name else Tower
     steps = 4 if "gathered" in name or name in UNSAID else 2
@@ -287,11 +281,11 @@ def test_gradients_are_those_of_the_big_batch(ran, name):
         torch.testing.assert_close(outcomes[1]["norms"], norms)
 
 
-def test_gradients_travel_once_a_window(ran):
+def test_gradients_travel_once_a_window(on_two_ranks):
     """Three windows of five micro-batches; how many parts a model is sharded into depends on Accelerate's version."""
-    once, each = (ran[name][0]["collectives"]["reduce_scatter_base"] for name in ("fsdp2", "fsdp2, each"))
+    once, each = (on_two_ranks[name][0]["collectives"]["reduce_scatter_base"] for name in ("fsdp2", "fsdp2, each"))
     assert (once / 3, each / 5) in [(5, 5), (6, 6)]
-    once, each = (ran[name][0]["collectives"]["allreduce"] for name in ("ddp", "ddp, each"))
+    once, each = (on_two_ranks[name][0]["collectives"]["allreduce"] for name in ("ddp", "ddp, each"))
     assert each - once == 2  # one bucket, and what else travels does so either way
 
 
@@ -337,8 +331,8 @@ for name, function in OVERFLOWS.items():
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_all_ranks_skip_together(ran, name):
-    outcomes = all_well(ran[name])
+def test_all_ranks_skip_together(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     same_on_all(outcomes, "weights", "skipped", "scale")
     for outcome in outcomes:
         assert outcome["skipped"] == [False, True, False]
@@ -400,8 +394,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(ran, name):
-    for outcome in all_well(ran[name]):
+def test_what_is_refused(on_two_ranks, name):
+    for outcome in all_well(on_two_ranks[name]):
         assert "MacrobatchError" in outcome["kinds"], outcome["message"]
         for words in REFUSED[name]:
             assert words in outcome["message"]
@@ -441,8 +435,8 @@ def disjoint_backwards() -> Outcome:
     return {"error": relative_error(found, reference.gradients_of(bare))}
 
 
-def test_two_backwards_over_disjoint_parts_of_one_model(ran):
-    for outcome in all_well(ran["disjoint_backwards"]):
+def test_two_backwards_over_disjoint_parts_of_one_model(on_two_ranks):
+    for outcome in all_well(on_two_ranks["disjoint_backwards"]):
         assert outcome["error"] <= 1e-12
 
 
@@ -469,8 +463,8 @@ def lists_as_theirs() -> Outcome:
     return {"ours": ours, "theirs": listed(THEIRS)}
 
 
-def test_lists_are_bitwise_as_theirs_where_that_is_asked_for(ran):
-    for outcome in all_well(ran["lists_as_theirs"]):
+def test_lists_are_bitwise_as_theirs_where_that_is_asked_for(on_two_ranks):
+    for outcome in all_well(on_two_ranks["lists_as_theirs"]):
         ours, theirs = outcome["ours"], outcome["theirs"]
         assert relative_error(ours["weights"], theirs["weights"]) == 0
         assert ours["collectives"] == theirs["collectives"]
@@ -502,7 +496,7 @@ def saved_by_one() -> Outcome:
     }
 
 
-def test_the_main_process_alone_saves(ran):
-    for outcome in all_well(ran["saved_by_one"]):
+def test_the_main_process_alone_saves(on_two_ranks):
+    for outcome in all_well(on_two_ranks["saved_by_one"]):
         assert outcome["error"] == 0
         assert outcome["loss"] == [2.0, 3.0]

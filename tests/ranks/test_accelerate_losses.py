@@ -17,7 +17,7 @@ from torch import nn
 from harness import programs, reference
 from harness.loss_programs import READ, UNREAD, Loss, big_gradient, hinge, tokens
 from harness.programs import OURS, THEIRS
-from harness.ranks import Outcome, Tower, all_well, fsdp1, full_weights, made, optimizer_for, run
+from harness.ranks import Outcome, Tower, all_well, fsdp1, full_weights, made, optimizer_for
 from harness.reference import Batch, relative_error
 from macrobatch import MacrobatchError
 
@@ -40,11 +40,6 @@ def scenario(name: str, function: Callable[[], Outcome]) -> None:
             return function()
 
     SCENARIOS[name] = alone
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("losses"))
 
 
 # ---------------------------------------------------------------------------------------------------------- a program
@@ -168,11 +163,11 @@ for _loss in CORE:
 @pytest.mark.parametrize(
     "name", ["ddp, on the device: tokens", *(f"{kind}: tokens" for kind in KINDS), *(f"ddp: {loss}" for loss in CORE)]
 )
-def test_windows_of_both_ranks_are_those_of_one_big_batch(ran, name):
+def test_windows_of_both_ranks_are_those_of_one_big_batch(on_two_ranks, name):
     kind, _, loss = name.partition(": ")
     steps = 1 if "alone" in kind else STEPS
     expected = whole_steps(READ.get(loss, tokens), steps=steps)
-    for outcome in all_well(ran[name]):
+    for outcome in all_well(on_two_ranks[name]):
         assert outcome["warned"] == []
         assert len(outcome["steps"]) == len(expected)
         for found, whole in zip(outcome["steps"], expected, strict=True):
@@ -238,8 +233,8 @@ for _name in AS_THEIRS:
 
 
 @pytest.mark.parametrize("name", AS_THEIRS)
-def test_what_cannot_be_weighed_is_as_under_accelerate(ran, name):
-    outcomes = all_well(ran[name])
+def test_what_cannot_be_weighed_is_as_under_accelerate(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     _, sizes, options, num_warnings = AS_THEIRS[name]
     for outcome in outcomes:
         ours, theirs = outcome["ours"], outcome["theirs"]
@@ -249,8 +244,8 @@ def test_what_cannot_be_weighed_is_as_under_accelerate(ran, name):
     assert sum(len(outcome["ours"]["warned"]) for outcome in outcomes) == num_warnings
 
 
-def test_the_recipe_is_one_big_batch(ran):
-    for outcome in all_well(ran["the recipe"]):
+def test_the_recipe_is_one_big_batch(on_two_ranks):
+    for outcome in all_well(on_two_ranks["the recipe"]):
         for found, whole in zip(outcome["ours"]["steps"], whole_steps(tokens), strict=True):
             assert relative_error(found, whole) <= 1e-12
 
@@ -314,8 +309,8 @@ for _name, (_function, _) in REFUSED.items():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_an_error_on_all_ranks(ran, name):
-    for outcome in all_well(ran[name]):
+def test_what_cannot_be_right_is_an_error_on_all_ranks(on_two_ranks, name):
+    for outcome in all_well(on_two_ranks[name]):
         assert "MacrobatchError" in outcome["kinds"], outcome["message"]
         assert REFUSED[name][1] in outcome["message"]
 
@@ -341,8 +336,8 @@ def local() -> Outcome:
 scenario("local", local)
 
 
-def test_ranks_that_train_for_themselves(ran):
-    for outcome in all_well(ran["local"]):
+def test_ranks_that_train_for_themselves(on_two_ranks):
+    for outcome in all_well(on_two_ranks["local"]):
         assert outcome["error"] <= 1e-12
 
 
@@ -365,8 +360,8 @@ def skips_first() -> Outcome:
 scenario("skips_first", skips_first)
 
 
-def test_a_rank_that_leaves_out_a_micro_batch(ran):
-    for outcome in all_well(ran["skips_first"]):
+def test_a_rank_that_leaves_out_a_micro_batch(on_two_ranks):
+    for outcome in all_well(on_two_ranks["skips_first"]):
         assert outcome["error"] <= 1e-12
 
 
@@ -382,8 +377,8 @@ def overflows() -> Outcome:
 scenario("scaled", overflows)
 
 
-def test_scaled_losses_are_weighed(ran):
-    outcomes = all_well(ran["scaled"])
+def test_scaled_losses_are_weighed(on_two_ranks):
+    outcomes = all_well(on_two_ranks["scaled"])
     for outcome in outcomes:
         for found, whole in zip(outcome["steps"], whole_steps(tokens), strict=True):
             assert relative_error(found, whole) < 2e-2  # float16

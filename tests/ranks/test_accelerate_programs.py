@@ -70,7 +70,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[int, dict[str, list[Outcome]]]:
+def on_processes(tmp_path_factory) -> dict[int, dict[str, list[Outcome]]]:
     """By the number of processes, what each run came to in each of them."""
     folder = tmp_path_factory.mktemp("alone")
     alone = {name: [one.outcome(folder / name)] for name, one in RUNS.items()}
@@ -88,8 +88,8 @@ def same(own: list[list[Tensor | None]], other: list[list[Tensor | None]]) -> bo
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_program_does_what_it_does_under_accelerate(ran, name, processes):
-    theirs, ours = (ran[processes][f"{name}, {library}"] for library in ("theirs", "as theirs"))
+def test_a_program_does_what_it_does_under_accelerate(on_processes, name, processes):
+    theirs, ours = (on_processes[processes][f"{name}, {library}"] for library in ("theirs", "as theirs"))
     assert len(theirs) == len(ours) == processes
     for own, other in zip(ours, theirs, strict=True):
         assert len(own["weights"]) == len(other["weights"]) > 5
@@ -100,9 +100,9 @@ def test_a_program_does_what_it_does_under_accelerate(ran, name, processes):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_models_in_a_list_are_models(ran, processes):
+def test_models_in_a_list_are_models(on_processes, processes):
     """Accelerate overlooks them, and sends gradients more often than it need: the same but for rounding."""
-    theirs, ours = (ran[processes][name] for name in ("dreambooth, theirs", "dreambooth list, as theirs"))
+    theirs, ours = (on_processes[processes][name] for name in ("dreambooth, theirs", "dreambooth list, as theirs"))
     for own, other in zip(ours, theirs, strict=True):
         assert len(own["weights"]) == len(other["weights"])
         for found, expected in zip(own["weights"], other["weights"], strict=True):
@@ -111,11 +111,11 @@ def test_models_in_a_list_are_models(ran, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", SHORT)
-def test_a_short_window_has_its_own_mean(ran, name, processes):
+def test_a_short_window_has_its_own_mean(on_processes, name, processes):
     """Up to the first one all is as under Accelerate; that divides the losses in it by the length of the others."""
     _, steps, windows = SHORT[name]
     first, length = windows[processes]
-    theirs, ours = (ran[processes][f"{name} short, {library}"] for library in ("theirs", "ours"))
+    theirs, ours = (on_processes[processes][f"{name} short, {library}"] for library in ("theirs", "ours"))
     for own, other in zip(ours, theirs, strict=True):
         assert same(own["weights"][:first], other["weights"][:first])
         for one, two in zip(own["gradients"][first], other["gradients"][first], strict=True):
@@ -124,11 +124,11 @@ def test_a_short_window_has_its_own_mean(ran, name, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", PLAIN)
-def test_all_windows_are_one_big_batch(ran, name, processes, tmp_path):
+def test_all_windows_are_one_big_batch(on_processes, name, processes, tmp_path):
     plain, option, sizes = PLAIN[name]
     arguments = [*plain.arguments[0], "--gradient_accumulation_steps", "1", option, sizes[processes]]
     whole = replace(plain, arguments=[arguments]).outcome(tmp_path)
-    for own in ran[processes][f"{name} plain, ours"]:
+    for own in on_processes[processes][f"{name} plain, ours"]:
         assert len(own["weights"]) == len(whole["weights"]) > 5
         for one, two in zip(own["weights"], whole["weights"], strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-8)  # transformers has its loss in float32

@@ -160,7 +160,7 @@ globals().update(SCENARIOS)
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def saves_and_loads(tmp_path_factory):
     """In an order in which everything is saved before it is loaded."""
     folder = tmp_path_factory.mktemp("ranks")
     os.environ["CHECKPOINTS"] = str(folder / "checkpoints")
@@ -177,11 +177,11 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_files_and_names(ran, name):
+def test_files_and_names(saves_and_loads, name):
     """Every rank writes a part; and whatever the ranks and the wrapper, tensors have the names of the plain model."""
     ranks = SAVED[name][1]
     plain_names = {f"model.{one}" for one in Odd().state_dict()}
-    for outcome in all_well(ran[f"SAVES{ranks}"][name]):
+    for outcome in all_well(saves_and_loads[f"SAVES{ranks}"][name]):
         assert outcome["path"] == f"step-0000000{STEPS}"
         assert outcome["files"] == ["manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(ranks))]
         held = outcome["held"]
@@ -191,11 +191,11 @@ def test_files_and_names(ran, name):
 
 
 @pytest.mark.parametrize(("ranks", "scenario"), [(ranks, scenario) for ranks in LOADS for scenario in LOADS[ranks]])
-def test_going_on(ran, ranks, scenario):
+def test_going_on(saves_and_loads, ranks, scenario):
     """Bitwise on the same ranks in the same way; to rounding on others, in other ways."""
     name, _, wrap = scenario.partition("-on-")
-    saved = all_well(ran[f"SAVES{SAVED[name][1]}"][name])
-    for rank, outcome in enumerate(all_well(ran[f"LOADS{ranks}"][scenario])):
+    saved = all_well(saves_and_loads[f"SAVES{SAVED[name][1]}"][name])
+    for rank, outcome in enumerate(all_well(saves_and_loads[f"LOADS{ranks}"][scenario])):
         assert outcome["facts"] == {"ranks": SAVED[name][1]}
         alike = (wrap, ranks) == SAVED[name]
         for one, other in zip(flat(saved[0]), flat(outcome), strict=True):
@@ -209,22 +209,22 @@ def flat(outcome: Outcome) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_draw_numbers_of_their_own(ran, ranks):
+def test_ranks_draw_numbers_of_their_own(saves_and_loads, ranks):
     """Also those that were not there when the checkpoint was saved."""
-    drawn = [tuple(outcome["drawn"].tolist()) for outcome in all_well(ran[f"LOADS{ranks}"]["ddp-2-on-ddp"])]
+    drawn = [tuple(outcome["drawn"].tolist()) for outcome in all_well(saves_and_loads[f"LOADS{ranks}"]["ddp-2-on-ddp"])]
     assert len(set(drawn)) == ranks
 
 
-def test_a_full_disk_of_one_rank(ran):
-    for outcome in all_well(ran["SAVES2"]["full_disk"]):
+def test_a_full_disk_of_one_rank(saves_and_loads):
+    for outcome in all_well(saves_and_loads["SAVES2"]["full_disk"]):
         assert outcome["kind"] == "CheckpointError"
         assert "rank-00001.safetensors on rank 1: [Errno 27] File too large" in outcome["message"]
         assert outcome["left"] == ["step-00000001"]
         assert outcome["then"] == "step-00000002"
 
 
-def test_a_damaged_file_of_one_rank(ran):
-    first, second = all_well(ran["SAVES2"]["damaged"])
+def test_a_damaged_file_of_one_rank(saves_and_loads):
+    first, second = all_well(saves_and_loads["SAVES2"]["damaged"])
     for outcome in (first, second):
         assert (outcome["newest"], outcome["facts"]) == ("step-00000001", {"step": 1})
     assert len(first["told"]) == 1
@@ -232,9 +232,11 @@ def test_a_damaged_file_of_one_rank(ran):
     assert second["told"] == []
 
 
-def test_a_misfit_on_one_rank(ran):
-    all_refused(ran["SAVES2"]["misfit"], "b is not there")
+def test_a_misfit_on_one_rank(saves_and_loads):
+    all_refused(saves_and_loads["SAVES2"]["misfit"], "b is not there")
 
 
-def test_ranks_that_do_not_see_the_same_folder(ran):
-    all_refused(ran["SAVES2"]["own"], "step 1 was not written", "on rank 1", "all ranks must see the same folder")
+def test_ranks_that_do_not_see_the_same_folder(saves_and_loads):
+    all_refused(
+        saves_and_loads["SAVES2"]["own"], "step 1 was not written", "on rank 1", "all ranks must see the same folder"
+    )

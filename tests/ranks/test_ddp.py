@@ -33,7 +33,6 @@ from harness.ranks import (
     optimizer_for,
     other_batches,
     refused,
-    run,
     same_on_all,
     share,
 )
@@ -41,6 +40,7 @@ from harness.reference import Convolution, Experts, Trainee, mean_loss, relative
 from macrobatch import Accumulator, MacrobatchError
 
 SYNCS = ("window", "micro")
+FORKS = False  # each rank has its own order of a set of strings, as elsewhere
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 
 
@@ -48,11 +48,6 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
     """Run this on the ranks, under its name."""
     SCENARIOS[function.__name__] = function
     return function
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ddp"), forks=False)
 
 
 # ------------------------------------------------------------------------------------------------- exact, every way
@@ -88,14 +83,14 @@ for _sync in SYNCS:
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", PLANS)
-def test_every_window_is_the_one_big_batch(ran, name, sync):
-    PLANS[name].check(ran[f"{name}-{sync}"])
+def test_every_window_is_the_one_big_batch(on_two_ranks, name, sync):
+    PLANS[name].check(on_two_ranks[f"{name}-{sync}"])
 
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", WRAPPED)
-def test_however_ddp_is_set_up(ran, name, sync):
-    WRAPPED[name][0].check(ran[f"{name}-{sync}"])
+def test_however_ddp_is_set_up(on_two_ranks, name, sync):
+    WRAPPED[name][0].check(on_two_ranks[f"{name}-{sync}"])
 
 
 # ------------------------------------------------------------------------------------------- loops without a loader
@@ -115,16 +110,16 @@ def micro_batches_with_last() -> Outcome:
     return record.outcome()
 
 
-def test_each_rank_says_which_micro_batch_is_its_last(ran):
-    OWN_COUNTS.check(ran["micro_batches_with_last"])
+def test_each_rank_says_which_micro_batch_is_its_last(on_two_ranks):
+    OWN_COUNTS.check(on_two_ranks["micro_batches_with_last"])
 
 
 LOADERS = Plan(counts=((4, 3), (2, 5), (3, 4)), steps=5)
 SCENARIOS["loaders"] = partial(LOADERS.run, ddp)
 
 
-def test_loaders_of_different_lengths(ran):
-    LOADERS.check(ran["loaders"])
+def test_loaders_of_different_lengths(on_two_ranks):
+    LOADERS.check(on_two_ranks["loaders"])
 
 
 NOW = {"window": Plan(counts=((3, 2), (2, 4), (1, 3)), steps=100), "micro": Plan(counts=(3, 2, 4), steps=100)}
@@ -148,8 +143,8 @@ for _sync in SYNCS:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_step_now(ran, sync):
-    NOW[sync].check(ran[f"closed_now-{sync}"])
+def test_step_now(on_two_ranks, sync):
+    NOW[sync].check(on_two_ranks[f"closed_now-{sync}"])
 
 
 # ------------------------------------------------------------------------------------------------------- schedules
@@ -166,8 +161,8 @@ def scheduled() -> Outcome:
     return {"lr": [result.lr for result in record.results], "epochs": scheduler.last_epoch}
 
 
-def test_the_schedule_goes_by_steps_not_by_ranks(ran):
-    for outcome in all_well(ran["scheduled"]):
+def test_the_schedule_goes_by_steps_not_by_ranks(on_two_ranks):
+    for outcome in all_well(on_two_ranks["scheduled"]):
         assert outcome["lr"] == [(1.0,), (0.5,), (0.25,)]
         assert outcome["epochs"] == 3
 
@@ -203,8 +198,8 @@ def overflow_raised() -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["overflow_under_a_scaler", "overflow_skipped"])
-def test_all_ranks_skip_together(ran, name):
-    outcomes = all_well(ran[name])
+def test_all_ranks_skip_together(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     same_on_all(outcomes, "weights", "items")
     for outcome in outcomes:
         assert outcome["skipped"] == [False, True, False]
@@ -214,19 +209,19 @@ def test_all_ranks_skip_together(ran, name):
 
 
 @pytest.mark.parametrize("name", ["overflow_under_a_scaler", "overflow_skipped"])
-def test_the_windows_around_an_overflow_are_exact(ran, name):
+def test_the_windows_around_an_overflow_are_exact(on_two_ranks, name):
     model = made()
     whole = Trainee(model, [optimizer_for(model)], [])
     for window in (0, 2):
         whole_step(whole, [b for rank in (0, 1) for _, b in share(rank, 12)[4 * window : 4 * window + 4]], None, COUNT)
-    assert relative_error(ran[name][0]["weights"][3], full_weights(model)) <= 1e-12
+    assert relative_error(on_two_ranks[name][0]["weights"][3], full_weights(model)) <= 1e-12
 
 
 COUNT = Plan().counting
 
 
-def test_all_ranks_raise_together(ran):
-    all_refused(ran["overflow_raised"], "window 2", "infinite")
+def test_all_ranks_raise_together(on_two_ranks):
+    all_refused(on_two_ranks["overflow_raised"], "window 2", "infinite")
 
 
 @scenario
@@ -241,8 +236,8 @@ def counted_on_one_rank() -> Outcome:
     return record.outcome()
 
 
-def test_items_on_one_rank_only(ran):
-    all_refused(ran["counted_on_one_rank"], "items must be given on every rank, or on none", "window 2")
+def test_items_on_one_rank_only(on_two_ranks):
+    all_refused(on_two_ranks["counted_on_one_rank"], "items must be given on every rank, or on none", "window 2")
 
 
 def miscounting(nonfinite: str) -> Outcome:
@@ -260,8 +255,8 @@ for policy in ("raise", "skip", "keep"):
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "keep"])
-def test_a_count_that_is_none_on_one_rank_is_an_error_on_all(ran, policy):
-    all_refused(ran[f"miscounted-{policy}"], "negative or not finite", "window 2")
+def test_a_count_that_is_none_on_one_rank_is_an_error_on_all(on_two_ranks, policy):
+    all_refused(on_two_ranks[f"miscounted-{policy}"], "negative or not finite", "window 2")
 
 
 # ------------------------------------------------------------------------------------------------------- precision
@@ -293,8 +288,8 @@ def accumulated_in_float32() -> Outcome:
     return {"gradients": gradients, "dtype": str(model.module.weight.dtype)}
 
 
-def test_gradients_are_summed_over_ranks_in_accumulate_dtype(ran):
-    for outcome in all_well(ran["accumulated_in_float32"]):
+def test_gradients_are_summed_over_ranks_in_accumulate_dtype(on_two_ranks):
+    for outcome in all_well(on_two_ranks["accumulated_in_float32"]):
         assert [gradient.tolist() for gradient in outcome["gradients"]] == [[2.0**-11] * 4] * 2
         assert outcome["dtype"] == "torch.bfloat16"
 
@@ -349,12 +344,12 @@ for _disturb in DISTURBANCES:
 
 
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)
-def test_nothing_is_left_behind(ran, disturb):
-    AFTER.check(ran[disturb.__name__])
+def test_nothing_is_left_behind(on_two_ranks, disturb):
+    AFTER.check(on_two_ranks[disturb.__name__])
 
 
-def test_flags_are_put_back(ran):
-    flags_are_kept(ran)
+def test_flags_are_put_back(on_two_ranks):
+    flags_are_kept(on_two_ranks)
 
 
 # --------------------------------------------------------------------------------------------------- communication
@@ -378,8 +373,8 @@ def counted() -> Outcome:
     return {"counts": counts, "buckets": plain.counts["allreduce"]}
 
 
-def test_what_travels_is_every_bucket_once_a_window_and_one_small_message(ran):
-    for outcome in all_well(ran["counted"]):
+def test_what_travels_is_every_bucket_once_a_window_and_one_small_message(on_two_ranks):
+    for outcome in all_well(on_two_ranks["counted"]):
         assert outcome["buckets"] == 2
         assert outcome["counts"] == {1: {}, 2: {}, 3: {}, 4: {"allreduce": 2 + 1}}
 
@@ -404,8 +399,8 @@ def left_out_of_the_last() -> Outcome:
     return {}
 
 
-def test_a_parameter_left_out_of_a_last_micro_batch_is_named(ran):
-    outcomes = ran["left_out_of_the_last"]
+def test_a_parameter_left_out_of_a_last_micro_batch_is_named(on_two_ranks):
+    outcomes = on_two_ranks["left_out_of_the_last"]
     refused(outcomes, 1, "expert.weight", "find_unused_parameters")
     assert "raised" in outcomes[0], "rank 0 took a step that rank 1 did not take"
     assert max(outcome["seconds"] for outcome in outcomes) < 15
@@ -424,8 +419,8 @@ def ignored() -> Outcome:
     return {}
 
 
-def test_a_trained_parameter_that_ddp_ignores_is_named(ran):
-    all_refused(ran["ignored"], "head.bias", "told to ignore")
+def test_a_trained_parameter_that_ddp_ignores_is_named(on_two_ranks):
+    all_refused(on_two_ranks["ignored"], "head.bias", "told to ignore")
 
 
 # ------------------------------------------------------------------------------------------------- several models
@@ -447,8 +442,8 @@ def two_models() -> Outcome:
     return {"weights": weights, "grad_norm": norms}
 
 
-def test_several_models_with_one_norm(ran):
-    outcomes = all_well(ran["two_models"])
+def test_several_models_with_one_norm(on_two_ranks):
+    outcomes = all_well(on_two_ranks["two_models"])
     same_on_all(outcomes, "weights", "grad_norm")
     models = nn.ModuleList([made(), made(Tower)])
     optimizer = torch.optim.SGD(models.parameters(), lr=1.0)
@@ -478,8 +473,8 @@ def side_by_side() -> Outcome:
     return {"first": records[0].outcome(), "second": records[1].outcome()}
 
 
-def test_two_accumulators_side_by_side(ran):
-    outcomes = all_well(ran["side_by_side"])
+def test_two_accumulators_side_by_side(on_two_ranks):
+    outcomes = all_well(on_two_ranks["side_by_side"])
     Plan(steps=4).check([outcome["first"] for outcome in outcomes])
     Plan(steps=3, make=Tower).check([outcome["second"] for outcome in outcomes])
 
@@ -493,5 +488,5 @@ def compiled() -> Outcome:
     return Plan().run(lambda model: torch.compile(DistributedDataParallel(model), backend="eager"))
 
 
-def test_compiled(ran):
-    Plan().check(ran["compiled"])
+def test_compiled(on_two_ranks):
+    Plan().check(on_two_ranks["compiled"])

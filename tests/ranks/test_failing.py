@@ -27,7 +27,6 @@ from harness.ranks import (
     fsdp2,
     made,
     optimizer_for,
-    run,
     share,
     torchrun,
 )
@@ -41,11 +40,6 @@ def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
     """Run this on the ranks, under its name."""
     SCENARIOS[function.__name__] = function
     return function
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("failing"))
 
 
 def train(acc: Accumulator, model: nn.Module, count: int = 8) -> Outcome:
@@ -133,8 +127,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_on_every_rank(ran, name):
-    all_refused(ran[name], *REFUSED[name])
+def test_refused_on_every_rank(on_two_ranks, name):
+    all_refused(on_two_ranks[name], *REFUSED[name])
 
 
 # ----------------------------------------------------------------------------------------- wrapped at the wrong time
@@ -167,9 +161,9 @@ def wrapped_in_ddp_afterwards() -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["sharded_afterwards", "wrapped_in_ddp_afterwards"])
-def test_a_model_wrapped_after_the_accumulator_was_made(ran, name):
-    all_refused(ran[name])
-    assert any(word in ran[name][0]["message"] for word in ("after", "since", "before", "first"))
+def test_a_model_wrapped_after_the_accumulator_was_made(on_two_ranks, name):
+    all_refused(on_two_ranks[name])
+    assert any(word in on_two_ranks[name][0]["message"] for word in ("after", "since", "before", "first"))
 
 
 # ----------------------------------------------------------------------------------------------------- static graphs
@@ -189,13 +183,13 @@ def static_graph_synchronised_first() -> Outcome:
     return STATIC.run(ddp, {"static_graph": True}, steps=lambda step: 1 if step == 0 else 4)
 
 
-def test_a_static_graph_that_accumulates_in_its_first_iteration(ran):
-    all_refused(ran["static_graph"], "static_graph")
+def test_a_static_graph_that_accumulates_in_its_first_iteration(on_two_ranks):
+    all_refused(on_two_ranks["static_graph"], "static_graph")
 
 
-def test_a_static_graph_that_does_not(ran):
-    STATIC.check_numbers(ran["static_graph_synchronised_first"])
-    assert len(ran["static_graph_synchronised_first"][0]["loss"]) == 3
+def test_a_static_graph_that_does_not(on_two_ranks):
+    STATIC.check_numbers(on_two_ranks["static_graph_synchronised_first"])
+    assert len(on_two_ranks["static_graph_synchronised_first"][0]["loss"]) == 3
 
 
 # ------------------------------------------------------------------------------------------- a rank that fails alone

@@ -39,7 +39,6 @@ from harness.ranks import (
     made,
     optimizer_for,
     other_batches,
-    run,
     same_on_all,
     share,
 )
@@ -85,21 +84,6 @@ def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[st
                 scenarios[f"{name}-{mode}"] = partial(scenario, wrap, **options)
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
-
-
-@pytest.fixture
-def ran(request, mode) -> dict[str, list[Outcome]]:
-    return request.getfixturevalue("on_two" if mode in MODES else "on_four")
-
-
 every_mode = pytest.mark.parametrize("mode", [*MODES, *ON_FOUR])
 
 
@@ -118,8 +102,8 @@ for _name, _plan in EXACT.items():
 
 @every_mode
 @pytest.mark.parametrize("name", EXACT)
-def test_every_window_is_the_one_big_batch(ran, name, mode):
-    outcomes = ran[f"{name}-{mode}"]
+def test_every_window_is_the_one_big_batch(on_ranks, name, mode):
+    outcomes = on_ranks[f"{name}-{mode}"]
     if not (EXACT[name].now and cannot_close_now(outcomes, mode)):
         EXACT[name].check(outcomes)
 
@@ -152,8 +136,8 @@ everywhere("verified", verified)
 
 
 @every_mode
-def test_the_gradients_of_every_window(ran, mode):
-    for outcome in all_well(ran[f"verified-{mode}"]):
+def test_the_gradients_of_every_window(on_ranks, mode):
+    for outcome in all_well(on_ranks[f"verified-{mode}"]):
         assert outcome["ok"], outcome["text"]
         assert outcome["windows"] == 3
 
@@ -179,8 +163,8 @@ everywhere("looked_at_first", looked_at_first, FSDP2)
 
 
 @pytest.mark.parametrize("mode", FSDP2)
-def test_a_forward_before_the_first_window(ran, mode):
-    assert all(outcome["same"] for outcome in all_well(ran[f"looked_at_first-{mode}"]))
+def test_a_forward_before_the_first_window(on_ranks, mode):
+    assert all(outcome["same"] for outcome in all_well(on_ranks[f"looked_at_first-{mode}"]))
 
 
 # ------------------------------------------------------------------------------------------------- gather="auto"
@@ -211,8 +195,8 @@ SCENARIOS |= {f"auto-{name}": partial(gathered_by_memory, free) for name, free i
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_weights_stay_gathered_where_every_rank_has_the_memory(on_two, name):
-    outcomes = all_well(on_two[f"auto-{name}"])
+def test_weights_stay_gathered_where_every_rank_has_the_memory(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[f"auto-{name}"])
     AUTO.check(outcomes)
     chosen = "window" if name == "enough" else "micro"
     assert [len(outcome["lines"]) for outcome in outcomes] == [1, 0]
@@ -229,8 +213,8 @@ def recorded_in_every_micro_batch() -> Outcome:
 SCENARIOS["recorded gather"] = recorded_in_every_micro_batch
 
 
-def test_no_recording_contains_a_gather(on_two):
-    all_refused(on_two["recorded gather"], 'gather="micro"', "which no recording can contain")
+def test_no_recording_contains_a_gather(on_two_ranks):
+    all_refused(on_two_ranks["recorded gather"], 'gather="micro"', "which no recording can contain")
 
 
 # ------------------------------------------------------------------------------------------------- closed at once
@@ -255,8 +239,8 @@ everywhere("closed_now", closed_now)
 
 
 @every_mode
-def test_step_now(ran, mode):
-    outcomes = ran[f"closed_now-{mode}"]
+def test_step_now(on_ranks, mode):
+    outcomes = on_ranks[f"closed_now-{mode}"]
     if not cannot_close_now(outcomes, mode):
         NOW.check(outcomes)
 
@@ -276,13 +260,13 @@ everywhere("set_up", lambda wrap, **options: SET_UP.run(blocks_stay_gathered, **
 
 
 @pytest.mark.parametrize("mode", FSDP2)
-def test_what_users_set_on_a_group(ran, mode):
-    SET_UP.check(ran[f"set_up-{mode}"])
+def test_what_users_set_on_a_group(on_ranks, mode):
+    SET_UP.check(on_ranks[f"set_up-{mode}"])
 
 
 @every_mode
-def test_flags_are_put_back(ran, mode):
-    flags_are_kept(ran, mode)
+def test_flags_are_put_back(on_ranks, mode):
+    flags_are_kept(on_ranks, mode)
 
 
 # ----------------------------------------------------------------------------------------- leaving in the middle
@@ -331,14 +315,14 @@ for _disturb in DISTURBANCES[1:]:
 
 
 @every_mode
-def test_a_discarded_window_leaves_nothing_behind(ran, mode):
-    AFTER.check(ran[f"discards-{mode}"])
+def test_a_discarded_window_leaves_nothing_behind(on_ranks, mode):
+    AFTER.check(on_ranks[f"discards-{mode}"])
 
 
 @pytest.mark.parametrize("mode", DISTURBED)
 @pytest.mark.parametrize("disturb", DISTURBANCES[1:], ids=lambda disturb: disturb.__name__)
-def test_nothing_is_left_behind(ran, disturb, mode):
-    AFTER.check(ran[f"{disturb.__name__}-{mode}"])
+def test_nothing_is_left_behind(on_ranks, disturb, mode):
+    AFTER.check(on_ranks[f"{disturb.__name__}-{mode}"])
 
 
 # ------------------------------------------------------------------------------------------------- mixed precision
@@ -366,8 +350,8 @@ for _reduce in REDUCE_DTYPES:
 
 @pytest.mark.parametrize("reduce", REDUCE_DTYPES)
 @pytest.mark.parametrize("mode", LOW)
-def test_a_discarded_window_leaves_nothing_in_low_precision_either(ran, reduce, mode):
-    outcomes = all_well(ran[f"bfloat16-{reduce}-{mode}"])
+def test_a_discarded_window_leaves_nothing_in_low_precision_either(on_ranks, reduce, mode):
+    outcomes = all_well(on_ranks[f"bfloat16-{reduce}-{mode}"])
     AFTER.check_roughly([outcome["undisturbed"] for outcome in outcomes], 5e-2)
     for outcome in outcomes:
         all_well([outcome["undisturbed"], outcome["disturbed"]])
@@ -406,9 +390,9 @@ for _name, _policy in POLICIES.items():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", FSDP2)
-def test_gradients_are_summed_in_accumulate_dtype(ran, policy, mode):
+def test_gradients_are_summed_in_accumulate_dtype(on_ranks, policy, mode):
     """Or, where FSDP2 holds and reduces them in another, there is an error that says how to set it up."""
-    outcomes = ran[f"{policy}-{mode}"]
+    outcomes = on_ranks[f"{policy}-{mode}"]
     if "raised" in outcomes[0] and not (policy == "wide" and mode.startswith("fsdp2-window")):
         all_refused(outcomes, "accumulate_dtype", "reduce_dtype")
         return
@@ -436,8 +420,8 @@ everywhere("raise", partial(spiked, "raise"), SPIKED)
 
 
 @pytest.mark.parametrize("mode", SPIKED)
-def test_all_ranks_skip_together(ran, mode):
-    outcomes = all_well(ran[f"skip-{mode}"])
+def test_all_ranks_skip_together(on_ranks, mode):
+    outcomes = all_well(on_ranks[f"skip-{mode}"])
     same_on_all(outcomes, "weights", "items", "loss")
     for outcome in outcomes:
         assert outcome["skipped"] == [False, True, False]
@@ -447,8 +431,8 @@ def test_all_ranks_skip_together(ran, mode):
 
 
 @pytest.mark.parametrize("mode", SPIKED)
-def test_all_ranks_raise_together(ran, mode):
-    all_refused(ran[f"raise-{mode}"], "window 2", "infinite")
+def test_all_ranks_raise_together(on_ranks, mode):
+    all_refused(on_ranks[f"raise-{mode}"], "window 2", "infinite")
 
 
 # --------------------------------------------------------------------------------------------------- communication
@@ -482,9 +466,9 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("mode", COUNTS)
-def test_what_travels(ran, mode):
+def test_what_travels(on_ranks, mode):
     """Besides the gradients: the loss and items, what was used, and whether any shard of the gradient is infinite."""
-    for outcome in all_well(ran[f"counted-{mode}"]):
+    for outcome in all_well(on_ranks[f"counted-{mode}"]):
         counts = outcome["counts"]
         found = counts.pop("reduce_scatter_base"), counts.pop("allgather_base")
         assert found == COUNTS[mode][:2]
@@ -492,9 +476,9 @@ def test_what_travels(ran, mode):
         assert 1 <= small <= 3, counts
 
 
-def test_fsdp1_reduces_once_a_window(on_two):
+def test_fsdp1_reduces_once_a_window(on_two_ranks):
     for sync, per_window in (("window", 1), ("micro", 4)):
-        for outcome in all_well(on_two[f"counted-fsdp1-{sync}"]):
+        for outcome in all_well(on_two_ranks[f"counted-fsdp1-{sync}"]):
             assert outcome["counts"]["reduce_scatter_base"] == 5 * per_window  # three blocks, the head, the rest
 
 
@@ -511,8 +495,8 @@ everywhere("left_out", lambda wrap, **options: LEFT_OUT.run(WHOLE[wrap], **optio
 
 
 @pytest.mark.parametrize("mode", SYNC_ONCE)
-def test_a_parameter_left_out_of_a_last_micro_batch_is_synchronised_or_named(ran, mode):
-    outcomes = ran[f"left_out-{mode}"]
+def test_a_parameter_left_out_of_a_last_micro_batch_is_synchronised_or_named(on_ranks, mode):
+    outcomes = on_ranks[f"left_out-{mode}"]
     if any("MacrobatchError" in outcome.get("raised", ()) for outcome in outcomes):
         assert any("expert" in outcome.get("message", "") for outcome in outcomes)
         assert max(outcome["seconds"] for outcome in outcomes) < 15
@@ -560,11 +544,11 @@ everywhere("apart", lambda wrap, **options: APART.run(WHOLE[wrap], **options))
 
 
 @every_mode
-def test_ranks_that_use_different_parameters_of_a_group(ran, mode):
+def test_ranks_that_use_different_parameters_of_a_group(on_ranks, mode):
     if mode.startswith("fsdp1"):  # it gives zeros to what nobody has used, which AdamW decays
-        all_well(ran[f"apart-{mode}"])
+        all_well(on_ranks[f"apart-{mode}"])
     else:
-        APART.check(ran[f"apart-{mode}"])
+        APART.check(on_ranks[f"apart-{mode}"])
 
 
 def apart_in_half(wrap: Wrap, **options: Any) -> Outcome:
@@ -577,8 +561,8 @@ everywhere("apart_in_half", apart_in_half, FSDP2)
 
 
 @pytest.mark.parametrize("mode", FSDP2)
-def test_the_same_where_gradients_are_reduced_in_another_dtype(ran, mode):
-    replace(APART, optimizer="SGD").check_roughly(ran[f"apart_in_half-{mode}"], 0.03)
+def test_the_same_where_gradients_are_reduced_in_another_dtype(on_ranks, mode):
+    replace(APART, optimizer="SGD").check_roughly(on_ranks[f"apart_in_half-{mode}"], 0.03)
 
 
 def verified_apart(wrap: Wrap, **options: Any) -> Outcome:
@@ -605,8 +589,8 @@ everywhere("verified_apart", verified_apart, FSDP2)
 
 
 @pytest.mark.parametrize("mode", FSDP2)
-def test_verify_where_ranks_use_different_parameters_of_a_group(ran, mode):
-    for outcome in all_well(ran[f"verified_apart-{mode}"]):
+def test_verify_where_ranks_use_different_parameters_of_a_group(on_ranks, mode):
+    for outcome in all_well(on_ranks[f"verified_apart-{mode}"]):
         assert outcome["ok"] == [True, False]
 
 
@@ -642,9 +626,9 @@ everywhere("reaches_other_modules", reaches_other_modules, FSDP2)
 
 @pytest.mark.parametrize("mode", FSDP2)
 @pytest.mark.parametrize("what", ["calls", "reaches"])
-def test_ranks_that_use_different_modules(ran, mode, what):
+def test_ranks_that_use_different_modules(on_ranks, mode, what):
     """Each with a group of its own: torch pairs what ranks gather and reduce by its order."""
-    all_refused(ran[f"{what}_other_modules-{mode}"], "different modules", "no step was taken", "0 * output.sum()")
+    all_refused(on_ranks[f"{what}_other_modules-{mode}"], "different modules", "no step was taken", "0 * output.sum()")
 
 
 class Tasks(nn.Module):
@@ -675,9 +659,9 @@ for _name, _heads in HEADS.items():
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_ranks_that_use_other_heads_of_other_sizes(on_two, name):
+def test_ranks_that_use_other_heads_of_other_sizes(on_two_ranks, name):
     """Plain torch ends in a connection reset here."""
-    all_refused(on_two[name], "different modules", "nothing was gathered", "no step was taken")
+    all_refused(on_two_ranks[name], "different modules", "nothing was gathered", "no step was taken")
 
 
 PENALISED = Plan(counts=(5,), steps=3)
@@ -699,9 +683,9 @@ everywhere("penalised", penalised, FSDP2)
 
 
 @pytest.mark.parametrize("mode", FSDP2)
-def test_a_weight_outside_of_its_forward(ran, mode):
+def test_a_weight_outside_of_its_forward(on_ranks, mode):
     """Exact where it is whole, refused where the gradient of a shard would be of one rank's loss alone."""
-    outcomes = ran[f"penalised-{mode}"]
+    outcomes = on_ranks[f"penalised-{mode}"]
     if mode.endswith("-micro"):
         all_refused(outcomes, "'key.weight'", "outside of the forward", 'gather="window"')
         return
@@ -760,7 +744,7 @@ everywhere("changes", changes, FSDP2)
 
 
 @pytest.mark.parametrize("mode", FSDP2)
-def test_a_model_that_changes_between_windows(ran, mode):
+def test_a_model_that_changes_between_windows(on_ranks, mode):
     model = before_the_change()
     for window in range(3):
         if window == 1:
@@ -769,7 +753,7 @@ def test_a_model_that_changes_between_windows(ran, mode):
         mean_loss(model, whole).backward()
         optimizer_for(model).step()
         model.zero_grad()
-    for outcome in all_well(ran[f"changes-{mode}"]):
+    for outcome in all_well(on_ranks[f"changes-{mode}"]):
         assert relative_error(outcome["weights"], weights_of(model)) <= 1e-12
         assert len(set(outcome["reductions"])) == 1, "the new block reduces at other times than the old one"
 
@@ -789,8 +773,8 @@ def unfreezes_what_is_not_sharded() -> Outcome:
 SCENARIOS["unfreezes_what_is_not_sharded"] = unfreezes_what_is_not_sharded
 
 
-def test_a_parameter_that_is_not_sharded_is_unfrozen(on_two):
-    all_refused(on_two["unfreezes_what_is_not_sharded"], "'head.bias'", "nothing synchronises its gradient")
+def test_a_parameter_that_is_not_sharded_is_unfrozen(on_two_ranks):
+    all_refused(on_two_ranks["unfreezes_what_is_not_sharded"], "'head.bias'", "nothing synchronises its gradient")
 
 
 # ------------------------------------------------------------------------------------------------ calls of Python
@@ -822,9 +806,9 @@ everywhere("counts_calls", counts_calls, COUNTED)
 
 
 @pytest.mark.parametrize("mode", COUNTED)
-def test_a_micro_batch_makes_few_calls(ran, mode):
+def test_a_micro_batch_makes_few_calls(on_ranks, mode):
     """However many modules and parameters there are: no part of the model is looked for, or asked, one by one."""
-    for outcome in all_well(ran[f"counts_calls-{mode}"]):
+    for outcome in all_well(on_ranks[f"counts_calls-{mode}"]):
         calls = outcome["calls"]
         assert calls.pop("_Order.note_forward") == 11, "one for each module that is sharded"
         calls.pop("_backport_unused.<locals>.post_backward", None)  # before torch 2.13, one more for each of them
@@ -854,8 +838,8 @@ for _wrap, _how in SUBGROUPS:
 
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize(("wrap", "how"), SUBGROUPS)
-def test_items_are_counted_over_the_data_parallel_group(on_four, wrap, how, group):
-    outcomes = on_four[f"{wrap.__name__}-{how}"][2 * group : 2 * group + 2]
+def test_items_are_counted_over_the_data_parallel_group(on_four_ranks, wrap, how, group):
+    outcomes = on_four_ranks[f"{wrap.__name__}-{how}"][2 * group : 2 * group + 2]
     if how == "nothing" and "raised" in outcomes[0]:
         all_refused(outcomes, "process_group")  # to be told is fine; to count over all ranks is not
     else:

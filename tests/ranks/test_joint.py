@@ -50,16 +50,6 @@ SCENARIOS_ON_ONE: dict[str, Callable[[], Outcome]] = {}
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("joint"))
-
-
-@pytest.fixture(scope="module")
-def ran_on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("joint-on-four"))
-
-
-@pytest.fixture(scope="module")
 def ran_on_one(tmp_path_factory) -> dict[str, list[Outcome]]:
     return run(__name__, "SCENARIOS_ON_ONE", 1, tmp_path_factory.mktemp("joint-on-one"))
 
@@ -123,13 +113,13 @@ def batches_of(filled: Sequence[Sequence[int]]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [*CASES, "contrast-by-tokens", "contrast-auto"])
-def test_shares_of_all_sizes(ran, kind, mode):
-    exact(ran[f"{kind}-{mode}"], batches_of(FILLED), CASES[kind.partition("-")[0]])
+def test_shares_of_all_sizes(on_two_ranks, kind, mode):
+    exact(on_two_ranks[f"{kind}-{mode}"], batches_of(FILLED), CASES[kind.partition("-")[0]])
 
 
 @pytest.mark.parametrize("name", SCENARIOS_ON_FOUR)
-def test_four_ranks(ran_on_four, name):
-    exact(ran_on_four[name], batches_of(ON_FOUR), CASES[name.partition("-")[0]])
+def test_four_ranks(on_four_ranks, name):
+    exact(on_four_ranks[name], batches_of(ON_FOUR), CASES[name.partition("-")[0]])
 
 
 @pytest.mark.parametrize("name", SCENARIOS_ON_ONE)
@@ -155,20 +145,20 @@ for _micro in (1, 3, 6):
     SCENARIOS[f"counted-sharded-{_micro}"] = partial(counted, fsdp2, _micro, gather="window")
 
 
-def test_encodings_and_gradients_travel_once(ran):
+def test_encodings_and_gradients_travel_once(on_two_ranks):
     """However many micro-batches there are: under DDP one gather of encodings, one flat sum of gradients.
 
     Beside them, small numbers on the host: how the batch is cut, two votes, what encodings look like (two), which
     parameters were used; and whether the passes agreed.
     """
-    counts = [all_well(ran[f"counted-{micro}"])[0]["counts"] for micro in (1, 3, 6)]
+    counts = [all_well(on_two_ranks[f"counted-{micro}"])[0]["counts"] for micro in (1, 3, 6)]
     assert counts[0] == counts[1] == counts[2]
     gathers = counts[0]["allgather"] + counts[0]["allgather_base"]  # versions of torch send objects by either
     assert (gathers, counts[0]["allreduce"]) == (6, 3)
 
 
-def test_sharded_gradients_travel_once(ran):
-    counts = [all_well(ran[f"counted-sharded-{micro}"])[0]["counts"] for micro in (1, 3, 6)]
+def test_sharded_gradients_travel_once(on_two_ranks):
+    counts = [all_well(on_two_ranks[f"counted-sharded-{micro}"])[0]["counts"] for micro in (1, 3, 6)]
     assert counts[0] == counts[1] == counts[2]
 
 
@@ -203,8 +193,8 @@ SCENARIOS["noisy-joint-ddp"] = partial(noisy, ddp, 0.0)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_random_numbers(ran, mode):
-    outcomes = all_well(ran[f"noisy-{mode}"])
+def test_random_numbers(on_two_ranks, mode):
+    outcomes = all_well(on_two_ranks[f"noisy-{mode}"])
     model = towers(dropout=0.3)
     images, texts = [], []
     for rank, samples in enumerate((5, 3)):
@@ -223,8 +213,8 @@ def test_random_numbers(ran, mode):
 
 
 @pytest.mark.parametrize("name", ["noisy-ddp", "noisy-fsdp2", "noisy-joint-ddp"])
-def test_random_numbers_of_joint_are_the_same_on_all_ranks_and_others_in_every_step(ran, name):
-    outcomes = all_well(ran[name])
+def test_random_numbers_of_joint_are_the_same_on_all_ranks_and_others_in_every_step(on_two_ranks, name):
+    outcomes = all_well(on_two_ranks[name])
     same_on_all(outcomes, "drawn")
     first, second = outcomes[0]["drawn"]
     assert all(one != other for one, other in zip(first, second, strict=True))
@@ -259,8 +249,8 @@ SCENARIOS["headed-fsdp2"] = partial(headed, sharded_head)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_parts_that_only_joint_uses(ran, mode):
-    outcomes = all_well(ran[f"headed-{mode}"])
+def test_parts_that_only_joint_uses(on_two_ranks, mode):
+    outcomes = all_well(on_two_ranks[f"headed-{mode}"])
     same_on_all(outcomes, "weights")
     model, found = towers(), outcomes[0]["weights"]
     for window in range(2):
@@ -306,14 +296,14 @@ SCENARIOS["verified-gradcache"] = verified_gradcache
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", CASES)
-def test_verify(ran, name, mode):
-    for outcome in all_well(ran[f"verified-{name}-{mode}"]):
+def test_verify(on_two_ranks, name, mode):
+    for outcome in all_well(on_two_ranks[f"verified-{name}-{mode}"]):
         assert outcome["ok"], outcome["text"]
         assert outcome["error"] <= 1e-12
 
 
-def test_gradcache_on_two_ranks_has_half_the_gradient(ran):
-    for outcome in all_well(ran["verified-gradcache"]):
+def test_gradcache_on_two_ranks_has_half_the_gradient(on_two_ranks):
+    for outcome in all_well(on_two_ranks["verified-gradcache"]):
         assert not outcome["ok"]
         assert outcome["cause"] == "world size"
         assert "0.5 times the right one" in outcome["evidence"]
@@ -346,10 +336,10 @@ for _pass in (1, 2):
 
 @pytest.mark.parametrize("in_pass", [1, 2])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_memory_that_runs_out_on_one_rank(ran, mode, in_pass):
+def test_memory_that_runs_out_on_one_rank(on_two_ranks, mode, in_pass):
     if mode == "fsdp2" and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("this torch cannot clear away an aborted backward")
-    outcomes = all_well(ran[f"memory-{in_pass}-{mode}"])
+    outcomes = all_well(on_two_ranks[f"memory-{in_pass}-{mode}"])
     same_on_all(outcomes, "after")
     model = towers()
     loss = CONTRAST.whole(model, concatenate([own_batch(0, 5, rank) for rank in range(2)]))
@@ -434,33 +424,33 @@ SCENARIOS["fsdp1"] = partial(train, [(2, 2)], CONTRAST, fsdp1)
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_mistakes_on_one_rank_stop_all(ran, kind):
-    outcomes = all_well(ran[f"mistaken-{kind}"])
+def test_mistakes_on_one_rank_stop_all(on_two_ranks, kind):
+    outcomes = all_well(on_two_ranks[f"mistaken-{kind}"])
     assert [outcome["kind"] for outcome in outcomes] == list(MISTAKES[kind][:2])
     assert MISTAKES[kind][2] in outcomes[0]["message"]
     assert not any(outcome["moved"] for outcome in outcomes)
 
 
-def test_passes_that_differ_on_one_rank_of_a_sharded_model(ran):
-    for outcome in all_well(ran["mistaken-differs-fsdp2"]):
+def test_passes_that_differ_on_one_rank_of_a_sharded_model(on_two_ranks):
+    for outcome in all_well(on_two_ranks["mistaken-differs-fsdp2"]):
         assert "not the same in the two passes" in outcome["message"]
         assert not outcome["moved"]
 
 
-def test_losses_that_differ_between_the_ranks_of_a_sharded_model(ran):
-    for outcome in all_well(ran["mistaken-unlike-fsdp2"]):
+def test_losses_that_differ_between_the_ranks_of_a_sharded_model(on_two_ranks):
+    for outcome in all_well(on_two_ranks["mistaken-unlike-fsdp2"]):
         assert "joint did not return the same loss on all ranks" in outcome["message"]
         assert not outcome["moved"]
 
 
-def test_layers_that_communicate_are_refused(ran):
-    all_refused(ran["synced"], "SyncBatchNorm with joint=")
+def test_layers_that_communicate_are_refused(on_two_ranks):
+    all_refused(on_two_ranks["synced"], "SyncBatchNorm with joint=")
 
 
-def test_classes_that_cannot_travel_to_a_rank_without_samples(ran):
-    all_well(ran["unknown"])
-    all_refused(ran["unknown-empty"], "Local", "outside of functions")
+def test_classes_that_cannot_travel_to_a_rank_without_samples(on_two_ranks):
+    all_well(on_two_ranks["unknown"])
+    all_refused(on_two_ranks["unknown-empty"], "Local", "outside of functions")
 
 
-def test_the_first_fsdp_is_refused(ran):
-    all_refused(ran["fsdp1"], "joint= needs DistributedDataParallel or fully_shard")
+def test_the_first_fsdp_is_refused(on_two_ranks):
+    all_refused(on_two_ranks["fsdp1"], "joint= needs DistributedDataParallel or fully_shard")

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import reference
 from harness.lightnings import Task, Unsized, fit
-from harness.ranks import Collectives, Outcome, all_refused, all_well, full_weights, run, same_on_all, share
+from harness.ranks import Collectives, Outcome, all_refused, all_well, full_weights, same_on_all, share
 from harness.recorded import TwinsCapturer, is_capturing
 from harness.reference import Batch, Counting, Experts, relative_error
 from macrobatch._cudagraph.capture import CAPTURERS
@@ -133,14 +133,9 @@ for plan in PLANS:
     )
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: Any) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("lightning"))
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(map(str, plan)))
-def test_steps_are_those_of_one_big_batch(ran, plan):
-    outcomes = all_well(ran["-".join(map(str, plan))])
+def test_steps_are_those_of_one_big_batch(on_two_ranks, plan):
+    outcomes = all_well(on_two_ranks["-".join(map(str, plan))])
     same_on_all(outcomes, "weights", "steps", "loss", "items")
     weights, taken = whole(*plan[1:], epochs=2)
     assert relative_error(outcomes[0]["weights"], weights) <= 1e-12
@@ -164,8 +159,8 @@ for plan in CUTS:
 
 
 @pytest.mark.parametrize("plan", CUTS, ids=lambda plan: "-".join(map(str, plan)))
-def test_windows_that_are_cut_anew(ran, plan):
-    outcomes = all_well(ran["cut " + "-".join(map(str, plan))])
+def test_windows_that_are_cut_anew(on_two_ranks, plan):
+    outcomes = all_well(on_two_ranks["cut " + "-".join(map(str, plan))])
     same_on_all(outcomes, "weights", "steps", "loss", "items")
     weights, taken = whole(plan[1], "tensor", "AdamW", plan[3], epochs=2)
     assert relative_error(outcomes[0]["weights"], weights) <= 1e-10
@@ -209,8 +204,8 @@ def recorded_cut() -> Outcome:
     return outcome | {"captured": Recorded.captured, "through_ddp": any(through_ddp)}
 
 
-def test_recorded_windows(ran):
-    outcomes = all_well(ran["recorded_cut"])
+def test_recorded_windows(on_two_ranks):
+    outcomes = all_well(on_two_ranks["recorded_cut"])
     assert all(outcome["captured"] and not outcome["through_ddp"] for outcome in outcomes)
     assert relative_error(outcomes[0]["weights"], whole(4, "tensor", epochs=2)[0]) <= 1e-10
 
@@ -233,8 +228,10 @@ for kind, is_exact in BOTH:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
-def test_equal_batches_train_as_with_lightning(ran, kind):
-    for theirs, ours in zip(all_well(ran[f"parity {kind} False"]), all_well(ran[f"parity {kind} True"]), strict=True):
+def test_equal_batches_train_as_with_lightning(on_two_ranks, kind):
+    for theirs, ours in zip(
+        all_well(on_two_ranks[f"parity {kind} False"]), all_well(on_two_ranks[f"parity {kind} True"]), strict=True
+    ):
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
         assert ours["metrics"] == pytest.approx(theirs["metrics"], abs=1e-6)
         assert ours["steps"] == theirs["steps"]
@@ -267,11 +264,11 @@ for kind in ("ddp", "fsdp2"):
     SCENARIOS[f"communication {kind}"] = partial(communicate, kind)
 
 
-def test_gradients_travel_once_a_window(ran):
-    for outcome in all_well(ran["communication ddp"]):
+def test_gradients_travel_once_a_window(on_two_ranks):
+    for outcome in all_well(on_two_ranks["communication ddp"]):
         sums = [sum(n for name, n in batch.items() if "allreduce" in name) for batch in outcome["batches"]]
         assert [bool(n) for n in sums] == [False, False, False, True, False, False, True]
-    for outcome in all_well(ran["communication fsdp2"]):
+    for outcome in all_well(on_two_ranks["communication fsdp2"]):
         sums = [sum(n for name, n in batch.items() if "reduce_scatter" in name) for batch in outcome["batches"]]
         assert [bool(n) for n in sums] == [False, False, False, True, False, False, True]
 
@@ -289,8 +286,8 @@ for kind in ("ddp", "fsdp2"):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_validation_inside_a_window(ran, kind):
-    outcomes = all_well(ran[f"validated {kind}"])
+def test_validation_inside_a_window(on_two_ranks, kind):
+    outcomes = all_well(on_two_ranks[f"validated {kind}"])
     assert relative_error(outcomes[0]["weights"], whole(4)[0]) <= 1e-12
 
 
@@ -311,8 +308,8 @@ for kind in ("ddp", "fsdp2"):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "ddp cut", "fsdp2 cut"])
-def test_resumes_inside_an_epoch_bitwise(ran, kind):
-    for outcome in all_well(ran[f"resumed {kind}"]):
+def test_resumes_inside_an_epoch_bitwise(on_two_ranks, kind):
+    for outcome in all_well(on_two_ranks[f"resumed {kind}"]):
         assert outcome["steps"] == (6, 6)
         assert all(torch.equal(weight, outcome["again"][name]) for name, weight in outcome["once"].items())
 
@@ -325,8 +322,8 @@ def uneven() -> Outcome:
     return train("ddp", steps=2, batches=[micro for _, micro in share(dist.get_rank(), 5 + dist.get_rank())])
 
 
-def test_ranks_with_different_numbers_of_batches(ran):
-    for outcome in ran["uneven"]:
+def test_ranks_with_different_numbers_of_batches(on_two_ranks):
+    for outcome in on_two_ranks["uneven"]:
         assert "UsageError" in outcome["raised"]
         assert "[5, 6]" in outcome["message"]
         assert "limit_train_batches=5" in outcome["message"]
@@ -337,8 +334,8 @@ def counted_on_one_rank() -> Outcome:
     return train("ddp", steps=4, items="int" if dist.get_rank() == 0 else "none")
 
 
-def test_items_on_one_rank_only(ran):
-    all_refused(ran["counted_on_one_rank"], "items must be given on every rank, or on none", "window 1")
+def test_items_on_one_rank_only(on_two_ranks):
+    all_refused(on_two_ranks["counted_on_one_rank"], "items must be given on every rank, or on none", "window 1")
 
 
 def uneven_unsized(**options: Any) -> Outcome:
@@ -352,13 +349,13 @@ SCENARIOS |= {f"unsized, {name}": partial(uneven_unsized, **options) for name, o
 SCENARIOS["unsized, limited to the shorter"] = partial(uneven_unsized, steps=4, limit_train_batches=5)
 
 
-def test_ranks_whose_loaders_end_before_others(ran):
+def test_ranks_whose_loaders_end_before_others(on_two_ranks):
     for name in UNSIZED:
-        for outcome in ran[f"unsized, {name}"]:
+        for outcome in on_two_ranks[f"unsized, {name}"]:
             assert "UsageError" in outcome["raised"]
             assert "no batch is left after 5 on the ranks [1], while the others go on" in outcome["message"]
             assert "limit_train_batches=5" in outcome["message"]
-    same_on_all(all_well(ran["unsized, limited to the shorter"]), "weights")
+    same_on_all(all_well(on_two_ranks["unsized, limited to the shorter"]), "weights")
 
 
 class Thawing(Callback):
@@ -377,14 +374,14 @@ def thawed() -> Outcome:
     return train("ddp", steps=4, callbacks=[Thawing()])
 
 
-def test_a_part_that_is_thawed_after_wrapping(ran):
+def test_a_part_that_is_thawed_after_wrapping(on_two_ranks):
     own = reference.trainee()
     shares = [[micro for _, micro in share(rank, COUNT)] for rank in (0, 1)]
     own.model.query.requires_grad_(False)
     reference.whole_step(own, [m for mine in shares for m in mine[:4]], None, reference.BY_COUNT)
     own.model.query.requires_grad_(True)
     reference.whole_step(own, [m for mine in shares for m in mine[4:]], None, reference.BY_COUNT)
-    outcomes = all_well(ran["thawed"])
+    outcomes = all_well(on_two_ranks["thawed"])
     same_on_all(outcomes, "weights")
     assert relative_error(outcomes[0]["weights"], reference.weights_of(own.model)) <= 1e-12
 
@@ -401,14 +398,14 @@ SCENARIOS["unused"] = routed
 SCENARIOS["unused found"] = partial(routed, find_unused_parameters=True)
 
 
-def test_a_parameter_that_the_last_batch_does_not_use(ran):
-    for outcome in ran["unused"]:
+def test_a_parameter_that_the_last_batch_does_not_use(on_two_ranks):
+    for outcome in on_two_ranks["unused"]:
         assert "BackendError" in outcome["raised"]
         assert "find_unused_parameters=True" in outcome["message"]
     own = reference.trainee(Experts)
     shares = [[micro for _, micro in share(rank, 4, routed=[(1, 1)])] for rank in (0, 1)]
     reference.whole_step(own, [micro for mine in shares for micro in mine], None, reference.BY_COUNT)
-    found = all_well(ran["unused found"])[0]["weights"]
+    found = all_well(on_two_ranks["unused found"])[0]["weights"]
     assert relative_error(found, reference.weights_of(own.model)) <= 1e-12
 
 
@@ -423,8 +420,8 @@ def halfway() -> Outcome:
     return {}
 
 
-def test_a_parameter_that_nobody_shards(ran):
-    for outcome in ran["halfway"]:
+def test_a_parameter_that_nobody_shards(on_two_ranks):
+    for outcome in on_two_ranks["halfway"]:
         assert "BackendError" in outcome["raised"]
         assert "in no module that configure_model() shards" in outcome["message"]
 
@@ -453,14 +450,14 @@ SCENARIOS["shared"] = partial(shared, Right)
 SCENARIOS["stale"] = partial(shared, Parallel)
 
 
-def test_tensor_parallelism_alone(ran):
+def test_tensor_parallelism_alone(on_two_ranks):
     own = reference.trainee()
     reference.whole_step(own, [micro for _, micro in share(0, 4)], None, reference.BY_COUNT)
-    found = all_well(ran["shared"])[0]["weights"]
+    found = all_well(on_two_ranks["shared"])[0]["weights"]
     assert relative_error(found, reference.weights_of(own.model)) <= 1e-12
 
 
-def test_an_optimizer_of_parameters_that_are_gone(ran):
-    for outcome in ran["stale"]:
+def test_an_optimizer_of_parameters_that_are_gone(on_two_ranks):
+    for outcome in on_two_ranks["stale"]:
         assert "BackendError" in outcome["raised"]
         assert "that is not in the module" in outcome["message"]

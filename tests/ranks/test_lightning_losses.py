@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness import reference
 from harness.lightnings import Task, fit
-from harness.ranks import Outcome, all_refused, all_well, full_weights, run, same_on_all, share
+from harness.ranks import Outcome, all_refused, all_well, full_weights, same_on_all, share
 from harness.reference import IGNORED, Batch, relative_error
 from macrobatch.lightning import ExactStrategy
 
@@ -116,14 +116,9 @@ SCENARIOS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: Any) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("lightning"))
-
-
 @pytest.mark.parametrize(("name", "steps", "options"), EXACT, ids=str)
-def test_each_step_is_that_of_one_big_batch(ran, name, steps, options):
-    outcomes = all_well(ran[f"{name} {steps} {options}"])
+def test_each_step_is_that_of_one_big_batch(on_two_ranks, name, steps, options):
+    outcomes = all_well(on_two_ranks[f"{name} {steps} {options}"])
     same_on_all(outcomes, "weights", "loss", "items")
     assert relative_error(outcomes[0]["weights"], whole(name, steps)) <= 1e-12
 
@@ -141,5 +136,5 @@ def test_each_step_is_that_of_one_big_batch(ran, name, steps, options):
         ("own", ["Own has a backward() of its own", "steps=1 in one process"]),
     ],
 )
-def test_what_cannot_be_exact_is_refused_by_all_ranks(ran, name, words):
-    all_refused(ran[name], *words)
+def test_what_cannot_be_exact_is_refused_by_all_ranks(on_two_ranks, name, words):
+    all_refused(on_two_ranks[name], *words)

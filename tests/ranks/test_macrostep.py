@@ -23,7 +23,6 @@ from harness.ranks import (
     all_well,
     be_a_rank,
     ddp,
-    difference,
     fsdp1,
     fsdp2,
     full_weights,
@@ -31,11 +30,11 @@ from harness.ranks import (
     made,
     optimizer_for,
     refused,
-    run,
     same_on_all,
     torchrun,
 )
-from harness.reference import VOCABULARY, WIDTH, Batch, Hoard, Trainee, mean_loss, relative_error, sum_loss
+from harness.reference import VOCABULARY, WIDTH, Batch, Hoard, mean_loss, relative_error, sum_loss
+from harness.whole_batches import counted_loss, exact, own_batch, train
 from macrobatch import MacroStep, by_tokens
 from macrobatch.errors import BackendError, BatchError
 
@@ -58,24 +57,9 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("macrostep"))
-
-
 def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
     SCENARIOS[function.__name__] = function
     return function
-
-
-def counted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    if not batch.items:
-        return sum_loss(model, batch), 0
-    return mean_loss(model, batch), batch.items
-
-
-def own_batch(window: int, samples: int, rank: int) -> Batch:
-    return reference.batch(samples, seed=100 * rank + window, items=None if samples else 0)
 
 
 # --------------------------------------------------------------------------------- exact, however ranks are filled
@@ -83,32 +67,6 @@ def own_batch(window: int, samples: int, rank: int) -> Batch:
 # For each window, how many samples every rank has: the first has a rank that never had any.
 FILLED = [(0, 3), (5, 3), (4, 0), (0, 0), (2, 7), (1, 6), (0, 5), (4, 4)]
 ON_FOUR = [(0, 3, 1, 0), (5, 3, 0, 2), (0, 0, 7, 0), (2, 2, 2, 2)]
-
-
-def train(
-    filled: Sequence[Sequence[int]],
-    wrap: Any,
-    micro: Any = 2,
-    loss_fn: Any = counted_loss,
-    hoard: Any = None,
-    **options,
-) -> Outcome:
-    model = wrap(made(Tower))
-    step = MacroStep(model, optimizer_for(model), loss_fn, micro=micro, max_norm=10.0, **options)
-    step._graphs = hoard
-    step._cutter._holds = step._cutter._holds or hoard is not None
-    weights, results = [full_weights(model)], []
-    for window, samples in enumerate(filled):
-        results.append(step(own_batch(window, samples[dist.get_rank()], dist.get_rank())))
-        weights.append(full_weights(model))
-    return {
-        "weights": weights,
-        "loss": [result.loss for result in results],
-        "items": [result.items for result in results],
-        "grad_norm": [result.grad_norm for result in results],
-        "skipped": [bool(result.skipped) for result in results],
-        "micro_batches": [result.micro_batches for result in results],
-    }
 
 
 def lengths(batch: Batch) -> list[int]:
@@ -125,40 +83,20 @@ SCENARIOS_ON_FOUR["by-count-hsdp"] = partial(train, ON_FOUR, hsdp, 2)
 SCENARIOS_ON_FOUR["auto-hsdp"] = partial(train, ON_FOUR, hsdp, "auto", gather="window")
 
 
-def exact(outcomes: list[Outcome], filled: Sequence[Sequence[int]]) -> None:
-    """Every window did what one process does with all its samples at once; one without any did nothing."""
-    all_well(outcomes)
-    same_on_all(outcomes, "weights", "loss", "items", "grad_norm", "skipped")
-    model, found = made(Tower), outcomes[0]
-    whole = Trainee(model, [optimizer_for(model)], [])
-    for window, samples in enumerate(filled):
-        batches = [own_batch(window, n, rank) for rank, n in enumerate(samples) if n]
-        before = reference.weights_of(model)
-        step = reference.whole_step(whole, batches, 10.0, reference.BY_COUNT) if batches else None
-        taken = difference(found["weights"][window], found["weights"][window + 1])
-        assert relative_error(taken, difference(before, reference.weights_of(model))) <= 1e-12, f"window {window}"
-        assert found["skipped"][window] == (step is None)
-        assert found["items"][window].item() == (step.items if step else 0)
-        if step is not None:
-            torch.testing.assert_close(found["loss"][window], step.loss, rtol=1e-12, atol=0)
-            torch.testing.assert_close(found["grad_norm"][window], step.grad_norm, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("micro", ["by-count", "by-tokens", "auto", "tokens-that-fit"])
-def test_every_window_is_the_one_big_batch(ran, micro, mode):
-    exact(ran[f"{micro}-{mode}"], FILLED)
+def test_every_window_is_the_one_big_batch(on_two_ranks, micro, mode):
+    exact(on_two_ranks[f"{micro}-{mode}"], FILLED)
 
 
-def test_ranks_take_as_many_micro_batches_as_they_have_samples_for(ran):
-    for rank, outcome in enumerate(all_well(ran["by-count-ddp-window"])):
+def test_ranks_take_as_many_micro_batches_as_they_have_samples_for(on_two_ranks):
+    for rank, outcome in enumerate(all_well(on_two_ranks["by-count-ddp-window"])):
         assert outcome["micro_batches"] == [-(-samples[rank] // 2) for samples in FILLED]
 
 
-def test_four_ranks_in_two_dimensions(tmp_path):
-    ran = run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path)
-    exact(ran["by-count-hsdp"], ON_FOUR)
-    exact(ran["auto-hsdp"], ON_FOUR)
+def test_four_ranks_in_two_dimensions(on_four_ranks):
+    exact(on_four_ranks["by-count-hsdp"], ON_FOUR)
+    exact(on_four_ranks["auto-hsdp"], ON_FOUR)
 
 
 # --------------------------------------------------------------------------------- memory that runs out on one rank
@@ -202,8 +140,8 @@ def recordings_on_one_rank() -> Outcome:
     return train(FILLED, ddp, loss_fn=loss_fn, hoard=hoard) | {"refused": len(hoard.refused), "calls": calls}
 
 
-def test_recordings_are_given_up_by_the_rank_that_needs_their_memory(ran):
-    outcomes = ran["recordings_on_one_rank"]
+def test_recordings_are_given_up_by_the_rank_that_needs_their_memory(on_two_ranks):
+    outcomes = on_two_ranks["recordings_on_one_rank"]
     exact(outcomes, FILLED)
     assert [outcome["refused"] for outcome in outcomes] == [1, 0]
     needed = [sum(-(-samples[rank] // 2) for samples in FILLED) for rank in range(2)]
@@ -347,16 +285,16 @@ SCENARIOS["random-fsdp2"] = partial(random_faults, 2, 40, fsdp2, gather="window"
 
 
 @pytest.mark.parametrize(("mode", "place", "turn"), FAULTS)
-def test_a_rank_runs_out_and_the_window_is_done_again_by_all(ran, mode, place, turn):
-    outcomes = all_well(ran[f"{place}-{turn}-{mode}"])
+def test_a_rank_runs_out_and_the_window_is_done_again_by_all(on_two_ranks, mode, place, turn):
+    outcomes = all_well(on_two_ranks[f"{place}-{turn}-{mode}"])
     assert [(outcome["sizes"], outcome["met"]) for outcome in outcomes] == [([4, 2, 2, 2, 2], met) for met in (0, 2)]
     # Held gradients travel once, also where they are to travel after every micro-batch: then sums round otherwise.
     assert max(outcome["worst"] for outcome in outcomes) <= (1e-12 if "sync" in MODES[mode][1] else 0)
 
 
 @resets
-def test_two_hundred_faults(ran):
-    outcomes = [outcome for name in ("random-ddp", "random-fsdp2") for outcome in all_well(ran[name])]
+def test_two_hundred_faults(on_two_ranks):
+    outcomes = [outcome for name in ("random-ddp", "random-fsdp2") for outcome in all_well(on_two_ranks[name])]
     assert {outcome["worst"] for outcome in outcomes} == {0.0}
     assert sum(outcome["met"] for outcome in outcomes) >= 200
 
@@ -379,8 +317,8 @@ for _mode in HELD:
 
 
 @pytest.mark.parametrize("mode", HELD)
-def test_all_ranks_cut_by_the_tokens_that_fit_on_each(ran, mode):
-    outcomes = ran[f"little-{mode}"]
+def test_all_ranks_cut_by_the_tokens_that_fit_on_each(on_two_ranks, mode):
+    outcomes = on_two_ranks[f"little-{mode}"]
     exact(outcomes, FILLED)
     assert max(outcomes[1]["sizes"]) > 9 >= outcomes[1]["sizes"][-1]
 
@@ -401,8 +339,8 @@ def collectives_by_window() -> Outcome:
     return {"counts": counts}
 
 
-def test_a_proven_size_uses_the_overlapped_reducer(ran):
-    held, again, proven, later = all_well(ran["collectives_by_window"])[0]["counts"]
+def test_a_proven_size_uses_the_overlapped_reducer(on_two_ranks):
+    held, again, proven, later = all_well(on_two_ranks["collectives_by_window"])[0]["counts"]
     # The row and the vote; the totals, which parameters have gradients, and the gradients.
     assert held == again == {"allgather": 2, "allreduce": 3}
     assert proven == {"allgather": 1, "allreduce": 2}  # no vote any more; the totals, and the reducer's bucket
@@ -441,24 +379,24 @@ def ended_though_proven() -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["too-large", pytest.param("too-large-fsdp2", marks=resets)])
-def test_not_even_one_sample_fits_on_one_rank(ran, name):
-    all_refused(ran[name], "not even one sample fits")
-    refused(ran[name], 1, "2.00 GiB", "checkpoint")
-    assert all("FitError" in outcome["raised"] for outcome in ran[name])
+def test_not_even_one_sample_fits_on_one_rank(on_two_ranks, name):
+    all_refused(on_two_ranks[name], "not even one sample fits")
+    refused(on_two_ranks[name], 1, "2.00 GiB", "checkpoint")
+    assert all("FitError" in outcome["raised"] for outcome in on_two_ranks[name])
 
 
-def test_ranks_agree_on_the_smallest_size(ran):
-    assert [outcome["sizes"] for outcome in all_well(ran["agreed"])] == [[2, 2, 2, 2]] * 2
+def test_ranks_agree_on_the_smallest_size(on_two_ranks):
+    assert [outcome["sizes"] for outcome in all_well(on_two_ranks["agreed"])] == [[2, 2, 2, 2]] * 2
 
 
-def test_where_others_wait_in_a_collective_the_job_ends_at_once(ran):
-    outcomes = ran["ended_though_proven"]
+def test_where_others_wait_in_a_collective_the_job_ends_at_once(on_two_ranks):
+    outcomes = on_two_ranks["ended_though_proven"]
     all_refused(outcomes, "rank 1 ran out of memory", "2.00 GiB", "4 samples", "fit_file")
     assert all("FitError" in outcome["raised"] and outcome["seconds"] < 8 for outcome in outcomes)
 
 
-def test_a_size_that_was_asked_for_is_not_changed(ran):
-    assert "OutOfMemoryError" in ran["fixed"][1]["raised"]
+def test_a_size_that_was_asked_for_is_not_changed(on_two_ranks):
+    assert "OutOfMemoryError" in on_two_ranks["fixed"][1]["raised"]
 
 
 # -------------------------------------------------------------------------------------------- the file of sizes
@@ -522,13 +460,13 @@ def company_where_one_sample_has_no_variance() -> Outcome:
     return {"steps": [result.step for result in results]}
 
 
-def test_a_rank_without_samples_takes_part_where_one_has_no_variance(ran):
-    assert [o["steps"] for o in all_well(ran["company_where_one_sample_has_no_variance"])] == [[1, 2]] * 2
+def test_a_rank_without_samples_takes_part_where_one_has_no_variance(on_two_ranks):
+    assert [o["steps"] for o in all_well(on_two_ranks["company_where_one_sample_has_no_variance"])] == [[1, 2]] * 2
 
 
 @pytest.mark.parametrize("name", [pytest.param("company-auto", marks=resets), "company-2"])
-def test_a_rank_without_samples_takes_part_with_a_single_one(ran, name):
-    for rank, outcome in enumerate(all_well(ran[name])):
+def test_a_rank_without_samples_takes_part_with_a_single_one(on_two_ranks, name):
+    for rank, outcome in enumerate(all_well(on_two_ranks[name])):
         assert outcome["steps"] == sum(1 for samples in FILLED if any(samples))
         assert all(bytes <= 8 * reference.LENGTH + 256 for bytes in outcome["kept"]), "one row, and where it begins"
         for samples, sizes in zip(FILLED, outcome["sizes"], strict=True):
@@ -573,8 +511,8 @@ def a_held_window_that_fails_otherwise() -> Outcome:
         ("a_held_window_that_fails_otherwise", ("BackendError: rank 1 failed", "ZeroDivisionError: a bug")),
     ],
 )
-def test_one_rank_fails_and_all_can_go_on(ran, name, errors):
-    outcomes = all_well(ran[name])
+def test_one_rank_fails_and_all_can_go_on(on_two_ranks, name, errors):
+    outcomes = all_well(on_two_ranks[name])
     same_on_all(outcomes, "weights", "step")
     for outcome, error in zip(outcomes, errors, strict=True):
         assert outcome["error"].startswith(error)
@@ -589,8 +527,8 @@ def shared_statistics() -> Outcome:
 
 
 @resets
-def test_statistics_over_all_ranks_cannot_be_done_again(ran):
-    all_refused(ran["shared_statistics"], "SyncBatchNorm", "micro=")
+def test_statistics_over_all_ranks_cannot_be_done_again(on_two_ranks):
+    all_refused(on_two_ranks["shared_statistics"], "SyncBatchNorm", "micro=")
 
 
 @scenario
@@ -602,8 +540,10 @@ def items_on_one_rank() -> Outcome:
     return {}
 
 
-def test_items_on_one_rank_only(ran):
-    all_refused(ran["items_on_one_rank"], "items must be given on every rank, or on none", "window 1", "samples")
+def test_items_on_one_rank_only(on_two_ranks):
+    all_refused(
+        on_two_ranks["items_on_one_rank"], "items must be given on every rank, or on none", "window 1", "samples"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- with a scaler
@@ -623,13 +563,13 @@ SCENARIOS["scaled-fsdp2"] = partial(scaled, fsdp2, 2)
 SCENARIOS["scaled-fault"] = lambda: cut_at(3, ddp, [4, 6, 4], scaler=torch.amp.GradScaler("cpu"))
 
 
-def test_a_scaler_and_a_rank_that_runs_out_before_its_first_loss(ran):
-    assert [outcome["sizes"] for outcome in all_well(ran["scaled-fault"])] == [[2, 2, 2]] * 2
+def test_a_scaler_and_a_rank_that_runs_out_before_its_first_loss(on_two_ranks):
+    assert [outcome["sizes"] for outcome in all_well(on_two_ranks["scaled-fault"])] == [[2, 2, 2]] * 2
 
 
 @pytest.mark.parametrize("name", ["scaled-ddp", "scaled-auto", "scaled-fsdp2"])
-def test_a_scaler_and_ranks_that_have_nothing(ran, name):
-    exact(ran[name], FILLED)
+def test_a_scaler_and_ranks_that_have_nothing(on_two_ranks, name):
+    exact(on_two_ranks[name], FILLED)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from harness.ranks import Outcome, Plan, ddp, fsdp1, fsdp2, run
-from tests.ranks.test_macrostep import exact, train
+from harness.ranks import Plan, ddp, fsdp1, fsdp2
+from harness.whole_batches import exact, train
 
 PLAN = Plan(counts=((5, 3),), steps=2, max_norm=0.05)
 MODES = {
@@ -20,16 +20,11 @@ SCENARIOS = {name: partial(PLAN.run, wrap, **options) for name, (wrap, options) 
 SCENARIOS |= {f"whole batches, {wrap.__name__}": partial(train, FILLED, wrap, "auto") for wrap in (ddp, fsdp2)}
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("one"))
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_as_one_process_with_all_batches(ran, mode):
-    PLAN.check(ran[mode])
+def test_as_one_process_with_all_batches(on_two_ranks, mode):
+    PLAN.check(on_two_ranks[mode])
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_whole_batches_on_ranks_with_and_without_samples(ran, wrap):
-    exact(ran[f"whole batches, {wrap}"], FILLED)
+def test_whole_batches_on_ranks_with_and_without_samples(on_two_ranks, wrap):
+    exact(on_two_ranks[f"whole batches, {wrap}"], FILLED)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.ranks import Outcome, all_refused, all_well, run
+from harness.ranks import Outcome, all_refused, all_well
 from macrobatch import Accumulator, MacroStep
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -17,7 +17,7 @@ SIZES = (4, 2, 3, 5)
 WORDS = [torch.tensor(words) for words in ([1, 2], [2, 3, 4], [7], [1, 1, 9])]
 
 
-def data() -> list[Tensor]:
+def micro_batches() -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     return [torch.randn(n, 3, generator=draw, dtype=torch.float64) for n in SIZES]
 
@@ -25,11 +25,6 @@ def data() -> list[Tensor]:
 def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
     SCENARIOS[function.__name__] = function
     return function
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("right"))
 
 
 def linear() -> nn.Linear:
@@ -61,7 +56,7 @@ def with_temperature(wrapper: Callable[[nn.Module], nn.Module], several: bool = 
         lambda *_: seen.extend([whole(next(model.parameters()).grad).clone(), scale.grad.clone()])
     )
     acc = Accumulator(models, optimizer, steps=2)
-    for x in acc.batches(own(data())):
+    for x in acc.batches(own(micro_batches())):
         acc.backward((scale * model(x)).square().mean())
         acc.step()
     return {"weight": seen[0], "scale": seen[1]}
@@ -83,10 +78,10 @@ def temperature_several() -> Outcome:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "several"])
-def test_a_bare_tensor_is_summed_over_ranks(ran, how):
+def test_a_bare_tensor_is_summed_over_ranks(on_two_ranks, how):
     model, scale = linear(), torch.ones((), dtype=torch.float64, requires_grad=True)
-    (scale * model(torch.cat(data()))).square().mean().backward()
-    for outcome in all_well(ran[f"temperature_{how}"]):
+    (scale * model(torch.cat(micro_batches()))).square().mean().backward()
+    for outcome in all_well(on_two_ranks[f"temperature_{how}"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
         assert largest(outcome["scale"], scale.grad) <= 1e-12
 
@@ -108,11 +103,11 @@ def sparse() -> Outcome:
     return {"weight": seen[0]}
 
 
-def test_sparse_gradients_under_ddp(ran):
+def test_sparse_gradients_under_ddp(on_two_ranks):
     torch.manual_seed(0)
     model = nn.Embedding(20, 4).double()
     model(torch.cat(WORDS)).square().mean().backward()
-    for outcome in all_well(ran["sparse"]):
+    for outcome in all_well(on_two_ranks["sparse"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
 
 
@@ -173,7 +168,7 @@ def boxes(added: int = 0) -> Outcome:
     seen: list[Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.clone()))
     acc = Accumulator(model, optimizer, steps=2, counts=lambda batch: {"box": batch[1].sum() + added})
-    for x, mask in acc.batches(own(list(zip(data(), masks(), strict=True)))):
+    for x, mask in acc.batches(own(list(zip(micro_batches(), masks(), strict=True)))):
         number = mask.sum().double()
         dist.all_reduce(number)
         number = (number / dist.get_world_size()).clamp(min=1)
@@ -193,13 +188,13 @@ def wrong_total() -> Outcome:
     return boxes(added=dist.get_rank())
 
 
-def test_counts_are_compared_over_all_ranks_together(ran):
+def test_counts_are_compared_over_all_ranks_together(on_two_ranks):
     model = linear()
-    x, mask = torch.cat(data()), torch.cat(masks())
+    x, mask = torch.cat(micro_batches()), torch.cat(masks())
     ((model(x).abs().sum(-1) * mask).sum() / mask.sum()).backward()
-    for outcome in all_well(ran["mean_over_ranks"]):
+    for outcome in all_well(on_two_ranks["mean_over_ranks"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
-    all_refused(ran["wrong_total"], "the items of the term 'box'", "with those of the other ranks")
+    all_refused(on_two_ranks["wrong_total"], "the items of the term 'box'", "with those of the other ranks")
 
 
 # ---------------------------------------------------------------------- programs that exchange gradients themselves
@@ -209,7 +204,7 @@ def test_counts_are_compared_over_all_ranks_together(ran):
 def by_hand() -> Outcome:
     model = linear()
     train = MacroStep(model, None, lambda model, x: model(x).square().mean(), micro=2)
-    train(data()[dist.get_rank()])  # four samples on one rank, two on the other
+    train(micro_batches()[dist.get_rank()])  # four samples on one rank, two on the other
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
@@ -223,12 +218,12 @@ def stepping_unwrapped() -> Outcome:
     return {}
 
 
-def test_programs_that_exchange_gradients_themselves(ran):
+def test_programs_that_exchange_gradients_themselves(on_two_ranks):
     model = linear()
-    model(torch.cat(data()[:2])).square().mean().backward()
-    for outcome in all_well(ran["by_hand"]):
+    model(torch.cat(micro_batches()[:2])).square().mean().backward()
+    for outcome in all_well(on_two_ranks["by_hand"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
-    all_refused(ran["stepping_unwrapped"], "is not wrapped", "MacroStep(model, None, loss_fn)")
+    all_refused(on_two_ranks["stepping_unwrapped"], "is not wrapped", "MacroStep(model, None, loss_fn)")
 
 
 # ---------------------------------------------------------------------- forwards that change weights
@@ -248,7 +243,7 @@ def following(wrapper: Callable[[nn.Module], nn.Module], when: str) -> Outcome:
     model = wrapper(bare)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     acc = Accumulator(model, optimizer, steps=2)
-    for x in acc.batches(own(data())):
+    for x in acc.batches(own(micro_batches())):
         acc.backward(model(x), items=len(x))
         if when == "inside":
             bare.slow.weight.data.mul_(0.9)
@@ -263,6 +258,8 @@ for _name, _wrapper in (("ddp", DistributedDataParallel), ("fsdp", fully_shard))
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_a_parameter_that_changes_inside_a_window(ran, wrapper):
-    all_refused(ran[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1")
-    assert [outcome["steps"] for outcome in all_well(ran[f"after_{wrapper}"])] == [1, 1]
+def test_a_parameter_that_changes_inside_a_window(on_two_ranks, wrapper):
+    all_refused(
+        on_two_ranks[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1"
+    )
+    assert [outcome["steps"] for outcome in all_well(on_two_ranks[f"after_{wrapper}"])] == [1, 1]

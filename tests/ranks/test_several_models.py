@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.ranks import Outcome, all_refused, all_well, run
+from harness.ranks import Outcome, all_refused, all_well
 from macrobatch import Accumulator
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -105,15 +105,10 @@ for _case, (_name, _wrapping, _options) in CASES.items():
     SCENARIOS[_case] = partial(trained, TASKS[_name], WRAPPED[_wrapping], **_options)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("several"))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_whatever_was_accumulated_travels(ran, case):
+def test_whatever_was_accumulated_travels(on_two_ranks, case):
     wanted = expected(TASKS[CASES[case][0]])
-    for outcome in all_well(ran[case]):
+    for outcome in all_well(on_two_ranks[case]):
         assert len(outcome["gradients"]) == len(wanted) == 4
         for found, truth in zip(outcome["gradients"], wanted, strict=True):
             largest = max(gradient.abs().max() for gradient in truth if gradient is not None)
@@ -132,8 +127,8 @@ def static_graph() -> Outcome:
     return trained(TASKS["other orders"], {"static_graph": True})
 
 
-def test_static_graph_never_learns_its_graph_here(ran):
-    all_refused(ran["static_graph"], "Leave static_graph out.")
+def test_static_graph_never_learns_its_graph_here(on_two_ranks):
+    all_refused(on_two_ranks["static_graph"], "Leave static_graph out.")
 
 
 @scenario
@@ -146,8 +141,8 @@ def other_ranks() -> Outcome:
     return {}
 
 
-def test_models_over_other_ranks(ran):
-    all_refused(ran["other_ranks"], "model 1 over", "wrap them alike")
+def test_models_over_other_ranks(on_two_ranks):
+    all_refused(on_two_ranks["other_ranks"], "model 1 over", "wrap them alike")
 
 
 @scenario
@@ -162,8 +157,10 @@ def one_model_not_called() -> Outcome:
     return {}
 
 
-def test_one_model_that_the_last_micro_batch_does_not_call(ran):
-    all_refused(ran["one_model_not_called"], "did not go through DistributedDataParallel", "in every micro-batch")
+def test_one_model_that_the_last_micro_batch_does_not_call(on_two_ranks):
+    all_refused(
+        on_two_ranks["one_model_not_called"], "did not go through DistributedDataParallel", "in every micro-batch"
+    )
 
 
 def consistency(**options: Any) -> Outcome:
@@ -188,12 +185,12 @@ for _case, _options in TARGETS.items():
 
 
 @pytest.mark.parametrize("case", TARGETS)
-def test_a_forward_without_a_graph_before_the_backward(ran, case):
+def test_a_forward_without_a_graph_before_the_backward(on_two_ranks, case):
     model = parts()[0]
     window = [x for rank in (0, 1) for x, _ in batches_of(rank, [2, 2])]
     targets = [model(x + 0.1).detach() for x in window]
     total = sum((model(x) - target).square().sum() for x, target in zip(window, targets, strict=True))
     (total / sum(map(len, window))).backward()
-    for outcome in all_well(ran[case]):
+    for outcome in all_well(on_two_ranks[case]):
         for found, parameter in zip(outcome["gradients"][0], model.parameters(), strict=True):
             assert (found - parameter.grad).abs().max() <= 1e-12

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.ranks import Outcome, all_refused, all_well, fsdp1, fsdp2, run
+from harness.ranks import Outcome, all_refused, all_well, fsdp1, fsdp2
 from macrobatch import Accumulator
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -125,15 +125,10 @@ for _case, (_name, _wrapping, _place, _shorter) in CASES.items():
     SCENARIOS[_case] = partial(trained, SKIPPED[_name], _wrapping, _place, shorter=_shorter)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("skip"))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_the_window_goes_on_without_them(ran, case):
+def test_the_window_goes_on_without_them(on_two_ranks, case):
     name, wrapping, _, shorter = CASES[case]
-    check(ran[case], SKIPPED[name], wrapping, shorter=shorter)
+    check(on_two_ranks[case], SKIPPED[name], wrapping, shorter=shorter)
 
 
 def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
@@ -155,8 +150,8 @@ def several_models() -> Outcome:
     return {"items": result.items.item(), "weight": first.module.head.weight.detach()}
 
 
-def test_several_models(ran):
-    one, other = all_well(ran["several_models"])
+def test_several_models(on_two_ranks):
+    one, other = all_well(on_two_ranks["several_models"])
     assert one["items"] == other["items"] == sum(len(batches_of(rank, 4)[3]) for rank in (0, 1))
     assert torch.equal(one["weight"], other["weight"])
 
@@ -173,5 +168,5 @@ SCENARIOS["fsdp1"], SCENARIOS["fsdp2"] = partial(_sharded, fsdp1), partial(_shar
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_not_where_forwards_are_collective(ran, kind):
-    all_refused(ran[kind], "Call discard() on all ranks")
+def test_not_where_forwards_are_collective(on_two_ranks, kind):
+    all_refused(on_two_ranks[kind], "Call discard() on all ranks")

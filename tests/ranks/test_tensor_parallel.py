@@ -37,7 +37,6 @@ from harness.ranks import (
     made,
     optimizer_for,
     refused,
-    run,
     same_on_all,
     share,
 )
@@ -79,7 +78,7 @@ def along(whole: Any, *names: str) -> Any:
     return whole[tuple(name for name in whole.mesh_dim_names if name.partition("-")[0] in names)]
 
 
-def data() -> Any:
+def data_ranks() -> Any:
     """The ranks that have data of their own."""
     return along(mesh(dist.get_world_size() // TENSOR, TENSOR), "data")
 
@@ -146,26 +145,11 @@ def everywhere(name: str, scenario: Callable[..., Outcome], among: Collection[st
                 scenarios[f"{name}-{mode}"] = partial(scenario, wrap, **options)
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("four"))
-
-
-@pytest.fixture
-def ran(request, mode) -> dict[str, list[Outcome]]:
-    return request.getfixturevalue("on_two" if mode in ON_TWO else "on_four")
-
-
 # ------------------------------------------------------------------------------------------------- exact, every way
 
 
 def exact(plan: Plan, wrap: Wrap, **options: Any) -> Outcome:
-    return plan.run(wrap, rank=dist.get_rank() // TENSOR, process_group=data(), **options)
+    return plan.run(wrap, rank=dist.get_rank() // TENSOR, process_group=data_ranks(), **options)
 
 
 def check(plan: Plan, outcomes: list[Outcome]) -> None:
@@ -200,8 +184,8 @@ for _name, (_plan, _modes) in EXACT.items():
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, (_, modes) in EXACT.items() for mode in modes])
-def test_every_window_is_the_one_big_batch(ran, name, mode):
-    check(EXACT[name][0], ran[f"{name}-{mode}"])
+def test_every_window_is_the_one_big_batch(on_ranks, name, mode):
+    check(EXACT[name][0], on_ranks[f"{name}-{mode}"])
 
 
 FOLDED = Plan(make=Feedforward, dtype=torch.float32, counts=(4,), steps=2, optimizer="AdamW-fused", max_norm=0.05)
@@ -209,8 +193,8 @@ everywhere("folded", partial(exact, FOLDED), ALL_DTENSORS)
 
 
 @pytest.mark.parametrize("mode", ALL_DTENSORS)
-def test_a_fused_optimizer_divides_and_clips(ran, mode):
-    outcomes = all_well(ran[f"folded-{mode}"])
+def test_a_fused_optimizer_divides_and_clips(on_ranks, mode):
+    outcomes = all_well(on_ranks[f"folded-{mode}"])
     same_on_all(outcomes, "loss", "items", "grad_norm", "weights")
     FOLDED.check_roughly(outcomes[::TENSOR], 1e-4)
 
@@ -229,7 +213,7 @@ def handed_over(wrap: Wrap, **options: Any) -> Outcome:
         lambda model, batch: (mean_loss(model, batch), batch.items),
         micro=2,
         max_norm=HANDED_OVER.max_norm,
-        process_group=data(),
+        process_group=data_ranks(),
         **options,
     )
     record, own = Record(train, model), HANDED_OVER.share(rank)
@@ -244,8 +228,8 @@ everywhere("handed_over", handed_over, MACRO)
 
 
 @pytest.mark.parametrize("mode", MACRO)
-def test_whole_batches(ran, mode):
-    check(HANDED_OVER, ran[f"handed_over-{mode}"])
+def test_whole_batches(on_ranks, mode):
+    check(HANDED_OVER, on_ranks[f"handed_over-{mode}"])
 
 
 # ------------------------------------------------------------------------------------------ infinite in one shard
@@ -254,7 +238,7 @@ def test_whole_batches(ran, mode):
 def spiked(nonfinite: str, max_norm: float | None, wrap: Wrap, **options: Any) -> Outcome:
     """In the second of three windows the gradient of one bias is infinite, in the last rank's part of it alone."""
     record = Plan(make=Feedforward, steps=2, max_norm=max_norm).start(
-        wrap, nonfinite=nonfinite, process_group=data(), **options
+        wrap, nonfinite=nonfinite, process_group=data_ranks(), **options
     )
     numbers: list[int] = []
 
@@ -276,8 +260,8 @@ everywhere("skip", partial(spiked, "skip", 1.0), ["fsdp-window-micro"])
 
 
 @pytest.mark.parametrize("mode", ["alone", "fsdp-window-micro"])
-def test_all_ranks_skip_together(ran, mode):
-    outcomes = all_well(ran[f"skip-{mode}"])
+def test_all_ranks_skip_together(on_ranks, mode):
+    outcomes = all_well(on_ranks[f"skip-{mode}"])
     same_on_all(outcomes, "weights", "items", "loss", "grad_norm")
     for outcome in outcomes:
         assert outcome["skipped"] == [False, True, False]
@@ -285,8 +269,8 @@ def test_all_ranks_skip_together(ran, mode):
         assert relative_error(outcome["weights"][3], outcome["weights"][2]) > 0
 
 
-def test_all_ranks_raise_together(on_two):
-    all_refused(on_two["raise-alone"], "window 2", "infinite")
+def test_all_ranks_raise_together(on_two_ranks):
+    all_refused(on_two_ranks["raise-alone"], "window 2", "infinite")
 
 
 # ------------------------------------------------------------------------------------------ losses that are DTensors
@@ -302,7 +286,9 @@ def batch_in_parts(reduction: str, as_tensor: bool) -> Outcome:
     """One program on a batch in parts: a loss is the sum, or the mean, of what the ranks hold; so are the items."""
     tensor = along(mesh(1, TENSOR), "tensor")
     model = distribute_module(made(partial(nn.Linear, 3, 2)), tensor)
-    acc = Accumulator(model, optimizer_for(model), steps=2, reduction=reduction, max_norm=0.5, process_group=data())
+    acc = Accumulator(
+        model, optimizer_for(model), steps=2, reduction=reduction, max_norm=0.5, process_group=data_ranks()
+    )
     x, y = torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64)
     losses = []
     for part in acc.batches([slice(0, 4), slice(4, 10)]):
@@ -332,13 +318,13 @@ for _reduction, _as_tensor in BATCHES:
 
 
 @pytest.mark.parametrize("mode", ["alone", "fsdp-window-micro"])
-def test_a_loss_of_logits_in_parts(ran, mode):
-    check(IN_PARTS, ran[f"logits_in_parts-{mode}"])
+def test_a_loss_of_logits_in_parts(on_ranks, mode):
+    check(IN_PARTS, on_ranks[f"logits_in_parts-{mode}"])
 
 
 @pytest.mark.parametrize(("reduction", "as_tensor"), BATCHES)
-def test_a_loss_of_a_batch_in_parts(on_two, reduction, as_tensor):
-    for outcome in all_well(on_two[f"{reduction}-{as_tensor}"]):
+def test_a_loss_of_a_batch_in_parts(on_two_ranks, reduction, as_tensor):
+    for outcome in all_well(on_two_ranks[f"{reduction}-{as_tensor}"]):
         assert outcome["partial"] == [True, True]
         assert outcome["error"] <= 1e-12
         assert max(map(abs, outcome["off"])) <= 1e-12  # loss, norm, items
@@ -389,8 +375,8 @@ for _name, _plan in INSIDE_DDP.items():
 
 
 @pytest.mark.parametrize("name", INSIDE_DDP)
-def test_inside_ddp(on_four, name):
-    outcomes = all_well(on_four[f"{name}-ddp"])
+def test_inside_ddp(on_four_ranks, name):
+    outcomes = all_well(on_four_ranks[f"{name}-ddp"])
     same_on_all(outcomes, "loss", "items", "grad_norm", "skipped", "step")
     INSIDE_DDP[name].check([joined(outcomes[:2]), joined(outcomes[2:])])
 
@@ -410,7 +396,7 @@ def given(name: str) -> Any:
 
 def chosen_by_memory() -> Outcome:
     model = alone(split, made(Feedforward))
-    MacroStep(model, optimizer_for(model), mean_loss, process_group=data())
+    MacroStep(model, optimizer_for(model), mean_loss, process_group=data_ranks())
     return {}
 
 
@@ -433,9 +419,9 @@ def spread(ranks: Sequence[int], placement: Any) -> Outcome:
 SCENARIOS["elsewhere"] = partial(spread, [0], Shard(0))
 
 
-def test_a_parameter_that_a_rank_has_no_part_of(on_two):
-    assert on_two["elsewhere"][0]["shards"] == 0
-    refused(on_two["elsewhere"], 1, "'weight'", "rank 1", "none of them")
+def test_a_parameter_that_a_rank_has_no_part_of(on_two_ranks):
+    assert on_two_ranks["elsewhere"][0]["shards"] == 0
+    refused(on_two_ranks["elsewhere"], 1, "'weight'", "rank 1", "none of them")
 
 
 REFUSED = {
@@ -462,5 +448,5 @@ for _name, (_scenario, _) in REFUSED.items():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_calls_say_what_to_do(request, name):
-    ran = request.getfixturevalue("on_four" if name.endswith("four") else "on_two")
-    all_refused(ran[f"refused-{name}"], *REFUSED[name][1])
+    on_ranks = request.getfixturevalue("on_four_ranks" if name.endswith("four") else "on_two_ranks")
+    all_refused(on_ranks[f"refused-{name}"], *REFUSED[name][1])

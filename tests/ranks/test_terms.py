@@ -20,7 +20,6 @@ from harness.ranks import (
     full_weights,
     hsdp,
     optimizer_for,
-    run,
     same_on_all,
 )
 from harness.reference import relative_error, unsized
@@ -51,16 +50,6 @@ FILLED = [(0, 3), (5, 3), (4, 0), (0, 0), (2, 7), (4, 4)]
 ON_FOUR = [(0, 3, 1, 0), (5, 3, 0, 2), (0, 0, 7, 0), (2, 2, 2, 2)]
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 SCENARIOS_ON_FOUR: dict[str, Callable[[], Outcome]] = {}
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("terms"))
-
-
-@pytest.fixture(scope="module")
-def ran_on_four(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS_ON_FOUR", 4, tmp_path_factory.mktemp("terms-on-four"))
 
 
 def own_batch(window: int, samples: int, rank: int) -> Any:
@@ -140,24 +129,24 @@ def batches_of(filled: Sequence[Sequence[int]]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_batches(ran, kind, mode):
-    exact(ran[f"{kind}-{mode}"], batches_of(FILLED), KINDS[kind].names)
+def test_whole_batches(on_two_ranks, kind, mode):
+    exact(on_two_ranks[f"{kind}-{mode}"], batches_of(FILLED), KINDS[kind].names)
 
 
 @pytest.mark.parametrize("mode", [name.removeprefix("only-") for name in SCENARIOS if name.startswith("only-")])
-def test_micro_batches_without_any_term(ran, mode):
-    exact(ran[f"only-{mode}"], batches_of(FILLED), ONLY.names)
+def test_micro_batches_without_any_term(on_two_ranks, mode):
+    exact(on_two_ranks[f"only-{mode}"], batches_of(FILLED), ONLY.names)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", ["by-tokens", "auto"])
-def test_other_cuts(ran, cut, mode):
-    exact(ran[f"{cut}-{mode}"], batches_of(FILLED), NAMES)
+def test_other_cuts(on_two_ranks, cut, mode):
+    exact(on_two_ranks[f"{cut}-{mode}"], batches_of(FILLED), NAMES)
 
 
 @pytest.mark.parametrize("name", SCENARIOS_ON_FOUR)
-def test_four_ranks(ran_on_four, name):
-    exact(ran_on_four[name], batches_of(ON_FOUR), KINDS[name.partition("-")[0]].names)
+def test_four_ranks(on_four_ranks, name):
+    exact(on_four_ranks[name], batches_of(ON_FOUR), KINDS[name.partition("-")[0]].names)
 
 
 # ------------------------------------------------------------------------------------------------- Accumulator
@@ -188,10 +177,10 @@ for _mode, (_wrap, _options) in MODES.items():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sized", [True, False])
-def test_loaders_of_different_lengths(ran, sized, mode):
+def test_loaders_of_different_lengths(on_two_ranks, sized, mode):
     """A batch that is handed out again is not counted."""
     windows = [[*loader_of(0)[i : i + 3], *loader_of(1)[i : i + 3]] for i in range(0, 7, 3)]
-    exact(ran[f"loop-{sized}-{mode}"], windows, NAMES)
+    exact(on_two_ranks[f"loop-{sized}-{mode}"], windows, NAMES)
 
 
 # ------------------------------------------------------------------------------------------------- mistakes
@@ -250,26 +239,26 @@ SCENARIOS["other-names-later"] = other_names_later
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith("miscounted")])
-def test_what_does_not_add_up_on_one_rank_stops_all(ran, name):
-    for outcome in all_well(ran[name]):
+def test_what_does_not_add_up_on_one_rank_stops_all(on_two_ranks, name):
+    for outcome in all_well(on_two_ranks[name]):
         assert "the items of the term 'chosen'" in outcome["message"]
         assert "but counts= said" in outcome["message"]
         assert not outcome["moved"]
 
 
-def test_a_failure_before_names_are_known_leaves_nobody_waiting(ran):
-    for outcome in all_well(ran["fails-first"]):
+def test_a_failure_before_names_are_known_leaves_nobody_waiting(on_two_ranks):
+    for outcome in all_well(on_two_ranks["fails-first"]):
         assert outcome["message"]
         assert outcome["skipped"]
         assert outcome["step"] == 1
 
 
-def test_names_that_differ_between_ranks(ran):
-    all_refused(ran["other-names"], "the term 'samples' came on rank 0 only")
+def test_names_that_differ_between_ranks(on_two_ranks):
+    all_refused(on_two_ranks["other-names"], "the term 'samples' came on rank 0 only")
 
 
-def test_names_that_change_on_one_rank(ran):
-    first, second = ran["other-names-later"]
+def test_names_that_change_on_one_rank(on_two_ranks):
+    first, second = on_two_ranks["other-names-later"]
     assert "the batch of rank 1 cannot be cut" in first["message"]
     assert "the term 'samples' came at another place" in second["message"]
 

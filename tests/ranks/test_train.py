@@ -49,7 +49,7 @@ def place(tmp_path_factory) -> Path:
     return place
 
 
-def run(place: Path, out: str, *more: object) -> list[str]:
+def command_for(place: Path, out: str, *more: object) -> list[str]:
     return arguments(place / "data.jsonl", place / out, "--steps", STEPS, "--save-every", 0, *more)
 
 
@@ -70,7 +70,7 @@ def alone(place) -> dict[str, list[float]]:
     """The losses of one process, in each precision."""
     found = {}
     for precision in CLOSE:
-        assert main(run(place, f"alone-{precision}", "--micro", "64", "--precision", precision)) == 0
+        assert main(command_for(place, f"alone-{precision}", "--micro", "64", "--precision", precision)) == 0
         found[precision] = losses(place / f"alone-{precision}")
         assert found[precision][-1] < 0.9 * found[precision][0]
     return found
@@ -78,19 +78,19 @@ def alone(place) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def on_two(place) -> ranks.Launch:
-    named = {name: run(place, f"two {name}", *flags) for name, flags in (TWO | LOW | {"moved": MOVED}).items()}
+    named = {name: command_for(place, f"two {name}", *flags) for name, flags in (TWO | LOW | {"moved": MOVED}).items()}
     return launched(place, 2, named)
 
 
 @pytest.fixture(scope="module")
 def on_four(place) -> ranks.Launch:
-    return launched(place, 4, {name: run(place, f"four {name}", *flags) for name, flags in FOUR.items()})
+    return launched(place, 4, {name: command_for(place, f"four {name}", *flags) for name, flags in FOUR.items()})
 
 
 @pytest.mark.parametrize(("cut", "precision"), ONE)
 def test_one_rank_however_cut(place, alone, cut, precision):
     name = f"one {cut} {precision}"
-    assert main(run(place, name, "--micro", cut, "--precision", precision)) == 0
+    assert main(command_for(place, name, "--micro", cut, "--precision", precision)) == 0
     assert farthest(losses(place / name), alone[precision]) <= CLOSE[precision]
 
 
@@ -113,7 +113,7 @@ def test_four_ranks(place, alone, on_four, name):
 
 def test_another_seed_is_another_run(place, alone):
     """The comparison above can fail."""
-    assert main(run(place, "other seed", "--precision", "float64", "--seed", "1")) == 0
+    assert main(command_for(place, "other seed", "--precision", "float64", "--seed", "1")) == 0
     assert farthest(losses(place / "other seed"), alone["float64"]) > 1e-3
 
 
@@ -151,7 +151,7 @@ def test_the_model_of_shards_is_whole(place, alone, on_two, capsys):
 
 
 def test_bad_input_ends_all_ranks_with_one_message(place):
-    command = run(place, "bad", "--data", place / "nowhere.jsonl")
+    command = command_for(place, "bad", "--data", place / "nowhere.jsonl")
     launch = ranks.torchrun(2, "-m", "macrobatch", *command, directory=place, seconds=120)
     assert launch.exit_code != 0
     assert launch.output.count("macrobatch: ") == 1
@@ -161,7 +161,7 @@ def test_bad_input_ends_all_ranks_with_one_message(place):
 
 
 def test_a_batch_smaller_than_the_ranks(place):
-    launch = launched(place, 2, {"": run(place, "small", "--batch-size", 1)}, status=2)
+    launch = launched(place, 2, {"": command_for(place, "small", "--batch-size", 1)}, status=2)
     assert "macrobatch: a batch of 1 samples is smaller than the 2 ranks" in launch.output
     assert not (place / "small").exists()
 

@@ -1,6 +1,5 @@
 """`exact(Trainer)` on two real processes, against one process with the whole batches."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,23 +10,18 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 import harness
-from harness import programs
 from harness.processes import end_family, started
-from harness.ranks import Collectives, Outcome, all_well, run
+from harness.programs import run_on_cpu
+from harness.ranks import Collectives, Outcome, all_well
 from harness.trainers import Sample, apart, one_big_batch, samples, train, trainer
 from macrobatch import by_tokens, verify
 from macrobatch.errors import UsageError
 from macrobatch.transformers import exact
 
+FORKS = False  # some ranks that were forked after an import of transformers never began
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 WAYS = {"batches": {}, "tokens": {"micro": by_tokens(40)}, "auto": {"micro": "auto"}}
 COUNT = 20  # samples: windows of 16 and 4
-
-
-def alone(function: Callable[[], Outcome]) -> Outcome:
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    with programs.fresh():
-        return function()
 
 
 def fit(kind: str, steps: int, way: str) -> Outcome:
@@ -39,7 +33,7 @@ def fit(kind: str, steps: int, way: str) -> Outcome:
 for _kind in ("llama", "gpt2", "mixtral", "bert", "t5"):
     for _steps in (1, 4):
         for _way in WAYS:
-            SCENARIOS[f"{_kind} {_steps} {_way}"] = partial(alone, partial(fit, _kind, _steps, _way))
+            SCENARIOS[f"{_kind} {_steps} {_way}"] = partial(run_on_cpu, partial(fit, _kind, _steps, _way))
 
 
 def as_it_is() -> Outcome:
@@ -118,53 +112,47 @@ def doubled() -> Outcome:
     return {"weights": made.model.state_dict()}
 
 
-SCENARIOS["times ranks"] = partial(alone, times_ranks)
-SCENARIOS["doubled"] = partial(alone, doubled)
-SCENARIOS["tokens of each rank"] = partial(alone, tokens_of_each_rank)
-SCENARIOS["stream"] = partial(alone, stream_that_ends)
-SCENARIOS["as it is"] = partial(alone, as_it_is)
-SCENARIOS["all_reduces"] = partial(alone, all_reduces)
-SCENARIOS["verified"] = partial(alone, verified)
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    # Not forked from a process that has imported transformers: one in some runs then never began.
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("transformers"), forks=False)
+SCENARIOS["times ranks"] = partial(run_on_cpu, times_ranks)
+SCENARIOS["doubled"] = partial(run_on_cpu, doubled)
+SCENARIOS["tokens of each rank"] = partial(run_on_cpu, tokens_of_each_rank)
+SCENARIOS["stream"] = partial(run_on_cpu, stream_that_ends)
+SCENARIOS["as it is"] = partial(run_on_cpu, as_it_is)
+SCENARIOS["all_reduces"] = partial(run_on_cpu, all_reduces)
+SCENARIOS["verified"] = partial(run_on_cpu, verified)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "bert", "t5"])
-def test_weights_are_those_of_one_big_batch(ran, kind, steps, way):
-    outcomes = all_well(ran[f"{kind} {steps} {way}"])
+def test_weights_are_those_of_one_big_batch(on_two_ranks, kind, steps, way):
+    outcomes = all_well(on_two_ranks[f"{kind} {steps} {way}"])
     expected, losses = one_big_batch(kind, samples(kind, COUNT), 4 * steps, max_norm=0.5)
     for outcome in outcomes:
         assert outcome["losses"] == pytest.approx(losses, abs=2e-6)
         assert apart(outcome["weights"], expected) <= (1e-14 if kind == "bert" else 3e-8)
 
 
-def test_a_stream_that_ends_inside_a_window(ran):
+def test_a_stream_that_ends_inside_a_window(on_two_ranks):
     expected, _ = one_big_batch("bert", samples("bert", 24), 16)
-    for outcome in all_well(ran["stream"]):
+    for outcome in all_well(on_two_ranks["stream"]):
         assert outcome["step"] == 2
         assert apart(outcome["weights"], expected) <= 1e-14
 
 
-def test_labels_count_on_all_ranks_whatever_a_trainer_would_average(ran):
+def test_labels_count_on_all_ranks_whatever_a_trainer_would_average(on_two_ranks):
     expected, losses = one_big_batch("llama", samples("llama", COUNT), 16)
-    for outcome in all_well(ran["tokens of each rank"]):
+    for outcome in all_well(on_two_ranks["tokens of each rank"]):
         assert outcome["losses"] == pytest.approx(losses, abs=2e-6)
         assert apart(outcome["weights"], expected) <= 3e-8
 
 
-def test_the_trainer_as_it_is_differs(ran):
-    assert all(outcome["apart"] > 1e-4 for outcome in all_well(ran["as it is"]))
+def test_the_trainer_as_it_is_differs(on_two_ranks):
+    assert all(outcome["apart"] > 1e-4 for outcome in all_well(on_two_ranks["as it is"]))
 
 
-def test_gradients_travel_once_a_window(ran):
+def test_gradients_travel_once_a_window(on_two_ranks):
     """Per window one all-reduce of all gradients, one of the totals, one of which parameters DDP has found unused."""
-    for outcome in all_well(ran["all_reduces"]):
+    for outcome in all_well(on_two_ranks["all_reduces"]):
         assert outcome[7] - outcome[5] == 3 * 2
 
 
@@ -198,17 +186,17 @@ def test_under_accelerate_launch(tmp_path):
         assert apart(torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True), expected) <= 1e-14
 
 
-def test_a_loss_that_is_multiplied_by_the_ranks(ran):
-    for outcome in all_well(ran["times ranks"]):
+def test_a_loss_that_is_multiplied_by_the_ranks(on_two_ranks):
+    for outcome in all_well(on_two_ranks["times ranks"]):
         assert "the loss is multiplied by 2, the number of processes" in outcome["told"]
 
 
-def test_a_factor_of_ones_own(ran):
+def test_a_factor_of_ones_own(on_two_ranks):
     expected, _ = one_big_batch("bert", samples("bert", COUNT), 16)
-    for outcome in all_well(ran["doubled"]):
+    for outcome in all_well(on_two_ranks["doubled"]):
         assert apart(outcome["weights"], expected) <= 1e-14
 
 
-def test_verify_on_ranks(ran):
-    for outcome in all_well(ran["verified"]):
+def test_verify_on_ranks(on_two_ranks):
+    for outcome in all_well(on_two_ranks["verified"]):
         assert (outcome["wrong"], outcome["right"]) == (False, True)

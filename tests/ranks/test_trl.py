@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness.ranks import Outcome, all_well, run
+from harness.programs import run_on_cpu
+from harness.ranks import Outcome, all_well
+from harness.trainers import apart
+from harness.trls import ROUNDING, reference_model, reward_model, run_trainer
 from macrobatch import by_tokens
 from macrobatch.transformers import exact
-from tests.ranks.test_transformers import alone
-from tests.unit import test_trl
-from tests.unit.test_trl import ROUNDING, apart, datasets, reference_model, reward_model, trl
 
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+FORKS = False  # some ranks that were forked after an import of transformers never began
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 TRAINERS = {
     "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
@@ -43,7 +46,7 @@ def fit(name: str, trainer_class: Any, **sizes: Any) -> Any:
     datasets.disable_progress_bars()
     _, config, options = TRAINERS[name]
     given = {"model": reward_model} if name == "reward" else {"ref_model": reference_model()}
-    made, _ = test_trl.run(trainer_class, config, pairs(), options={"max_length": 40, **options}, **given, **sizes)
+    made, _ = run_trainer(trainer_class, config, pairs(), options={"max_length": 40, **options}, **given, **sizes)
     return made
 
 
@@ -53,19 +56,14 @@ def by_tokens_on_ranks(name: str) -> Outcome:
 
 
 for _name in TRAINERS:
-    SCENARIOS[_name] = partial(alone, partial(by_tokens_on_ranks, _name))
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("trl"), forks=False)
+    SCENARIOS[_name] = partial(run_on_cpu, partial(by_tokens_on_ranks, _name))
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL and datasets, about themselves
 @pytest.mark.parametrize("name", TRAINERS)
-def test_pairs_by_tokens(ran, name):
+def test_pairs_by_tokens(on_two_ranks, name):
     big = fit(name, TRAINERS[name][0], big=True, steps=6)
-    for outcome in all_well(ran[name]):
+    for outcome in all_well(on_two_ranks[name]):
         assert apart(outcome["weights"], big.model.state_dict()) <= 10 * ROUNDING
         for ours, theirs in zip(outcome["logs"][:2], big.state.log_history[:2], strict=True):
             assert ours["num_tokens"] == theirs["num_tokens"]

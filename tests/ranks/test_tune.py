@@ -44,21 +44,21 @@ RESUMED = ("fsdp float64", "fsdp muon", "ddp adafactor")
 def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("tuned")
     json_lines(place / "data.jsonl", [{"text": text} for text in sentences(200)])
-    assert main(run(place, "base", "--steps", 10)) == 0
+    assert main(command_for(place, "base", "--steps", 10)) == 0
     return place
 
 
-def run(place: Path, out: str, *more: object) -> list[str]:
+def command_for(place: Path, out: str, *more: object) -> list[str]:
     flags = ("--steps", STEPS, *(() if "--save-every" in more else ("--save-every", 0)), *more)
     return arguments(place / "data.jsonl", place / out, *flags)
 
 
 def with_adapter(place: Path, out: str, precision: str, *more: object) -> list[str]:
-    return run(place, out, *LORA, place / "base" / "model", "--precision", precision, *more)
+    return command_for(place, out, *LORA, place / "base" / "model", "--precision", precision, *more)
 
 
 def with_optimizer(place: Path, out: str, *more: object) -> list[str]:
-    return run(place, out, "--precision", "float64", "--micro", "7", "--save-every", 2, *more)
+    return command_for(place, out, "--precision", "float64", "--micro", "7", "--save-every", 2, *more)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from harness.ranks import (
     made,
     optimizer_for,
     relative_error,
-    run,
     same_on_all,
     share,
 )
@@ -50,11 +49,6 @@ def everywhere(name: str, scenario: Callable[..., Outcome]) -> None:
     """Run this on the ranks in every mode: scenario(wrap, **options)."""
     for mode, (wrap, options) in MODES.items():
         SCENARIOS[f"{name}-{mode}"] = partial(scenario, wrap, **options)
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("uneven"))
 
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -90,16 +84,16 @@ for _name, _plan in PLANS.items():
 
 @every_mode
 @pytest.mark.parametrize("name", PLANS)
-def test_every_window_is_the_one_big_batch(ran, name, mode):
+def test_every_window_is_the_one_big_batch(on_two_ranks, name, mode):
     """The one over the batches that are new, wherever the ranks have ended their windows."""
-    PLANS[name].check_numbers(ran[f"{name}-{mode}"])
+    PLANS[name].check_numbers(on_two_ranks[f"{name}-{mode}"])
 
 
 @every_mode
 @pytest.mark.parametrize("name", PLANS)
-def test_nothing_is_lost_and_nothing_comes_twice(ran, name, mode):
+def test_nothing_is_lost_and_nothing_comes_twice(on_two_ranks, name, mode):
     plan = PLANS[name]
-    for rank, outcome in enumerate(all_well(ran[f"{name}-{mode}"])):
+    for rank, outcome in enumerate(all_well(on_two_ranks[f"{name}-{mode}"])):
         numbers = [number for window in fresh(outcome) for number in window]
         if plan.remainder == "drop":
             assert numbers == [number for window in plan.windows(2) for number in window[rank]]
@@ -109,8 +103,8 @@ def test_nothing_is_lost_and_nothing_comes_twice(ran, name, mode):
 
 @every_mode
 @pytest.mark.parametrize("name", PLANS)
-def test_windows_are_cut_as_on_the_rank_with_the_most(ran, name, mode):
-    PLANS[name].check(ran[f"{name}-{mode}"])
+def test_windows_are_cut_as_on_the_rank_with_the_most(on_two_ranks, name, mode):
+    PLANS[name].check(on_two_ranks[f"{name}-{mode}"])
 
 
 UNSIZED_CARRY = Plan(counts=(*COUNTS, (2, 1)), steps=3, remainder="carry", sized=False)
@@ -118,9 +112,9 @@ everywhere("unsized-carry", UNSIZED_CARRY.run)
 
 
 @every_mode
-def test_an_unsized_window_is_carried_over_or_refused(ran, mode):
+def test_an_unsized_window_is_carried_over_or_refused(on_two_ranks, mode):
     """Which ranks have how many micro-batches in the open window is not known to all of them."""
-    outcomes = ran[f"unsized-carry-{mode}"]
+    outcomes = on_two_ranks[f"unsized-carry-{mode}"]
     if "raised" in outcomes[0]:
         all_refused(outcomes, "carry", "length")
         return
@@ -131,9 +125,9 @@ def test_an_unsized_window_is_carried_over_or_refused(ran, mode):
 
 
 @every_mode
-def test_the_rank_that_ran_out_is_told_so(ran, mode):
+def test_the_rank_that_ran_out_is_told_so(on_two_ranks, mode):
     """Its last batch comes again; a rank that has batches left never sees a repeated one."""
-    first, second = all_well(ran[f"step-{mode}"])
+    first, second = all_well(on_two_ranks[f"step-{mode}"])
     repeats = [[[n for n, again in window if again] for window in outcome["fed"][:-1]] for outcome in (first, second)]
     assert [sum(map(len, windows)) for windows in (repeats[0][:3], repeats[1][3:6])] == [0, 0]
     assert all(number == 1 for window in repeats[1][:3] for number in window)
@@ -161,8 +155,8 @@ everywhere("infinite", with_infinite_repeats)
 
 
 @every_mode
-def test_a_repeated_batch_weighs_nothing_even_where_it_overflows(ran, mode):
-    INFINITE.check(ran[f"infinite-{mode}"])
+def test_a_repeated_batch_weighs_nothing_even_where_it_overflows(on_two_ranks, mode):
+    INFINITE.check(on_two_ranks[f"infinite-{mode}"])
 
 
 def noisy(short: int, is_sized: bool, wrap: Wrap, **options: Any) -> Outcome:
@@ -203,8 +197,8 @@ for _short in (0, 1):
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("mode", BACKENDS)
-def test_rng_and_buffers_are_put_back_after_a_repeated_batch(ran, short, sized, mode):
-    outcome = all_well(ran[f"noisy-{short}-{sized}-{mode}"])[short]
+def test_rng_and_buffers_are_put_back_after_a_repeated_batch(on_two_ranks, short, sized, mode):
+    outcome = all_well(on_two_ranks[f"noisy-{short}-{sized}-{mode}"])[short]
     assert outcome["repeats"] > 0
     assert len(outcome["changed"]) == 4  # mean, variance, count and RNG: a forward does change them
     assert different(outcome["own"], outcome["final"]) == []
@@ -227,16 +221,16 @@ everywhere("left_alone", left_alone)
 
 
 @every_mode
-def test_leaving_early_leaves_nothing_behind(ran, mode):
-    for outcome in all_well(ran[f"left_alone-{mode}"]):
+def test_leaving_early_leaves_nothing_behind(on_two_ranks, mode):
+    for outcome in all_well(on_two_ranks[f"left_alone-{mode}"]):
         assert outcome["flags kept"]
         assert outcome["steps"] == 4
         assert not outcome["repeat"]
 
 
 @every_mode
-def test_flags_are_put_back(ran, mode):
-    flags_are_kept(ran, mode)
+def test_flags_are_put_back(on_two_ranks, mode):
+    flags_are_kept(on_two_ranks, mode)
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -263,17 +257,17 @@ for _sized in (True, False):
 
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("mode", BACKENDS)
-def test_a_loader_that_is_empty_from_the_start_is_an_error_on_all_ranks(ran, sized, mode):
-    outcomes = ran[f"empty-{sized}-{mode}"]
+def test_a_loader_that_is_empty_from_the_start_is_an_error_on_all_ranks(on_two_ranks, sized, mode):
+    outcomes = on_two_ranks[f"empty-{sized}-{mode}"]
     all_refused(outcomes, "empty")
     assert max(outcome["seconds"] for outcome in outcomes) < 5
 
 
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("mode", BACKENDS)
-def test_loaders_that_are_all_empty_do_not_hang(ran, sized, mode):
+def test_loaders_that_are_all_empty_do_not_hang(on_two_ranks, sized, mode):
     """As in one process, that is an epoch of nothing; to call it an error is fine too."""
-    outcomes = ran[f"all-empty-{sized}-{mode}"]
+    outcomes = on_two_ranks[f"all-empty-{sized}-{mode}"]
     if "raised" in outcomes[0]:
         all_refused(outcomes, "empty")
     else:
@@ -293,9 +287,9 @@ everywhere("one_is_sized", one_is_sized)
 
 
 @every_mode
-def test_a_length_on_one_rank_only(ran, mode):
+def test_a_length_on_one_rank_only(on_two_ranks, mode):
     """Exact, or an error on all ranks."""
-    outcomes = ran[f"one_is_sized-{mode}"]
+    outcomes = on_two_ranks[f"one_is_sized-{mode}"]
     if "raised" in outcomes[0]:
         all_refused(outcomes)
     else:
@@ -316,12 +310,12 @@ SCENARIOS["synchronised-uneven"] = partial(synchronised_norm, (5, 2), fsdp2)
 SCENARIOS["synchronised-even"] = partial(synchronised_norm, (4, 4), fsdp2)
 
 
-def test_synchronised_batch_norm_refuses_repeated_batches(ran):
-    all_refused(ran["synchronised-uneven"], "SyncBatchNorm")
+def test_synchronised_batch_norm_refuses_repeated_batches(on_two_ranks):
+    all_refused(on_two_ranks["synchronised-uneven"], "SyncBatchNorm")
 
 
-def test_synchronised_batch_norm_with_even_loaders(ran):
-    assert [outcome["batches"] for outcome in all_well(ran["synchronised-even"])] == [4, 4]
+def test_synchronised_batch_norm_with_even_loaders(on_two_ranks):
+    assert [outcome["batches"] for outcome in all_well(on_two_ranks["synchronised-even"])] == [4, 4]
 
 
 # ---------------------------------------------------------------------------------------------- ramps, and scalers
@@ -337,8 +331,8 @@ everywhere("ramp", ramp)
 
 
 @every_mode
-def test_a_ramp_of_steps(ran, mode):
-    outcomes = ran[f"ramp-{mode}"]
+def test_a_ramp_of_steps(on_two_ranks, mode):
+    outcomes = on_two_ranks[f"ramp-{mode}"]
     RAMP.check_numbers(outcomes)
     assert fresh(outcomes[0]) == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
     assert fresh(outcomes[1]) == [[0], [1, 2], [3], []]
@@ -354,12 +348,12 @@ everywhere("scaled", scaled)
 
 
 @every_mode
-def test_a_scaler(ran, mode):
-    SCALED.check(ran[f"scaled-{mode}"])
+def test_a_scaler(on_two_ranks, mode):
+    SCALED.check(on_two_ranks[f"scaled-{mode}"])
 
 
 @pytest.mark.parametrize("name", ["step-ddp-window", "infinite-ddp-window"])
-def test_results_are_the_same_on_every_rank(ran, name):
-    first, second = all_well(ran[name])
+def test_results_are_the_same_on_every_rank(on_two_ranks, name):
+    first, second = all_well(on_two_ranks[name])
     same_on_all([first, second], "loss", "items", "grad_norm", "step", "skipped")
     assert relative_error(first["weights"][-1], second["weights"][-1]) == 0

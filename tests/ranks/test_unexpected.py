@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from harness.ranks import Outcome, all_refused, all_well, ddp, fsdp1, fsdp2, full_weights, run
+from harness.ranks import Outcome, all_refused, all_well, ddp, fsdp1, fsdp2, full_weights
 from harness.reference import Reentrant, relative_error
 from macrobatch import Accumulator, MacroStep
 
@@ -29,11 +29,6 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {}
 def scenario(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
     SCENARIOS[function.__name__] = function
     return function
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, list[Outcome]]:
-    return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("unexpected"))
 
 
 # ------------------------------------------------------------------------------------------------------- vocabulary
@@ -118,8 +113,8 @@ for loader in ("sized", "unsized"):
 
 @pytest.mark.parametrize("sync", ["window", "micro"])
 @pytest.mark.parametrize("loader", ["sized", "unsized"])
-def test_a_parameter_that_only_a_repeat_uses_is_left_alone(ran, loader, sync):
-    for outcome in all_well(ran[f"repeats-{loader}-{sync}"]):
+def test_a_parameter_that_only_a_repeat_uses_is_left_alone(on_two_ranks, loader, sync):
+    for outcome in all_well(on_two_ranks[f"repeats-{loader}-{sync}"]):
         assert outcome["error"] <= EXACT
         assert outcome["steps"] == [4, 4, 1, 1]
 
@@ -149,8 +144,8 @@ def macro_step_repeats() -> Outcome:
     return {"error": error(model, whole)}
 
 
-def test_a_macro_step_with_repeats(ran):
-    assert all(outcome["error"] <= EXACT for outcome in all_well(ran["macro_step_repeats"]))
+def test_a_macro_step_with_repeats(on_two_ranks):
+    assert all(outcome["error"] <= EXACT for outcome in all_well(on_two_ranks["macro_step_repeats"]))
 
 
 # ------------------------------------------------------------------------------------------- meddling in every backend
@@ -210,9 +205,9 @@ for wrap in WRAPS:
 @pytest.mark.parametrize("what", MEDDLING)
 @pytest.mark.parametrize("sync", ["window", "micro"])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_meddling_is_an_error_or_does_nothing(ran, wrap, sync, what, when):
+def test_meddling_is_an_error_or_does_nothing(on_two_ranks, wrap, sync, what, when):
     """Under sharding with sync="window", what is held back in the middle of a window is out of an optimizer's reach."""
-    outcomes = ran[f"meddles-{wrap}-{sync}-{what}-{when}"]
+    outcomes = on_two_ranks[f"meddles-{wrap}-{sync}-{what}-{when}"]
     out_of_reach = wrap.startswith("fsdp") and sync == "window" and when == 0 and what != "stray step"
     if out_of_reach and "raised" not in outcomes[0]:
         assert all(outcome["error"] <= EXACT for outcome in all_well(outcomes))
@@ -248,12 +243,12 @@ SCENARIOS["thawed-micro"] = partial(changed, [1], [], sync="micro")
 
 
 @pytest.mark.parametrize("name", ["thawed", "frozen", "swapped"])
-def test_parameters_frozen_or_thawed_after_ddp_was_made(ran, name):
-    assert all(outcome["error"] <= EXACT for outcome in all_well(ran[name]))
+def test_parameters_frozen_or_thawed_after_ddp_was_made(on_two_ranks, name):
+    assert all(outcome["error"] <= EXACT for outcome in all_well(on_two_ranks[name]))
 
 
-def test_a_thawed_parameter_cannot_travel_with_every_micro_batch(ran):
-    all_refused(ran["thawed-micro"], "frozen or unfrozen after", 'sync="window"')
+def test_a_thawed_parameter_cannot_travel_with_every_micro_batch(on_two_ranks):
+    all_refused(on_two_ranks["thawed-micro"], "frozen or unfrozen after", 'sync="window"')
 
 
 def teaches(wrap: Callable[[nn.Module], nn.Module], first: bool) -> Outcome:
@@ -272,8 +267,8 @@ for name, wrap in {"ddp": ddp, "fsdp2": fully_shard}.items():
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_a_frozen_teacher_in_the_list(ran, wrap, first):
-    assert all(outcome["error"] <= EXACT for outcome in all_well(ran[f"teaches-{wrap}-{first}"]))
+def test_a_frozen_teacher_in_the_list(on_two_ranks, wrap, first):
+    assert all(outcome["error"] <= EXACT for outcome in all_well(on_two_ranks[f"teaches-{wrap}-{first}"]))
 
 
 # --------------------------------------------------------------------------------------------- what a graph hides
@@ -305,8 +300,8 @@ def checkpoints() -> Outcome:
     return {"error": error(model, whole)}
 
 
-def test_somebody_elses_checkpointing_under_ddp(ran):
-    assert all(outcome["error"] <= EXACT for outcome in all_well(ran["checkpoints"]))
+def test_somebody_elses_checkpointing_under_ddp(on_two_ranks):
+    assert all(outcome["error"] <= EXACT for outcome in all_well(on_two_ranks["checkpoints"]))
 
 
 @scenario
@@ -321,8 +316,8 @@ def hides_what_it_leaves_out() -> Outcome:
     return {}
 
 
-def test_a_hidden_parameter_that_is_not_synchronised_is_named(ran):
-    all_refused(ran["hides_what_it_leaves_out"], "hidden.weight", "not synchronised")
+def test_a_hidden_parameter_that_is_not_synchronised_is_named(on_two_ranks):
+    all_refused(on_two_ranks["hides_what_it_leaves_out"], "hidden.weight", "not synchronised")
 
 
 # ---------------------------------------------------------------------------------------------- float16 on the way
@@ -353,8 +348,8 @@ for wrap in ("hook", "built-in", "fsdp2"):
 
 
 @pytest.mark.parametrize("wrap", ["hook", "built-in", "fsdp2"])
-def test_gradients_that_travel_in_float16(ran, wrap):
-    for outcome in all_well(ran[f"narrow-{wrap}"]):
+def test_gradients_that_travel_in_float16(on_two_ranks, wrap):
+    for outcome in all_well(on_two_ranks[f"narrow-{wrap}"]):
         assert outcome["norms"] == pytest.approx([math.sqrt(8)] * 2, rel=1e-3)
 
 
@@ -372,8 +367,8 @@ def fractions() -> Outcome:
     return {"items": items}
 
 
-def test_fractions_of_items_are_not_cut_off(ran):
-    assert [outcome["items"] for outcome in all_well(ran["fractions"])] == [[6.5, 2.5, 2.5]] * 2
+def test_fractions_of_items_are_not_cut_off(on_two_ranks):
+    assert [outcome["items"] for outcome in all_well(on_two_ranks["fractions"])] == [[6.5, 2.5, 2.5]] * 2
 
 
 @scenario
@@ -386,8 +381,8 @@ def divides_otherwise() -> Outcome:
     return {"apart": abs(norm - nn.utils.clip_grad_norm_(whole.parameters(), math.inf).item())}
 
 
-def test_a_divide_factor_set_later(ran):
-    assert all(outcome["apart"] <= EXACT for outcome in all_well(ran["divides_otherwise"]))
+def test_a_divide_factor_set_later(on_two_ranks):
+    assert all(outcome["apart"] <= EXACT for outcome in all_well(on_two_ranks["divides_otherwise"]))
 
 
 @scenario
@@ -401,8 +396,8 @@ def divides_in_parts() -> Outcome:
     return {}
 
 
-def test_a_divide_factor_of_one_part(ran):
-    all_refused(ran["divides_in_parts"], "different factors", "inside")
+def test_a_divide_factor_of_one_part(on_two_ranks):
+    all_refused(on_two_ranks["divides_in_parts"], "different factors", "inside")
 
 
 def bypasses(how: str) -> Outcome:
@@ -426,8 +421,8 @@ SCENARIOS |= {f"bypasses-{how}": partial(bypasses, how) for how in BYPASSES}
 
 
 @pytest.mark.parametrize("how", BYPASSES)
-def test_a_forward_that_nothing_synchronises(ran, how):
-    all_refused(ran[f"bypasses-{how}"], "did not go through", "no_sync")
+def test_a_forward_that_nothing_synchronises(on_two_ranks, how):
+    all_refused(on_two_ranks[f"bypasses-{how}"], "did not go through", "no_sync")
 
 
 @scenario
@@ -441,8 +436,8 @@ def switches_reducing_off() -> Outcome:
     return {}
 
 
-def test_reducing_that_is_switched_off(ran):
-    all_refused(ran["switches_reducing_off"], "reduced no gradients", "set_requires_gradient_sync")
+def test_reducing_that_is_switched_off(on_two_ranks):
+    all_refused(on_two_ranks["switches_reducing_off"], "reduced no gradients", "set_requires_gradient_sync")
 
 
 @scenario
@@ -455,8 +450,8 @@ def nan_in_views() -> Outcome:
     return {"skipped": bool(result.skipped)}
 
 
-def test_a_nan_is_not_taken_for_meddling(ran):
-    assert all(outcome["skipped"] for outcome in all_well(ran["nan_in_views"]))
+def test_a_nan_is_not_taken_for_meddling(on_two_ranks):
+    assert all(outcome["skipped"] for outcome in all_well(on_two_ranks["nan_in_views"]))
 
 
 def partly_frozen(sync: str) -> Outcome:
@@ -474,8 +469,8 @@ SCENARIOS |= {f"partly-frozen-{sync}": partial(partly_frozen, sync) for sync in 
 
 
 @pytest.mark.parametrize("sync", ["window", "micro"])
-def test_fsdp1_with_frozen_parameters(ran, sync):
-    assert all(outcome["apart"] <= EXACT for outcome in all_well(ran[f"partly-frozen-{sync}"]))
+def test_fsdp1_with_frozen_parameters(on_two_ranks, sync):
+    assert all(outcome["apart"] <= EXACT for outcome in all_well(on_two_ranks[f"partly-frozen-{sync}"]))
 
 
 @scenario
@@ -487,8 +482,8 @@ def joins() -> Outcome:
     return {}
 
 
-def test_join_around_the_loop(ran):
-    all_refused(ran["joins"], "Join", "Leave it out")
+def test_join_around_the_loop(on_two_ranks):
+    all_refused(on_two_ranks["joins"], "Join", "Leave it out")
 
 
 def fails_in_the_forward(wrap: Callable[[nn.Module], nn.Module]) -> Outcome:
@@ -515,12 +510,12 @@ SCENARIOS["fails-fsdp2"] = partial(fails_in_the_forward, fsdp2)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_an_exception_in_the_forward(ran, wrap):
-    assert all(outcome["error"] <= EXACT for outcome in all_well(ran[f"fails-{wrap}"]))
+def test_an_exception_in_the_forward(on_two_ranks, wrap):
+    assert all(outcome["error"] <= EXACT for outcome in all_well(on_two_ranks[f"fails-{wrap}"]))
 
 
-def test_an_exception_in_the_forward_of_fsdp1(ran):
-    all_refused(ran["fails-fsdp1"], "left by an exception", "checkpoint")
+def test_an_exception_in_the_forward_of_fsdp1(on_two_ranks):
+    all_refused(on_two_ranks["fails-fsdp1"], "left by an exception", "checkpoint")
 
 
 @scenario
@@ -536,5 +531,5 @@ def another_default() -> Outcome:
         torch.set_default_dtype(torch.float32)
 
 
-def test_another_default_dtype(ran):
-    assert all(outcome["error"] <= EXACT for outcome in all_well(ran["another_default"]))
+def test_another_default_dtype(on_two_ranks):
+    assert all(outcome["error"] <= EXACT for outcome in all_well(on_two_ranks["another_default"]))

@@ -211,7 +211,7 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def on_two_ranks(tmp_path_factory):
     return ranks.run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("clock"))
 
 
@@ -219,8 +219,8 @@ def ran(tmp_path_factory):
     ("scenario", "of_the_slow"),
     [("ddp", "backward"), ("ddp, forward", "forward"), ("fsdp", "backward"), ("late", "data")],
 )
-def test_a_rank_that_waits_for_another_communicates(ran, scenario, of_the_slow):
-    quick, slow = ranks.all_well(ran[scenario])
+def test_a_rank_that_waits_for_another_communicates(on_two_ranks, scenario, of_the_slow):
+    quick, slow = ranks.all_well(on_two_ranks[scenario])
     quick, slow = ({name: outcome[name] for name in PARTS} for outcome in (quick, slow))
     assert quick["communication"] >= NAP / 4  # it may have come late itself
     assert slow[of_the_slow] >= NAP

@@ -11,18 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.commands import arguments, json_lines, losses, metrics, refused, sentences
+from harness.commands import arguments, losses, metrics, refused
 from macrobatch.cli import main
 from macrobatch.errors import UsageError
 from macrobatch.train import Settings, StopTraining, train
 from macrobatch.train.best import Best
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return json_lines(tmp_path_factory.mktemp("data") / "data.jsonl", [{"text": text} for text in sentences()])
 
 
 @pytest.fixture

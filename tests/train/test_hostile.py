@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
-from harness.commands import arguments, json_lines, refused, sentences
+from harness.commands import arguments, json_lines, refused
 from macrobatch.cli import main
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train import limits
@@ -24,9 +24,7 @@ from macrobatch.train.pretrained import check_code
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return json_lines(tmp_path_factory.mktemp("data") / "data.jsonl", [{"text": text} for text in sentences(100)])
+SENTENCES = 100
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,7 @@ MIXTURE |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_repl
 LORA = ("--lora", "--lora-rank", 4)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return json_lines(tmp_path_factory.mktemp("data") / "data.jsonl", [{"text": text} for text in sentences(100)])
+SENTENCES = 100
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,7 @@ BERT |= {"intermediate_size": 32, "max_position_embeddings": 64}
 BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return json_lines(tmp_path_factory.mktemp("data") / "data.jsonl", [{"text": text} for text in sentences(100)])
+SENTENCES = 100
 
 
 @pytest.fixture(scope="module")

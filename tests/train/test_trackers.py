@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.commands import arguments, json_lines, losses, metrics, refused, sentences
+from harness.commands import arguments, losses, metrics, refused
 from macrobatch.cli import main
 from macrobatch.train import Settings, trackers, train
 from macrobatch.train.trackers import KINDS, Tracked, Trackers, open_trackers
@@ -35,11 +35,6 @@ def _offline(tmp_path_factory):
         for name in LIBRARIES:
             pytest.importorskip(name)
         yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return json_lines(tmp_path_factory.mktemp("data") / "data.jsonl", [{"text": text} for text in sentences()])
 
 
 # -------------------------------------------------------------------------------------------- what is in their files

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return json_lines(tmp_path_factory.mktemp("data") / "data.jsonl", [{"text": text} for text in sentences()])
-
-
-@pytest.fixture(scope="module")
 def run(data, tmp_path_factory) -> Path:
     """One run that has ended, for tests that only look at it."""
     folder = tmp_path_factory.mktemp("runs") / "run"

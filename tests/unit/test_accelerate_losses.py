@@ -35,7 +35,7 @@ def windows(data, steps=STEPS):
     return [data[begin : begin + steps] for begin in range(0, len(data), steps)]
 
 
-def run(library, loss_of, data=None, steps=STEPS, model=None, **options):
+def gradients_with(library, loss_of, data=None, steps=STEPS, model=None, **options):
     """The gradients of each step of a program, whose loader Accelerate knows."""
     with programs.fresh():
         accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
@@ -50,7 +50,7 @@ def run(library, loss_of, data=None, steps=STEPS, model=None, **options):
 @pytest.mark.parametrize("name", READ)
 def test_losses_that_are_read_are_those_of_one_big_batch(name):
     data = batches(SIZES)
-    found = run(OURS, READ[name], data)
+    found = gradients_with(OURS, READ[name], data)
     assert len(found) == 2
     for gradient, window in zip(found, windows(data), strict=True):
         assert relative_error(gradient, big_gradient(reference.trainee().model, window, READ[name])) <= 1e-12
@@ -59,14 +59,16 @@ def test_losses_that_are_read_are_those_of_one_big_batch(name):
 @pytest.mark.parametrize("name", READ)
 def test_accelerate_is_off_by_far(name):
     """So that the test above can fail."""
-    found = run(THEIRS, READ[name])[0]
+    found = gradients_with(THEIRS, READ[name])[0]
     assert relative_error(found, big_gradient(reference.trainee().model, batches(SIZES)[:STEPS], READ[name])) > 1e-3
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "class weights"])
 def test_equal_micro_batches_are_bitwise_as_theirs(name):
     data = [reference.batch(2, seed=seed, items=5) for seed in range(6)]
-    for own, other in zip(run(OURS, READ[name], data), run(THEIRS, READ[name], data), strict=True):
+    for own, other in zip(
+        gradients_with(OURS, READ[name], data), gradients_with(THEIRS, READ[name], data), strict=True
+    ):
         assert relative_error(own, other) == 0
 
 
@@ -75,15 +77,15 @@ def test_without_accumulation_all_is_bitwise_as_theirs(name):
     loss_of = READ.get(name) or UNREAD[name].loss
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own = run(OURS, loss_of, steps=1)
-    for one, other in zip(own, run(THEIRS, loss_of, steps=1), strict=True):
+        own = gradients_with(OURS, loss_of, steps=1)
+    for one, other in zip(own, gradients_with(THEIRS, loss_of, steps=1), strict=True):
         assert relative_error(one, other) == 0
 
 
 @pytest.mark.parametrize("name", [*READ, *UNREAD])
 def test_switched_off_all_is_bitwise_as_theirs(name):
     loss_of = READ.get(name) or UNREAD[name].loss
-    for one, other in zip(run(OURS, loss_of, exact=False), run(THEIRS, loss_of), strict=True):
+    for one, other in zip(gradients_with(OURS, loss_of, exact=False), gradients_with(THEIRS, loss_of), strict=True):
         assert relative_error(one, other) == 0
 
 
@@ -97,19 +99,19 @@ def test_labels_that_only_a_device_would_know(monkeypatch):
     monkeypatch.setattr("macrobatch._loss.weighing.number_on_host", lambda tensor: None)
     data = batches(SIZES)
     assert isinstance(read(tokens(reference.trainee().model, data[0])).items, torch.Tensor)
-    for gradient, window in zip(run(OURS, tokens, data), windows(data), strict=True):
+    for gradient, window in zip(gradients_with(OURS, tokens, data), windows(data), strict=True):
         assert relative_error(gradient, big_gradient(reference.trainee().model, window, tokens)) <= 1e-12
 
 
 def test_a_micro_batch_without_labels_counts_for_nothing():
     data = [reference.batch(2, seed=1, items=0), *batches([3, 1]), reference.batch(1, seed=3, items=0)]
-    (found,) = run(OURS, tokens, data, steps=4)
+    (found,) = gradients_with(OURS, tokens, data, steps=4)
     assert relative_error(found, big_gradient(reference.trainee().model, data, tokens)) <= 1e-12
 
 
 def test_a_window_without_labels_changes_nothing():
     data = [reference.batch(2, seed=seed, items=0) for seed in (1, 2)]
-    (found,) = run(OURS, tokens, data, steps=2)
+    (found,) = gradients_with(OURS, tokens, data, steps=2)
     assert all(g is None or not g.any() for g in found.values())
 
 
@@ -160,7 +162,7 @@ def test_the_recipe_for_tokens_stays_as_it_is():
         )
     for gradient, window in zip(found, windows(data), strict=True):
         assert relative_error(gradient, big_gradient(reference.trainee().model, window, tokens)) <= 1e-12
-    for own, other in zip(found, run(THEIRS, recipe(data, STEPS), data), strict=True):
+    for own, other in zip(found, gradients_with(THEIRS, recipe(data, STEPS), data), strict=True):
         assert relative_error(own, other) == 0
 
 
@@ -168,7 +170,7 @@ def test_a_sum_divided_by_its_own_labels_is_as_theirs():
     def loss_of(model, batch):
         return tokens(model, batch, reduction="sum") / batch.items
 
-    for own, other in zip(run(OURS, loss_of), run(THEIRS, loss_of), strict=True):
+    for own, other in zip(gradients_with(OURS, loss_of), gradients_with(THEIRS, loss_of), strict=True):
         assert relative_error(own, other) == 0
 
 
@@ -183,7 +185,7 @@ def test_losses_that_are_not_read_have_equal_weights(name):
     with pytest.warns(UserWarning, match=case.warning) as seen:
         whole, short = gradients(accelerator, reference.trainee().model, loader, case.loss)
     assert len(seen) == 1
-    theirs, their_short = run(THEIRS, case.loss, data)
+    theirs, their_short = gradients_with(THEIRS, case.loss, data)
     assert relative_error(whole, theirs) == 0
     scaled = {key: None if g is None else g * STEPS / 2 for key, g in their_short.items()}
     assert relative_error(short, scaled) <= 1e-12
@@ -273,7 +275,7 @@ def test_an_unread_loss_after_equal_ones_returns_to_equal_weights(losses):
     with pytest.warns(UserWarning, match="CustomBackward") as seen:
         own = gradients(accelerator, reference.trainee().model, data, by_turns(*losses))
     assert len(seen) == 1
-    for one, other in zip(own, run(THEIRS, by_turns(*losses), data), strict=True):
+    for one, other in zip(own, gradients_with(THEIRS, by_turns(*losses), data), strict=True):
         assert relative_error(one, other) == 0
 
 

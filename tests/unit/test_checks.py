@@ -1,15 +1,13 @@
 """Each check of the catalogue notices the wrong program that it has, and only it does."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from harness import environment
 from harness.checks import PAGE, START, outcome_of, page, source_of
+from harness.ranks import torchrun
 from macrobatch import Accumulator, MacroStep, verify
 from macrobatch._checks.catalogue import CATALOGUE, SWITCH
 from macrobatch._engine.events import Check
@@ -39,31 +37,27 @@ def test_without_the_check_it_is_not(check, monkeypatch):
     assert check.shows not in outcome_of(check)
 
 
-def on_ranks(check, tmp_path, **variables):
+def said_on_ranks(check, tmp_path, **variables):
     program = tmp_path / "program.py"
     start = START.replace("\nmodel =", '\ntorch.distributed.init_process_group("gloo")\ntorch.manual_seed(0)\nmodel =')
     start = start.replace("\nacc = Accumulator(model, optimizer, steps=2)", "")
     program.write_text(start + "\n" + source_of(check))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={check.num_ranks}"]
-    run = subprocess.run(
-        [*command, str(program)],
-        env=environment(OMP_NUM_THREADS="1", TORCH_DISTRIBUTED_DEBUG="OFF", **variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return run.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TORCH_DISTRIBUTED_DEBUG": "OFF", **variables}.items():
+            patch.setenv(name, value)
+        return torchrun(
+            check.num_ranks, program, directory=tmp_path, imported=["torch.nn.parallel", "macrobatch"]
+        ).output
 
 
 @pytest.mark.parametrize("check", ON_RANKS, ids=name_of)
 def test_the_wrong_program_is_noticed_on_ranks(check, tmp_path):
-    assert check.shows in on_ranks(check, tmp_path)
+    assert check.shows in said_on_ranks(check, tmp_path)
 
 
 def test_without_the_check_it_is_not_on_ranks(tmp_path):
     ranks_differ = next(check for check in ON_RANKS if check.name == "ranks that differ")
-    assert ranks_differ.shows not in on_ranks(ranks_differ, tmp_path, **{SWITCH: "off"})
+    assert ranks_differ.shows not in said_on_ranks(ranks_differ, tmp_path, **{SWITCH: "off"})
 
 
 def test_the_page_is_made_from_the_catalogue():

@@ -10,65 +10,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from harness.contrastive import (
+    EXACT,
+    difference,
+    error,
+    float64,
+    largest,
+    number,
+    obvious,
+    random_rows,
+    similar_rows,
+    with_gradients,
+)
 from harness.host_reads import HostReads
 from macrobatch import contrastive_loss
 from macrobatch.contrastive import EPSILON, Block, LogSumExp, Rows, add_gradients, log_sum_exps
 from macrobatch.errors import BatchError, UsageError
-
-EXACT = 1e-12
-float64 = torch.float64
-
-
-# ---------------------------------------------------------------------------------------------------- the obvious
-
-
-def obvious(a, b, *, scale, symmetric=True, negatives=None):
-    logits = scale * F.normalize(a) @ F.normalize(b).T
-    answers = torch.arange(len(a), device=a.device)
-    candidates = logits
-    if negatives is not None:
-        candidates = torch.cat([logits, scale * F.normalize(a) @ F.normalize(negatives).T], dim=1)
-    loss = F.cross_entropy(candidates, answers)
-    return (loss + F.cross_entropy(logits.T, answers)) / 2 if symmetric else loss
-
-
-def random_rows(count, dimension=5, *, seed, dtype=float64) -> Tensor:
-    """Of norms between 0.5 and 2, so that their gradients are of one size."""
-    draw = torch.Generator().manual_seed(seed)
-    norms = torch.rand(count, 1, generator=draw, dtype=float64) * 1.5 + 0.5
-    return (F.normalize(torch.randn(count, dimension, generator=draw, dtype=float64)) * norms).to(dtype)
-
-
-def number(value) -> Tensor:
-    return torch.tensor(value, dtype=float64)
-
-
-def similar_rows(count, dimension, *, closeness, seed=0, dtype=float64) -> tuple[Tensor, Tensor]:
-    """Pairs that a model has learnt, the better the closer."""
-    a = random_rows(count, dimension, seed=seed)
-    return a.to(dtype), (random_rows(count, dimension, seed=seed + 1) + closeness * a).to(dtype)
-
-
-def with_gradients(loss_of, inputs, *, dtype=None, **options) -> list[Tensor]:
-    """The loss, and the gradients of `inputs`: a, b, scale and perhaps negatives, which are cast to `dtype` before."""
-    leaves = [one.detach().to(dtype or one.dtype).requires_grad_() for one in inputs]
-    a, b, scale, *negatives = leaves
-    loss = loss_of(a, b, scale=scale, negatives=negatives[0] if negatives else None, **options)
-    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-
-def difference(found, wanted) -> float:
-    return max((f.double() - w.double()).abs().max().item() for f, w in zip(found, wanted, strict=True) if w.numel())
-
-
-def largest(tensors) -> float:
-    return max(tensor.abs().max().item() for tensor in tensors if tensor.numel())
-
-
-def error(found, wanted) -> float:
-    """Of the loss and its gradients, relative to the largest of them."""
-    return difference(found, wanted) / largest(wanted)
-
 
 # ---------------------------------------------------------------------------------------------------- exact
 

@@ -7,37 +7,21 @@ tests/unit/test_site.py checks what can be read without running it: links, navig
 """
 
 import ast
+import contextlib
+import functools
 import json
 import os
-import re
-import subprocess
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from harness import ROOT
+from harness.pages import Block, blocks_of
+from harness.preloaded import Preloaded
 
 STORIES = ROOT / "docs" / "stories"  # have a test of their own
 WRITTEN = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 PAGES = [path for path in WRITTEN if "```python" in path.read_text() and path.parent != STORIES]
-
-
-@dataclass(frozen=True)
-class Block:
-    language: str
-    line: int  # of the page: where the text begins
-    text: str
-
-    @property
-    def end(self) -> int:
-        """The line of the closing fence."""
-        return self.line + self.text.count("\n")
-
-
-def blocks_of(page: str) -> list[Block]:
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [Block(one[1], page[: one.start(2)].count("\n") + 1, one[2]) for one in found]
 
 
 # -------------------------------------------------------------------------------------------------- what pages print
@@ -58,10 +42,17 @@ json.dump(printed, sys.stdout)
 
 
 # Lightning and transformers use what torch has deprecated, and warn of loaders as small as those of a page.
-WARNINGS = {"from-lightning.md": ("-W", "ignore"), "from-trainer.md": ("-W", "ignore")}
+WARNINGS = {"from-lightning.md": "ignore", "from-trainer.md": "ignore"}
 
 
-def printed_by(page: str, name: str) -> list[tuple[int, str]]:
+@pytest.fixture(scope="module")
+def python_with() -> Iterator[Callable[..., Preloaded]]:
+    """Python with these flags."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda *flags: stack.enter_context(Preloaded("torch", flags=flags)))
+
+
+def printed_by(python: Preloaded, page: str, name: str) -> list[tuple[int, str]]:
     """Run its blocks in a process of their own, as they would be pasted, on a CPU, which every machine has.
 
     Returns what was printed, with the lines of the page that did.
@@ -70,9 +61,9 @@ def printed_by(page: str, name: str) -> list[tuple[int, str]]:
     for block in blocks_of(page):
         if block.language == "python":
             program += "\n" * (block.line - 1 - program.count("\n")) + block.text  # errors name the lines of the page
-    command = [sys.executable, *WARNINGS.get(name, ("-W", "error")), "-c", NOTING, program, name]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120, env=environment)
+    done = python.run("-c", NOTING, program, name, env=environment, timeout=240)
+    done.check_returncode()
     return [(line, text) for line, text in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -105,9 +96,9 @@ def results_said(block: Block) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_page(path):
-    page = path.read_text()
-    assert wrong_results(page, printed_by(page, path.name)) == []
+def test_page(python_with, path):
+    page, python = path.read_text(), python_with("-W", WARNINGS.get(path.name, "error"))
+    assert wrong_results(page, printed_by(python, page, path.name)) == []
 
 
 PAGE = """
@@ -129,10 +120,11 @@ for number in (1, 2):
 @pytest.mark.parametrize(
     ("right", "wrong"), [("# a 1", "# a 2"), ("\n3 is", "\n4 is"), ("(1, 2)", "()"), ("3 is the sum\n", "")]
 )
-def test_a_wrong_result_is_seen(right, wrong):
-    assert wrong_results(PAGE, printed_by(PAGE, "page")) == []
+def test_a_wrong_result_is_seen(python_with, right, wrong):
+    python = python_with("-W", "error")
+    assert wrong_results(PAGE, printed_by(python, PAGE, "page")) == []
     page = PAGE.replace(right, wrong)
-    assert len(wrong_results(page, printed_by(page, "page"))) == 1
+    assert len(wrong_results(page, printed_by(python, page, "page"))) == 1
 
 
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -140,5 +132,6 @@ del EXAMPLES["ray_train.py"]  # tests/ranks/test_ray.py runs it, and sees that R
 
 
 @pytest.mark.parametrize("program", EXAMPLES.values(), ids=EXAMPLES)
-def test_example(program):
-    subprocess.run([sys.executable, str(program)], check=True, timeout=240)
+def test_example(python_with, program):
+    done = python_with().run(program, timeout=240)
+    assert done.returncode == 0, done.stderr

@@ -1,13 +1,11 @@
 """`benchmarks/gpu.py` with tiny models: right loops are found right, wrong ones wrong. Nothing is timed."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from harness import ROOT
+from harness.benchmarks import run_benchmark
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -63,19 +61,12 @@ sys.exit(gpu.main())
 """
 
 
-def run(script, *words) -> subprocess.CompletedProcess:
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "benchmarks")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, script, *words]
-    return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=240)
-
-
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> dict:
     """All shapes without compiling, with loops that are wrong beside those that are right."""
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "planted.py").write_text(PLANTED)
-    done = run(folder / "planted.py", "--tiny", "--windows", 2, "--compile-within", 0, "--out", folder)
+    done = run_benchmark(folder / "planted.py", "--tiny", "--windows", 2, "--compile-within", 0, "--out", folder)
     assert done.returncode == 1, done.stderr
     files = [json.loads((folder / name).read_text()) for name in ("gpu_tiny.json", "gpu_tiny_sweep.json")]
     cases = [case for found in files for case in found["cases"]]
@@ -131,13 +122,15 @@ def test_loops_that_are_not_compiled_say_so(planted):
 def test_compiled_loops_and_what_a_file_keeps(tmp_path):
     (tmp_path / "gpu_tiny.json").write_text("{}")
     script = ROOT / "benchmarks" / "gpu.py"
-    first = run(script, "--tiny", "--windows", 1, "--only", "1.1B", "--out", tmp_path)
+    first = run_benchmark(script, "--tiny", "--windows", 1, "--only", "1.1B", "--out", tmp_path)
     assert first.returncode == 0, first.stderr
     file, yesterday = tmp_path / "gpu_tiny.json", "2026-01-01"
     results = json.loads(file.read_text())
     results["cases"][0] |= {"date": yesterday, "source": "of then"}
     file.write_text(json.dumps(results))
-    then = run(script, "--tiny", "--windows", 1, "--only", "resnet", "--compile-within", 0, "--add", "--out", tmp_path)
+    then = run_benchmark(
+        script, "--tiny", "--windows", 1, "--only", "resnet", "--compile-within", 0, "--add", "--out", tmp_path
+    )
     assert then.returncode == 0, then.stderr
     llama, resnet = json.loads(file.read_text())["cases"]
     assert (llama["date"], llama["source"]) == (yesterday, "of then")
@@ -152,22 +145,22 @@ def test_compiled_loops_and_what_a_file_keeps(tmp_path):
 def test_memory_alone_can_be_taken_anew(tmp_path):
     script, file = ROOT / "benchmarks" / "gpu.py", tmp_path / "gpu_tiny.json"
     options = ["--tiny", "--only", "resnet", "--compile-within", 0, "--out", tmp_path]
-    assert run(script, *options, "--windows", 1).returncode == 0
+    assert run_benchmark(script, *options, "--windows", 1).returncode == 0
     results = json.loads(file.read_text())
     for row in results["cases"][0]["rows"]:
         row["reserved_gib"] = 9.0
     file.write_text(json.dumps(results))
-    done = run(script, *options, "--add", "--memory", "Macrobatch", "Accelerate")
+    done = run_benchmark(script, *options, "--add", "--memory", "Macrobatch", "Accelerate")
     assert done.returncode == 0, done.stderr
     (case,) = json.loads(file.read_text())["cases"]
     taken = [row["name"] for row in case["rows"] if row["reserved_gib"] is None]  # on a CPU there is none
     assert taken == ["Accelerate", "Macrobatch"]
     anew = [{**row, "reserved_gib": 9.0} for row in case["rows"]]
     assert anew == results["cases"][0]["rows"]
-    assert "must be there" in run(script, *options, "--memory", "Macrobatch").stderr
-    assert "invalid choice: 'ours'" in run(script, *options, "--add", "--memory", "ours").stderr
+    assert "must be there" in run_benchmark(script, *options, "--memory", "Macrobatch").stderr
+    assert "invalid choice: 'ours'" in run_benchmark(script, *options, "--add", "--memory", "ours").stderr
     missing = [{"resnet": "vit"}.get(option, option) for option in options]
-    assert "has no vit. Measure it first" in run(script, *missing, "--add", "--memory", "Macrobatch").stderr
+    assert "has no vit. Measure it first" in run_benchmark(script, *missing, "--add", "--memory", "Macrobatch").stderr
 
 
 SCRIPT = """
@@ -192,7 +185,7 @@ print({{row.name: row.agrees for row in bench.rows.values() if not row.agrees}})
 
 def said_by(folder, **values) -> list[str]:
     (folder / "script.py").write_text(SCRIPT.format(**values))
-    return run(folder / "script.py").stdout.splitlines()[-2:]
+    return run_benchmark(folder / "script.py").stdout.splitlines()[-2:]
 
 
 def test_where_rounding_leaves_nothing_the_loop_by_hand_is_the_reference(tmp_path):
@@ -203,13 +196,13 @@ def test_where_rounding_leaves_nothing_the_loop_by_hand_is_the_reference(tmp_pat
 def test_at_the_deadline_it_ends_with_what_it_has(tmp_path):
     windows, others = said_by(tmp_path, too_far=1.0, deadline=0.0)
     assert (windows, others) == ("{1}", "{'scaled': False}")
-    done = run(ROOT / "benchmarks" / "gpu.py", "--tiny", "--within", 0, "--out", tmp_path / "results")
+    done = run_benchmark(ROOT / "benchmarks" / "gpu.py", "--tiny", "--within", 0, "--out", tmp_path / "results")
     assert done.returncode == 0, done.stderr
     assert "Written to no file" in done.stdout
     assert not (tmp_path / "results").exists()
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
-    done = run(ROOT / "benchmarks" / "gpu.py", "--out", tmp_path)
+    done = run_benchmark(ROOT / "benchmarks" / "gpu.py", "--out", tmp_path)
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert done.stderr == "It needs a CUDA device; --tiny shows that it runs.\n"

@@ -1,5 +1,6 @@
 """The files around the package, for contributors and releases: what they name exists, and they agree."""
 
+import ast
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import tomllib
 import pytest
 import yaml
 
+import durations
 import macrobatch
 from harness import ROOT
 from macrobatch._torch.contract import NEWEST_TESTED, OLDEST_TESTED
@@ -151,3 +153,38 @@ def test_what_the_tests_need_is_pinned():
     extras = PROJECT["project"]["optional-dependencies"]
     needed = {re.match(r"[\w.-]+", line)[0].lower() for lines in extras.values() for line in lines}
     assert needed - pinned == set()
+
+
+# ---------------------------------------------------------------------------------------------------------- the tests
+
+
+def imported_tests(source: str) -> list[str]:
+    """The files of tests among what a file imports."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in found if any(part.startswith("test_") for part in name.split("."))]
+
+
+def test_no_file_of_tests_imports_another():
+    found = {path: imported_tests(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
+    assert {str(path.relative_to(ROOT)): names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["from tests.unit.test_docs import page", "import tests.unit.test_docs", "from tests.unit import test_docs"]
+)
+def test_an_import_of_a_file_of_tests_is_seen(line):
+    assert set(imported_tests(f"import torch\n{line}\n")) >= {"tests.unit.test_docs"}
+
+
+def test_the_slowest_files_have_their_reasons():
+    """The table is made from what was measured; every file that is named exists."""
+    assert durations.PAGE.read_text() == durations.page(), "make durations"
+    measured = durations.read()
+    assert set(list(measured["files"])[:10]) <= set(durations.REASONS), "say why in tests/durations.py"
+    named = {name.partition("::")[0] for kind in measured.values() for name in kind} | set(durations.REASONS)
+    assert sorted(file for file in named if not (ROOT / file).exists()) == []

@@ -21,15 +21,15 @@ from torch import nn
 from docs import messages
 from harness import ROOT
 from harness.causes import PAGE, page
+from judged.mistakes import MISTAKES
+from judged.on_ranks import RIGHT as RIGHT_ON_RANKS
+from judged.on_ranks import WRONG as WRONG_ON_RANKS
+from judged.published import RIGHT as PUBLISHED_RIGHT
+from judged.published import WRONG as PUBLISHED_WRONG
+from judged.right import STEPS as RIGHT
 from macrobatch import Accumulator, MacroStep, by_count, by_tokens, contrastive_loss, verify
 from macrobatch.errors import MacrobatchError
 from macrobatch.verification.catalogue import CAUSES, UNKNOWN
-from tests.ranks.test_verify import RIGHT as RIGHT_ON_RANKS
-from tests.ranks.test_verify import WRONG as WRONG_ON_RANKS
-from tests.unit.test_verify_mistakes import MISTAKES
-from tests.unit.test_verify_published import RIGHT as PUBLISHED_RIGHT
-from tests.unit.test_verify_published import WRONG as PUBLISHED_WRONG
-from tests.unit.test_verify_right import STEPS as RIGHT
 
 MESSAGES = list(messages.messages())
 PAGES = sorted(ROOT.glob("docs/**/*.md"))

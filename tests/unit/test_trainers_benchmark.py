@@ -1,13 +1,11 @@
 """`benchmarks/trainers.py` with a tiny model: all rows are there, and wrong losses are seen. Nothing is timed."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from harness import ROOT
+from harness.benchmarks import run_benchmark
 
 pytest.importorskip("transformers")
 pytest.importorskip("trl")
@@ -43,17 +41,14 @@ sys.exit(trainers.main())
 """
 
 
-def run(script, folder) -> tuple[int, dict, str]:
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "benchmarks")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, script, "--tiny", "--steps", 1, "--out", folder]
-    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=240)
+def tables_of(script, folder) -> tuple[int, dict, str]:
+    done = run_benchmark(script, "--tiny", "--steps", 1, "--out", folder)
     tables = json.loads((folder / "trainers_tiny.json").read_text())["trainers"]
     return done.returncode, {name: table["rows"] for name, table in tables.items()}, done.stderr
 
 
 def test_every_trainer_has_its_rows(tmp_path):
-    status, tables, said = run(ROOT / "benchmarks" / "trainers.py", tmp_path)
+    status, tables, said = tables_of(ROOT / "benchmarks" / "trainers.py", tmp_path)
     assert status == 0, said
     assert list(tables) == ["Trainer", "SFTTrainer", "Lightning"]
     for rows in tables.values():
@@ -64,7 +59,7 @@ def test_every_trainer_has_its_rows(tmp_path):
 
 def test_wrong_losses_and_errors_are_told(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
-    status, tables, said = run(tmp_path / "planted.py", tmp_path)
+    status, tables, said = tables_of(tmp_path / "planted.py", tmp_path)
     right, also_right, wrong, raised = tables["Trainer"]
     assert status == 1
     assert (right["agrees"], also_right["agrees"], wrong["agrees"], raised["agrees"]) == (True, True, False, None)
@@ -74,5 +69,5 @@ def test_wrong_losses_and_errors_are_told(tmp_path):
 
 def test_a_row_that_failed_is_a_failure(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED.replace("trainers.with_trainer(wrong)", "plain"))
-    status, tables, _ = run(tmp_path / "planted.py", tmp_path)
+    status, tables, _ = tables_of(tmp_path / "planted.py", tmp_path)
     assert (status, [row["agrees"] for row in tables["Trainer"]]) == (1, [True, True, True, None])

@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from harness.trainers import HEADS, SMALL, WORDS, apart, arguments, make, train
+from harness.trainers import HEADS, SMALL, apart, arguments, make
+from harness.trls import ROUNDING, reference_model, reward_model, run_trainer, texts, tokenizer
 from macrobatch import by_tokens, verify
 from macrobatch.errors import UsageError
 from macrobatch.transformers import exact
@@ -21,7 +14,6 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and datasets, about themselves
 
-ROUNDING = 3e-8  # their losses are computed in float32
 WAYS = {"batches": {}, "three": {"micro": 3}, "tokens": {"micro": by_tokens(48)}}
 
 
@@ -30,50 +22,13 @@ def _quiet():
     datasets.disable_progress_bars()
 
 
-def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = ["<pad>", "<eos>", "<unk>"] + [f"w{index}" for index in range(WORDS - 3)]
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def texts(*columns, count):
-    """Each column has a name and its shortest and longest text, in words."""
-    draw = torch.Generator().manual_seed(3)
-
-    def text(low, high):
-        length = int(torch.randint(low, high, (1,), generator=draw))
-        return " ".join(f"w{int(word)}" for word in torch.randint(0, WORDS - 3, (length,), generator=draw))
-
-    rows = [{name: text(low, high) for name, low, high in columns} for _ in range(count)]
-    return datasets.Dataset.from_list(rows)
-
-
-def run(trainer_class, config, data, *, big=False, model=None, steps=4, per_device=2, options=None, **given):
-    """Train; `big`: with all samples of a window in one batch."""
-    sizes = {"steps": 1, "per_device": steps * per_device} if big else {"steps": steps, "per_device": per_device}
-    more = {"bf16": False, "gradient_checkpointing": False, **(options or {})}
-    made = trainer_class(
-        model=make("llama") if model is None else model(),
-        args=arguments(kind=config, **sizes, **more),
-        train_dataset=data,
-        processing_class=tokenizer(),
-        **given,
-    )
-    return made, train(made)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_sft(way, loss_type):
     data = texts(("prompt", 2, 6), ("completion", 1, 15), count=22)
     options = {"max_length": 40, "loss_type": loss_type}
-    big, losses = run(trl.SFTTrainer, trl.SFTConfig, data, big=True, options=options)
-    made, ours = run(exact(trl.SFTTrainer, **WAYS[way]), trl.SFTConfig, data, options=options)
+    big, losses = run_trainer(trl.SFTTrainer, trl.SFTConfig, data, big=True, options=options)
+    made, ours = run_trainer(exact(trl.SFTTrainer, **WAYS[way]), trl.SFTConfig, data, options=options)
     assert ours == pytest.approx(losses, abs=2e-6)
     assert apart(made, big.model.state_dict()) <= ROUNDING
     theirs, entries = big.state.log_history, made.state.log_history
@@ -96,16 +51,9 @@ def test_sft_packed(how):
     """Rows of several texts: nothing is cut, and labels are counted as they are."""
     data = texts(("text", 3, 15), count=40)
     options = {"max_length": 24} | how
-    big, _ = run(trl.SFTTrainer, trl.SFTConfig, data, big=True, options=options)
-    made, _ = run(exact(trl.SFTTrainer), trl.SFTConfig, data, options=options)
+    big, _ = run_trainer(trl.SFTTrainer, trl.SFTConfig, data, big=True, options=options)
+    made, _ = run_trainer(exact(trl.SFTTrainer), trl.SFTConfig, data, options=options)
     assert apart(made, big.model.state_dict()) <= ROUNDING
-
-
-def reference_model():
-    model = make("llama")
-    for parameter in model.parameters():
-        parameter.data += 0.02
-    return model
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -113,8 +61,10 @@ def reference_model():
 def test_dpo(way, loss_type):
     data = texts(("prompt", 2, 6), ("chosen", 1, 15), ("rejected", 1, 9), count=22)
     options = {"max_length": 40, "loss_type": [loss_type]}
-    big, losses = run(trl.DPOTrainer, trl.DPOConfig, data, big=True, options=options, ref_model=reference_model())
-    made, ours = run(
+    big, losses = run_trainer(
+        trl.DPOTrainer, trl.DPOConfig, data, big=True, options=options, ref_model=reference_model()
+    )
+    made, ours = run_trainer(
         exact(trl.DPOTrainer, **WAYS[way]), trl.DPOConfig, data, options=options, ref_model=reference_model()
     )
     assert ours == pytest.approx(losses, abs=2e-6)
@@ -126,9 +76,11 @@ def test_dpo_with_two_terms(way):
     """A mean over pairs and one over tokens: small batches of the trainer as it is give another gradient."""
     data = texts(("prompt", 2, 6), ("chosen", 1, 15), ("rejected", 1, 9), count=22)
     options = {"max_length": 40, "loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 1.5]}
-    big, losses = run(trl.DPOTrainer, trl.DPOConfig, data, big=True, options=options, ref_model=reference_model())
-    theirs, _ = run(trl.DPOTrainer, trl.DPOConfig, data, options=options, ref_model=reference_model())
-    made, ours = run(
+    big, losses = run_trainer(
+        trl.DPOTrainer, trl.DPOConfig, data, big=True, options=options, ref_model=reference_model()
+    )
+    theirs, _ = run_trainer(trl.DPOTrainer, trl.DPOConfig, data, options=options, ref_model=reference_model())
+    made, ours = run_trainer(
         exact(trl.DPOTrainer, **WAYS[way]), trl.DPOConfig, data, options=options, ref_model=reference_model()
     )
     assert ours == pytest.approx(losses, abs=5e-6)
@@ -212,7 +164,7 @@ def test_one_batch_a_step_is_the_trainer_as_it_is(name, bf16):
     for make_class in (lambda trainer_class: trainer_class, exact):
         trainer_class, config, data, given = case(kind)  # with a reference model of its own, which TRL changes
         more = {"steps": 1, "per_device": 4, "options": {**options, "bf16": bf16, "max_steps": 2}, **given}
-        made, losses = run(make_class(trainer_class), config, data, **more)
+        made, losses = run_trainer(make_class(trainer_class), config, data, **more)
         found.append((losses, made.model.state_dict()))
     assert found[0][0] == found[1][0]
     assert apart(found[1][1], found[0][1]) == 0
@@ -223,9 +175,9 @@ def test_one_batch_a_step_is_the_trainer_as_it_is(name, bf16):
 def test_other_preferences(name, bf16):
     kind, options = EXACT[name]
     trainer_class, config, data, given = case(kind)
-    big, losses = run(trainer_class, config, data, big=True, options=options, **given)
+    big, losses = run_trainer(trainer_class, config, data, big=True, options=options, **given)
     given = case(kind)[-1]
-    made, ours = run(exact(trainer_class), config, data, options={**options, "bf16": bf16}, **given)
+    made, ours = run_trainer(exact(trainer_class), config, data, options={**options, "bf16": bf16}, **given)
     assert ours == pytest.approx(losses, abs=5e-3 if bf16 else 2e-6)
     assert apart(made, big.model.state_dict()) <= (3e-4 if bf16 else ROUNDING)
 
@@ -234,7 +186,7 @@ def test_metrics_are_those_of_the_batches_alone():
     logged = []
     trainer_class, config, data, _ = case("CPO")
     for kind in (trainer_class, exact(trainer_class)):
-        made, _ = run(kind, config, data, options={"cpo_alpha": 0.0, "loss_type": "simpo"})
+        made, _ = run_trainer(kind, config, data, options={"cpo_alpha": 0.0, "loss_type": "simpo"})
         logged.append([entry["rewards/chosen"] for entry in made.state.log_history if "rewards/chosen" in entry])
     assert logged[1] == pytest.approx(logged[0], abs=1e-6)
 
@@ -263,25 +215,22 @@ def test_balance_losses(kind, name, way):
     given = {"options": {"max_length": 40, "router_aux_loss_coef": 0.5}, "model": lambda: experts(kind)}
     if name == "DPO":
         given["ref_model"] = experts(kind).requires_grad_(False)
-    big, losses = run(trainer_class, config, data, big=True, **given)
-    theirs, _ = run(trainer_class, config, data, **given)
-    made, ours = run(exact(trainer_class, **WAYS[way]), config, data, **given)
+    big, losses = run_trainer(trainer_class, config, data, big=True, **given)
+    theirs, _ = run_trainer(trainer_class, config, data, **given)
+    made, ours = run_trainer(exact(trainer_class, **WAYS[way]), config, data, **given)
     assert ours == pytest.approx(losses, abs=5e-6)
     assert apart(made, big.model.state_dict()) <= 2 * ROUNDING
     assert apart(theirs, big.model.state_dict()) > 1e-4
-
-
-def reward_model():
-    torch.manual_seed(1)
-    return LlamaForSequenceClassification(LlamaConfig(**SMALL, **HEADS, num_labels=1)).double()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_reward(way):
     data = texts(("chosen", 1, 15), ("rejected", 1, 9), count=22)
     options = {"max_length": 40, "center_rewards_coefficient": 0.1}
-    big, losses = run(trl.RewardTrainer, trl.RewardConfig, data, big=True, model=reward_model, options=options)
-    made, ours = run(exact(trl.RewardTrainer, **WAYS[way]), trl.RewardConfig, data, model=reward_model, options=options)
+    big, losses = run_trainer(trl.RewardTrainer, trl.RewardConfig, data, big=True, model=reward_model, options=options)
+    made, ours = run_trainer(
+        exact(trl.RewardTrainer, **WAYS[way]), trl.RewardConfig, data, model=reward_model, options=options
+    )
     assert ours == pytest.approx(losses, abs=2e-6)
     assert apart(made, big.model.state_dict()) <= ROUNDING
 
@@ -295,7 +244,7 @@ def grpo(trainer_class, loss_type, *, big=False):
     options = {"max_completion_length": 8, "num_generations": 4, "loss_type": loss_type}
     data = texts(("prompt", 2, 6), count=8)
     sizes = {"big": big, "per_device": 4, "reward_funcs": lengths}
-    return run(trainer_class, trl.GRPOConfig, data, options=options, **sizes)
+    return run_trainer(trainer_class, trl.GRPOConfig, data, options=options, **sizes)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
@@ -329,7 +278,9 @@ def test_distillation_divides_once_and_generates_as_often(steps):
 
         torch.manual_seed(5)
         more = {"options": {"max_completion_length": 8}, "teacher_model": reference_model(), "per_device": 4}
-        made, losses = run(Counts, trl.DistillationConfig, data, steps=steps, model=lambda: make("llama"), **more)
+        made, losses = run_trainer(
+            Counts, trl.DistillationConfig, data, steps=steps, model=lambda: make("llama"), **more
+        )
         found.append((losses, made.generated, made.model.state_dict()))
     (losses, generated, weights), (ours, our_generated, our_weights) = found
     assert ours == pytest.approx(losses, abs=1e-6)

@@ -4,12 +4,11 @@ import importlib
 import inspect
 import pickle
 import pydoc
-import subprocess
-import sys
 
 import pytest
 
 import macrobatch
+from harness.preloaded import Preloaded
 from macrobatch import verify
 from macrobatch.verification import Cause, Report
 
@@ -35,10 +34,17 @@ def verified(verify): return verify(model, loss_fn, batch)
 """
 
 
+@pytest.fixture(scope="module")
+def python():
+    with Preloaded("torch", flags=("-W", "error")) as python:
+        yield python
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_import(form):
+def test_every_form_of_import(python, form):
     """Each in a process of its own: what was imported before must not matter."""
-    subprocess.run([sys.executable, "-W", "error", "-c", SETTING + FORMS[form]], check=True, timeout=120)
+    done = python.run("-c", SETTING + FORMS[form])
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_object_under_every_name():

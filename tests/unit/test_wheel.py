@@ -13,7 +13,7 @@ import pytest
 
 import macrobatch
 from harness import ROOT
-from tests.unit.test_docs import blocks_of
+from harness.pages import blocks_of
 
 
 def done(*command: object, **options: object) -> subprocess.CompletedProcess:
