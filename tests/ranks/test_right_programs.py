@@ -123,7 +123,7 @@ def through_a_frozen_one(syncs: bool) -> Outcome:
     optimizers[0].register_step_pre_hook(lambda *_: seen.append(whole(next(critic.parameters()).grad)))
     acc = Accumulator(critic, optimizers[0], steps=2)
     other = Accumulator(forger, optimizers[1], steps=2)
-    for x in acc.batches(own(data())):
+    for x in acc.batches(own(micro_batches())):
         acc.backward(critic(x).square().mean())
         critic.requires_grad_(False)
         critic.set_requires_gradient_sync(syncs)
@@ -146,12 +146,12 @@ def frozen_but_exchanging() -> Outcome:
     return through_a_frozen_one(syncs=True)
 
 
-def test_a_model_is_trained_through_a_frozen_one_under_fully_shard(ran):
+def test_a_model_is_trained_through_a_frozen_one_under_fully_shard(on_two_ranks):
     model = linear()
-    model(torch.cat(data())).square().mean().backward()
-    for outcome in all_well(ran["frozen"]):
+    model(torch.cat(micro_batches())).square().mean().backward()
+    for outcome in all_well(on_two_ranks["frozen"]):
         assert largest(outcome["weight"], model.weight.grad) <= 1e-12
-    all_refused(ran["frozen_but_exchanging"], "set_requires_gradient_sync(False)")
+    all_refused(on_two_ranks["frozen_but_exchanging"], "set_requires_gradient_sync(False)")
 
 
 # ------------------------------------------------------------------------------- a criterion that counts over ranks

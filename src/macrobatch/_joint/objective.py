@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._border.arguments import checked_items, checked_ordinary, items_on_host
+from macrobatch._border.arguments import checked_items, checked_ordinary
 from macrobatch._checks.joint import PassesDiffer
 from macrobatch._checks.pass_difference import is_all_double
 from macrobatch._engine.totals import PROPORTIONS, Denominators, Micro
 from macrobatch._engine.verdict import Flags
 from macrobatch._engine.window import Window
-from macrobatch._loss.proportions import Pair
-from macrobatch._loss.weighing import weigh
 from macrobatch._ranks.backend import Local
 from macrobatch._terms.objective import Terms
-from macrobatch._terms.proportions import proportion_flags, require_fit
+from macrobatch._terms.proportions import proportion_flags, require_fit, weight_of
 from macrobatch._torch.tensors import in_order, wide
 from macrobatch.errors import rewording
 from macrobatch.types import Encoded, Items, Reduction
@@ -129,7 +127,7 @@ class Joint(Terms):
         for tensor, gradient in zip(given.tensors, given.pull.gradients, strict=True):
             if gradient is not None and tensor.requires_grad:
                 pieces.append(_dot(tensor, torch.zeros_like(tensor) if repeats else gradient))
-        lacks, pairs = False, tuple[Pair, ...]()
+        lacks, pairs = False, tuple[Any, ...]()
         if given.loss is not None and given.loss.requires_grad:
             lacks = is_zero(given.items) and not repeats and self.is_mean  # it may be 0 / 0
             if not lacks:
@@ -144,12 +142,11 @@ class Joint(Terms):
         return Micro(root, seed, counts=not repeats, notes=notes, pairs=pairs)
 
     @rewording(CURES)
-    def _compare_items(self, loss: Tensor, items: Items, window: Window) -> tuple[Pair, ...]:
+    def _compare_items(self, loss: Tensor, items: Items, window: Window) -> tuple[Any, ...]:
         """What must keep its proportion: the items of the ordinary loss, or its samples, and what its graph says."""
-        number = items_on_host(in_order(items, window.device) if isinstance(items, Tensor) else items)
-        pairs = weigh(loss, number, is_mean=self.is_mean, steps=None, on_host=True).pairs
-        for pair in pairs if self._group is None else ():  # several ranks learn of it when the window closes
-            require_fit(pair, window)
+        number = in_order(items, window.device) if isinstance(items, Tensor) else items
+        pairs = weight_of(loss, number, window, is_mean=self.is_mean).pairs
+        require_fit(pairs, window, self._group)
         return pairs
 
     def _compare(self, given: Encodings, device: torch.device) -> dict[str, Tensor]:

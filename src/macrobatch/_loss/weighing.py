@@ -140,16 +140,17 @@ def _refuse_steps(steps: int, num_means: int) -> None:
 
     The mean of as many terms as there are micro-batches is divided by that number, too.
     """
-    what = f"divided by {steps}, as in a loop that accumulates by hand (/ steps). The window is divided once, when it"
     if num_means == 1:
         raise UsageError(
-            f"this loss is a mean that was {what} closes: leave the division out. (A factor of your own is fine: write "
+            f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
+            "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
             f"{1 / steps:g} * loss.)"
         )
     if num_means != steps:
         warn(
-            f"this loss, which adds up {num_means} means, was {what} closes: if the division is left over from one, "
-            f"leave it out. (If it is a factor of your own, write {1 / steps:g} * loss.)"
+            f"this loss, which adds up {num_means} means, was divided by {steps}, as in a loop that accumulates by "
+            "hand (/ steps). If the division is left over from one, leave it out: the window is divided once, when it "
+            f"closes. (If it is a factor of your own, write {1 / steps:g} * loss.)"
         )
 
 

@@ -106,8 +106,7 @@ class Mean(Objective):
                     window.sizes.compare(weight.node, weight.items, weight.shape, window.batch, items)
             unread = weight.unread
             pairs = weight.pairs
-            for pair in pairs if self._group is None else ():  # several ranks learn of it when the window closes
-                require_fit(pair, window)
+            require_fit(pairs, window, self._group)
         if self._is_scaled and self._must_agree(window):
             self._agree(1.0 if count is None else count, window, loss.device)
         if repeats:

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._border.arguments import checked_terms, items_on_host
+from macrobatch._border.arguments import checked_terms
 from macrobatch._engine.objective import Objective
 from macrobatch._engine.totals import PROPORTIONS, Denominators, Micro
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import UNSCALED, Window
 from macrobatch._loss.proportions import Number, Pair
-from macrobatch._loss.weighing import weigh
 from macrobatch._ranks.backend import Local
 from macrobatch._ranks.ties import OutputTies
-from macrobatch._terms.proportions import in_column, proportion_flags, require_fit
+from macrobatch._terms.proportions import in_column, proportion_flags, require_fit, weight_of
 from macrobatch._torch.optimizers import current_scale
 from macrobatch._torch.tensors import in_order, wide
 from macrobatch.errors import BatchError
@@ -69,8 +68,7 @@ class Terms(Objective):
                 samples = items if are_samples else 1
                 numbers[column], fixed = self._weight_of(name, loss, terms[name][1], samples, window)
                 pairs += in_column(column, fixed)
-        for pair in pairs if self._group is None else ():  # several ranks learn of it when the window closes
-            require_fit(pair, window)
+        require_fit(pairs, window, self._group)
         # A mean over no items is 0 / 0, and must add nothing; a sum adds what it is. An absent term is None.
         adds = [
             loss is not None and (not self.is_mean or isinstance(n, Tensor) or n != 0)
@@ -101,9 +99,7 @@ class Terms(Objective):
         pairs: tuple[Pair, ...] = ()
         if loss.requires_grad and (self.is_mean or items is not None):
             try:
-                on_host = not window.is_static  # a recording would freeze the number
-                told = items_on_host(number) if on_host else number
-                weight = weigh(loss, told, is_mean=self.is_mean, steps=None, on_host=on_host)
+                weight = weight_of(loss, number, window, is_mean=self.is_mean)
             except BatchError as error:
                 raise BatchError(f"the term {name!r}: {error}") from None
             number, pairs = weight.items if number is None else number, weight.pairs

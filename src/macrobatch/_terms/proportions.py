@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+from torch import Tensor
+
+from macrobatch._border.arguments import items_on_host
 from macrobatch._engine.totals import PROPORTIONS
 from macrobatch._engine.verdict import Flag, Flags
 from macrobatch._engine.window import Window
-from macrobatch._loss.proportions import Kind, Pair
-from macrobatch._loss.weighing import out_of_proportion
+from macrobatch._loss.proportions import Kind, Number, Pair
+from macrobatch._loss.weighing import Weight, out_of_proportion, weigh
+from macrobatch._ranks.collectives import Group
 from macrobatch.errors import BatchError
 
 
@@ -17,10 +22,17 @@ def in_column(column: int, pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     return tuple((column * len(Kind) + key, a, b) for key, a, b in pairs)
 
 
-def require_fit(pair: Pair, window: Window) -> None:
-    """Raise an error if a pair breaks a proportion, as far as the host knows."""
-    if not window.totals.proportions.fits(pair):
-        raise _error(pair[0], window, pair)
+def require_fit(pairs: Sequence[Pair], window: Window, group: Group) -> None:
+    """Raise an error if pairs break a proportion, as far as the host knows. Ranks learn of it at the close."""
+    for pair in pairs if group is None else ():
+        if not window.totals.proportions.fits(pair):
+            raise _error(pair[0], window, pair)
+
+
+def weight_of(loss: Tensor, items: Number | None, window: Window, *, is_mean: bool) -> Weight:
+    """What a loss weighs, beside the items given. A recording freezes no number."""
+    on_host = not window.is_static
+    return weigh(loss, items_on_host(items) if on_host else items, is_mean=is_mean, steps=None, on_host=on_host)
 
 
 def proportion_flags(window: Window) -> Flags:

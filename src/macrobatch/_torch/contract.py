@@ -177,6 +177,8 @@ _NODES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "MseLossBackward0": ("_saved_reduction _saved_self _raw_saved_self", lambda x: mse_loss(x, _ONE).grad_fn),
     "MeanBackward1": ("_saved_dim _saved_self_sym_sizes _input_metadata", lambda x: x.mean(0).grad_fn),
     "StackBackward0": ("_saved_dim", lambda x: torch.stack([x]).grad_fn),
+    "SelectBackward0": ("_saved_dim _saved_index", lambda x: x[0].grad_fn),
+    "SliceBackward0": ("_saved_dim _saved_start _saved_end _saved_step", lambda x: x[:1].grad_fn),
     "MulBackward0": ("_raw_saved_other _saved_self _raw_saved_self", lambda x: (x * _ONE).grad_fn),
     "AddBackward0": ("_saved_alpha", lambda x: (x + x).grad_fn),
     # Only its type: to read from one whose node is gone is a segmentation fault.
