@@ -45,12 +45,13 @@ class ChangedParameters(Check):
         self._named: object = None
         self._values = Values()
         self._has_slots = engine.backend.abilities.leaves_are_parameters  # else forwards swap them
+        self._keeps_others = engine.backend.abilities.shows_views  # each forward makes the parameters anew
         self._slots: tuple[list[dict[str, nn.Parameter | None]], list[str]] = [], []
         return True
 
     def window_begin(self, engine: Engine) -> None:
-        if (stored := engine.backend.stored()) is not None:
-            self._take(stored)
+        if self._keeps_others:
+            self._take(engine.backend.stored())
         elif self._named is not engine.store.named:
             self._find(engine)
         self._held = list(map(dict.get, *self._slots))
@@ -84,8 +85,8 @@ class ChangedParameters(Check):
         held = list(map(dict.get, *self._slots))
         if not all(map(operator.is_, held, self._held)) and (error := self._replaced(held, engine)) is not None:
             raise error
-        if (stored := engine.backend.stored()) is not None:
-            self._take(stored)
+        if self._keeps_others:
+            self._take(engine.backend.stored())
         self._late = self._values.changed(self._parameters)
         if self._late and (known := holding(self._late)):
             raise self._changed(known, engine)

@@ -96,9 +96,9 @@ class Local:
         """The leaves of the graph of a loss, by the names of their parameters."""
         return dict(named)
 
-    def stored(self) -> list[Stored] | None:
-        """What it keeps of each parameter between forwards; None: the parameter itself."""
-        return None
+    def stored(self) -> list[Stored]:
+        """What it keeps of parameters between forwards, if they are views (`Abilities.shows_views`)."""
+        return []
 
     def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
         """Hooks that make a backward add zeros, even if its own gradient is infinite."""
