@@ -754,9 +754,8 @@ def ddp_hides_the_layout_of_dtensors() -> None:
 
 
 def fsdp1_model(**options: Any) -> Any:
-    return FullyShardedDataParallel(
-        nn.Linear(2, 2, bias=False), use_orig_params=True, device_id=torch.device("cpu"), **options
-    )
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")} | options
+    return FullyShardedDataParallel(nn.Linear(2, 2, bias=False), **options)
 
 
 @probes(
@@ -788,6 +787,29 @@ def fsdp1_drops_what_it_holds() -> None:
     fsdp1.drop_held_gradients([model])
     assert not any(gradient is not None for gradient in fsdp1.held_gradients([model]))
     assert window() == expected
+
+
+@probes(
+    "FlatParameter._local_shard",
+    "FlatParameter._params",
+    "FlatParameter._param_infos",
+    "FlatParameter._shard_param_infos",
+)
+@on_two_ranks
+def fsdp1_shows_what_it_keeps_of_parameters() -> None:
+    for options in ({}, {"use_orig_params": False}):
+        torch.manual_seed(0)
+        model, sums = fsdp1_model(**options), []
+        for _ in range(2):  # before the first forward, and after it
+            with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):
+                model.module.weight.add_(1)
+            stored = fsdp1.stored_parameters([model])
+            assert {one.name for one in stored} <= {"weight", "bias"}
+            sums.append(sum((one.values.sum() for one in stored if one.name == "weight"), torch.zeros(())))
+            model(torch.ones(1, 2)).sum().backward()
+        added = sums[1] - sums[0]
+        dist.all_reduce(added)
+        assert added == 4, added
 
 
 @probes("FlatParamHandle._fwd_bwd_param_dtype", "FlatParamHandle._reduce_dtype", "_FSDPState._comm_hook")

@@ -9,5 +9,6 @@ ROOT = TESTS.parent  # of the checkout
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment, for a program that imports the harness, or a test by its name (`tests.ranks...`)."""
-    paths = [str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(ROOT), str(TESTS), *map(os.path.abspath, given)]  # the program may run in another folder
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more

@@ -1,12 +1,16 @@
 """On two ranks: programs that are right in plain torch, and forwards that change what they read."""
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.ranks import Outcome, all_refused, all_well
@@ -238,28 +242,46 @@ class Follower(nn.Module):
         return (self.layer(x) - 0.5 * self.slow(x)).square().mean()
 
 
-def following(wrapper: Callable[[nn.Module], nn.Module], when: str) -> Outcome:
+def following(wrapper: Callable[[nn.Module], nn.Module], when: str, *, gathers: bool = False) -> Outcome:
     bare = Follower()
     model = wrapper(bare)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     acc = Accumulator(model, optimizer, steps=2)
+
+    def follow() -> None:
+        with FullyShardedDataParallel.summon_full_params(model) if gathers else contextlib.nullcontext():
+            bare.slow.weight.data.mul_(0.9 if when != "as it was" else 1.0)
+
     for x in acc.batches(own(micro_batches())):
         acc.backward(model(x), items=len(x))
-        if when == "inside":
-            bare.slow.weight.data.mul_(0.9)
+        if when != "after":
+            follow()
         if acc.step() and when == "after":
-            bare.slow.weight.data.mul_(0.9)
+            follow()
     return {"steps": acc.optimizer_step}
 
 
-for _name, _wrapper in (("ddp", DistributedDataParallel), ("fsdp", fully_shard)):
-    for _when in ("inside", "after"):
-        SCENARIOS[f"{_when}_{_name}"] = lambda wrapper=_wrapper, when=_when: following(wrapper, when)
+def flattened(model: nn.Module, **options: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+WRAPPERS: dict[str, Any] = {
+    "ddp": (DistributedDataParallel, False),
+    "fsdp": (fully_shard, False),
+    "fsdp1": (partial(flattened, use_orig_params=True), False),
+    "fsdp1, gathered": (partial(flattened, use_orig_params=True), True),
+    "fsdp1, flat": (flattened, True),
+    "fsdp1, whole": (partial(flattened, use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD), False),
+    "fsdp1, kept": (partial(flattened, use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), True),
+}
+for _name, (_wrapper, _gathers) in WRAPPERS.items():
+    for _when in ("inside", "after", "as it was"):
+        SCENARIOS[f"{_when}_{_name}"] = partial(following, _wrapper, _when, gathers=_gathers)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_parameter_that_changes_inside_a_window(on_two_ranks, wrapper):
-    all_refused(
-        on_two_ranks[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1"
-    )
-    assert [outcome["steps"] for outcome in all_well(on_two_ranks[f"after_{wrapper}"])] == [1, 1]
+    all_refused(on_two_ranks[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1")
+    for when in ("after", "as it was"):
+        assert [outcome["steps"] for outcome in all_well(on_two_ranks[f"{when}_{wrapper}"])] == [1, 1]

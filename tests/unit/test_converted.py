@@ -1,6 +1,7 @@
 """Published programs, converted as the docs say: each has the gradient of one big batch."""
 
 import json
+import re
 
 import pytest
 
@@ -18,3 +19,4 @@ def test_the_page_is_made_of_the_figures():
     assert [row["name"] for row in rows] == [program.name for program in PROGRAMS]
     assert len(rows) >= 20
     assert all(row["error"] <= 1e-12 for row in rows)
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+ [0-9a-f]{7}", f"{row['repository']} {row['commit']}") for row in rows)

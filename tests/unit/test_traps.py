@@ -323,6 +323,33 @@ def test_a_sum_over_8192_items_in_fp16_overflows_in_the_naive_loop():
     assert not model.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("sizes", [(48, 48, 48, 48), (90, 2, 50, 4), (1, 30, 60, 7)])
+def test_a_second_window_overflows_no_sooner_than_one_big_batch(sizes):
+    """The first one has told how many items a window has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 40))
+    windows = [[(torch.randn(n, 16), torch.randint(40, (n,))) for n in order] for order in (sizes[::-1], sizes)]
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return F.cross_entropy(model(x).float(), y)
+
+    def is_safe(scale: float) -> bool:
+        x, y = (torch.cat(parts) for parts in zip(*windows[1], strict=True))
+        found = torch.autograd.grad(loss_of(x, y) * scale, list(model.parameters()))
+        return all(gradient.isfinite().all() for gradient in found)
+
+    largest = next(2.0**power for power in range(30, 0, -1) if is_safe(2.0**power))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=4, scaler=scaler)
+    for window in windows:
+        for x, y in acc.batches(window):
+            acc.backward(loss_of(x, y))
+            result = acc.step()
+        assert not bool(result.skipped)
+        scaler.update(largest)
+
+
 def wide_problem() -> tuple[nn.Module, nn.Module, torch.Tensor, torch.Tensor]:
     """A linear layer in float32, the same in float64, 8192 samples, and targets that disagree with it."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from macrobatch._checks.values import Change, Values, holding
 from macrobatch._engine.engine import Engine
 from macrobatch._engine.events import Check
 from macrobatch._engine.verdict import Flag, Flags, Verdict
+from macrobatch._torch.fsdp1 import Stored
 from macrobatch._torch.modules import RunningStatistics, buffers_of, modules_of, parameters_of
 from macrobatch.errors import BatchError, warn
 
@@ -43,10 +45,14 @@ class ChangedParameters(Check):
         self._named: object = None
         self._values = Values()
         self._has_slots = engine.backend.abilities.leaves_are_parameters  # else forwards swap them
-        return self._has_slots or not engine.backend.abilities.shows_views
+        self._keeps_others = engine.backend.abilities.shows_views  # each forward makes the parameters anew
+        self._slots: tuple[list[dict[str, nn.Parameter | None]], list[str]] = [], []
+        return True
 
     def window_begin(self, engine: Engine) -> None:
-        if self._named is not engine.store.named:
+        if self._keeps_others:
+            self._take(engine.backend.stored())
+        elif self._named is not engine.store.named:
             self._find(engine)
         self._held = list(map(dict.get, *self._slots))
         self._late: list[Change] = []
@@ -56,14 +62,21 @@ class ChangedParameters(Check):
         """Find the parameters, and the places in modules that hold them."""
         free, modules, named = set(), modules_of(engine.models), engine.store.named
         for module in modules:
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            if _renormalises(module):
                 free.add(id(module.weight))
         of_modules = map(parameters_of, modules) if self._has_slots else ()
         pairs = [(slots, name) for slots in of_modules for name in slots]
         self._slots = [slots for slots, _ in pairs], [name for _, name in pairs]
         self._names = [name for name, p in named.items() if id(p) not in free and not is_lazy(p)]
-        self._parameters = [named[name] for name in self._names]
+        self._parameters: list[Tensor] = [named[name] for name in self._names]
+        self._owners = self._parameters
         self._named = named if len(self._names) + len(free) == len(named) else None  # until lazy ones have a shape
+
+    def _take(self, stored: Sequence[Stored]) -> None:
+        """Compare what this rank keeps of parameters, in place of the parameters."""
+        stored = [one for one in stored if not _renormalises(one.holder)]
+        self._names, self._owners = [one.name for one in stored], [one.parameter for one in stored]
+        self._parameters = [one.values for one in stored]
 
     def before_close(self, engine: Engine) -> None:
         window = engine.window
@@ -72,6 +85,8 @@ class ChangedParameters(Check):
         held = list(map(dict.get, *self._slots))
         if not all(map(operator.is_, held, self._held)) and (error := self._replaced(held, engine)) is not None:
             raise error
+        if self._keeps_others:
+            self._take(engine.backend.stored())
         self._late = self._values.changed(self._parameters)
         if self._late and (known := holding(self._late)):
             raise self._changed(known, engine)
@@ -92,7 +107,7 @@ class ChangedParameters(Check):
 
     def _changed(self, changes: list[Change], engine: Engine) -> BatchError:
         place = next((change.first() for change in changes if change.holds), 0)
-        return BatchError(self._message(self._names[place], "changed", self._parameters[place], engine))
+        return BatchError(self._message(self._names[place], "changed", self._owners[place], engine))
 
     def _message(self, name: str, what: str, parameter: Tensor | None, engine: Engine) -> str:
         number = engine.num_windows if engine.window is None else engine.window.number
@@ -104,6 +119,11 @@ class ChangedParameters(Check):
             "once a step then, as in one big batch. (Another optimizer that steps it, or a second Accumulator of the "
             "same model, changes it too.)"
         )
+
+
+def _renormalises(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether its forwards write to its weight, which is no mistake."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 class ChangedBuffers(Check):

@@ -62,12 +62,16 @@ class Values:
         self._groups: dict[Kind, Group] = {}
         self._kept: dict[Kind, Tensor] = {}
         self._addresses: list[int] = []
+        self._tensors: Sequence[Tensor] = ()
         self._has_parts = False  # whether some of them are parts of what several ranks hold
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values, to compare later ones with them."""
-        parts = _local(tensors)
-        self._has_parts = any(isinstance(tensor, DTensor) for tensor in tensors)
+        if tensors is not self._tensors:
+            self._tensors, self._has_parts = tensors, any(isinstance(tensor, DTensor) for tensor in tensors)
+        parts = list(map(DATA_OF, tensors))  # without graphs
+        if self._has_parts:
+            parts = list(map(local_tensor, parts))
         with unobserved():  # an address is no result of a device
             addresses = list(map(ADDRESS_OF, parts))
         if addresses != self._addresses:  # otherwise nothing was moved or converted
@@ -80,14 +84,16 @@ class Values:
     def changed(self, tensors: Sequence[Tensor]) -> list[Change]:
         """What may have changed since `keep`. On the host, it has."""
         groups, found = self._groups, []
-        tensors = _local(tensors) if self._has_parts else list(map(DATA_OF, tensors))
-        if is_observed() or list(map(ADDRESS_OF, tensors)) != self._addresses:
+        tensors = list(map(DATA_OF, tensors))
+        if self._has_parts:
+            tensors = list(map(local_tensor, tensors))
+        if (is_watched := is_observed()) or list(map(ADDRESS_OF, tensors)) != self._addresses:
             groups = _grouped(tensors)
         for kind, group in groups.items():
             before, now = self._kept.get(kind), flat(tensors) if group.is_whole else group.values(tensors)
             if before is None or len(before) != len(now):
                 found.append(Change(torch.ones((), dtype=torch.bool, device=now.device), group, before, now))
-            elif not now.is_cpu or number_on_host((before != now).any()) is not False:
+            elif not now.is_cpu or is_watched or not torch.equal(before, now):
                 holds = _differ(before, now).any()
                 if number_on_host(holds) is not False:
                     found.append(Change(holds, group, before, now))
@@ -114,11 +120,6 @@ class Group:
             return flat(tensors)
         triples = zip([tensors[place] for place in self.places], self.sizes, self._steps, strict=True)
         return flat([t if step == 1 else torch.as_strided(t, (size,), (step,)) for t, size, step in triples])
-
-
-def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """This rank's parts, without graphs."""
-    return list(map(local_tensor, map(DATA_OF, tensors)))
 
 
 def _grouped(tensors: Sequence[Tensor]) -> dict[Kind, Group]:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from macrobatch._ranks.collectives import Group, all_reduce_flat, host_group
 from macrobatch._torch.autograd import run_backward
+from macrobatch._torch.fsdp1 import Stored
 from macrobatch.errors import BackendError
 
 
@@ -94,6 +95,10 @@ class Local:
     def leaves(self, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """The leaves of the graph of a loss, by the names of their parameters."""
         return dict(named)
+
+    def stored(self) -> list[Stored]:
+        """What it keeps of parameters between forwards, if they are views (`Abilities.shows_views`)."""
+        return []
 
     def zeroing_hooks(self, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
         """Hooks that make a backward add zeros, even if its own gradient is infinite."""

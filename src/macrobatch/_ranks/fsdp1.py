@@ -53,6 +53,9 @@ class FSDP1(Local):
     def held_gradients(self) -> list[Tensor | None]:
         return fsdp.held_gradients(self._models)
 
+    def stored(self) -> list[fsdp.Stored]:
+        return fsdp.stored_parameters(self._models)
+
     def begin(self, last: bool) -> None:
         if any(module.training_state.name != "IDLE" for module in fsdp.modules_of(self._models)):
             raise BackendError(

@@ -132,6 +132,7 @@ _OWNED = {
     f"{_FLAT_PARAM}.FlatParameter": {
         "_saved_grad_shard": 'discard() with sync="micro" leaves gradients behind',
         "_param_extensions": "DTensors under FullyShardedDataParallel go unnoticed",
+        "_local_shard _params _param_infos _shard_param_infos": "AttributeError in the first window",
     },
     # fsdp2.py
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": _FSDP2},

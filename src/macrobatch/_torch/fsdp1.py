@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,30 @@ def modules_of(models: Iterable[Any]) -> list[Any]:
 def flat_parameters(models: Iterable[Any]) -> list[Any]:
     """The flat parameters, into which it has joined the parameters of the modules."""
     return [module._handle.flat_param for module in modules_of(models) if module._handle is not None]
+
+
+class Stored(NamedTuple):
+    """What this rank keeps of a parameter between forwards, which see gathered copies of it."""
+
+    name: str
+    holder: nn.Module  # the module of the parameter
+    parameter: Tensor  # the flat one, without ``use_orig_params=True``
+    values: Tensor
+
+
+def stored_parameters(models: Iterable[Any]) -> list[Stored]:
+    """What this rank keeps of all parameters."""
+    paths = {module: path for model in models for path, module in model.named_modules()}
+    found = []
+    for flat in flat_parameters(models):
+        values = getattr(flat, "_local_shard", flat).detach()  # set by the first forward, which takes the same memory
+        originals = flat._params or [flat] * len(flat._param_infos)
+        for info, part, parameter in zip(flat._param_infos, flat._shard_param_infos, originals, strict=True):
+            if part.in_shard:
+                here = values[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+                path = f"{paths[info.module]}.".replace("_fsdp_wrapped_module.", "").removeprefix(".")
+                found.append(Stored(path + info.param_name, info.module, parameter, here))
+    return found
 
 
 def held_gradients(models: Iterable[Any]) -> list[Tensor | None]:
