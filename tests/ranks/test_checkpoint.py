@@ -70,7 +70,7 @@ def saves(wrap: str, name: str) -> Outcome:
         model(torch.arange(8))  # FSDP leaves what a forward gathered at the root until the next backward
     torch.manual_seed(100 + dist.get_rank())
     path = checkpoints(name).save(STEPS, state(model, optimizer), {"ranks": dist.get_world_size()})
-    own = set(checkpoints(name).held(path))
+    own = set(checkpoints(name).specs(path))
     torch.manual_seed(100 + dist.get_rank())
     model.train()
     trained(model, optimizer, STEPS)

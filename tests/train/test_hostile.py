@@ -18,7 +18,7 @@ from macrobatch.cli import main
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train import limits
 from macrobatch.train.documents import documents
-from macrobatch.train.limits import within
+from macrobatch.train.limits import run_within_limits
 from macrobatch.train.pretrained import check_code
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -118,10 +118,10 @@ from macrobatch.train.chat import named_template
 file, template = sys.argv[1:]
 try:
     if template:
-        chat = Vocabulary.trained(documents([file]), 300, template=named_template(template)).chat
-        [chat.marked(document) for document in documents([file])]
+        chat = Vocabulary.train(documents([file]), 300, template=named_template(template)).chat
+        [chat.render(document) for document in documents([file])]
     else:
-        list(Vocabulary.load(file).encoded(["a" * 20_000]))
+        list(Vocabulary.load(file).encode_each(["a" * 20_000]))
 except MacrobatchError as error:
     print(error, flush=True)
 os._exit(0)
@@ -177,10 +177,10 @@ def test_a_tokenizer_without_an_end(tmp_path, made):
 
 
 def test_what_ends_in_time_is_returned_and_its_error_raised():
-    assert within(lambda: "text", "it") == "text"
+    assert run_within_limits(lambda: "text", "it") == "text"
     with pytest.raises(ZeroDivisionError):
-        within(lambda: 1 // 0, "it", is_python=True)
-    assert len(within(lambda: "x" * 10**8, "it", is_python=True)) == 10**8
+        run_within_limits(lambda: 1 // 0, "it", is_python=True)
+    assert len(run_within_limits(lambda: "x" * 10**8, "it", is_python=True)) == 10**8
 
 
 PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}

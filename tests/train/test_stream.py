@@ -50,7 +50,7 @@ def test_a_mixture_takes_its_shares_and_no_sample_twice_before_all_others(sizes,
         assert abs(count - total * weight / sum(weights)) < 1
     seen = Counter()
     for epoch in range(3):
-        drawn = mixture.drawn(epoch, seed)
+        drawn = mixture.draw(epoch, seed)
         counted = Counter(drawn)
         assert [sum(counted[sample] for sample in part) for part in members] == mixture.counts
         seen.update(drawn)

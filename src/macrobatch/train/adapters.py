@@ -66,15 +66,15 @@ KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # initializations th
 def check(settings: Settings, origin: Origin) -> None:
     """Refuse settings that are wrong, as far as that is known before any weights are read."""
     if origin.adapter is not None:
-        config_in(origin.adapter, origin.said)
+        config_in(origin.adapter, origin.label)
         named = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout")
         if given := [name for name in named if getattr(settings, name) not in (None, ())]:
-            raise UsageError(f"{flag_of(given[0])}: {origin.said} is an adapter, which has its own. Leave it out.")
+            raise UsageError(f"{flag_of(given[0])}: {origin.label} is an adapter, which has its own. Leave it out.")
     if not settings.lora:
         return
     if not origin.has_weights:
         raise UsageError(
-            f"--lora trains adapters of existing weights, and {origin.said} makes new ones. Name a folder with "
+            f"--lora trains adapters of existing weights, and {origin.label} makes new ones. Name a folder with "
             "weights, the folder of a run, or a model on the hub."
         )
     _peft()
@@ -94,7 +94,7 @@ def _peft() -> Any:
 def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: Origin) -> None:
     """Add the adapter to train, a new one or the one that `origin` names, and freeze the rest of the model."""
     if origin.adapter is not None:
-        _load(model, origin.adapter, origin.said)
+        _load(model, origin.adapter, origin.label)
         return
     rank = settings.lora_rank or RANK
     config = _peft().LoraConfig(
@@ -106,14 +106,14 @@ def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: O
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        _inject(model, config, origin.said, " Name other layers with --lora-targets.")
+        _inject(model, config, origin.label, " Name other layers with --lora-targets.")
 
 
 def merge(model: nn.Module, folder: Path, said: str) -> None:
     """Add the adapter in a folder to the weights of its model, so that the model is a plain one."""
     trained = [p for p in model.parameters() if p.requires_grad]
     _load(model, folder, said)
-    for name, layer in list(_adapted(model)):
+    for name, layer in list(_adapted_layers(model)):
         layer.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
@@ -169,7 +169,7 @@ def _inject(model: nn.Module, config: Any, said: str, hint: str = "") -> None:
             peft.inject_adapter_in_model(config, model, adapter_name=NAME)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             raise UsageError(f"{said}: the adapter cannot be added to the model: {reason(error)}{hint}") from error
-    for name, layer in _adapted(model):
+    for name, layer in _adapted_layers(model):
         if not isinstance(layer, peft.tuners.lora.Linear):
             raise UsageError(
                 f"{said}: the adapter cannot be added to the model: peft would put it beside {name}, which is no "
@@ -221,7 +221,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def described(model: nn.Module) -> dict[str, Any] | None:
+def adapter_summary(model: nn.Module) -> dict[str, Any] | None:
     """The adapter that a run trains, as JSON, for the identity of the run; None if there is no adapter."""
     if not is_adapted(model):
         return None
@@ -284,10 +284,10 @@ def _of_linear_layers(model: nn.Module) -> list[nn.Parameter]:
 # ----------------------------------------------------------------------------------------------------------- exporting
 
 
-def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the plain model, computed from all weights of the adapted one, e.g. after gathering all shards."""
     own = {name: tensor for name, tensor in weights.items() if not OWN.search(name)}
-    for name, layer in _adapted(model):
+    for name, layer in _adapted_layers(model):
         for part in [part for part in own if part.startswith(f"{name}.base_layer.")]:
             own[part.replace(f"{name}.base_layer.", f"{name}.")] = own.pop(part)
         a, b = (weights[f"{name}.lora_{letter}.{NAME}.weight"] for letter in "AB")
@@ -312,7 +312,7 @@ def write(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Pa
         config.base_model_name_or_path, config.inference_mode = before
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that have an adapter, with their names."""
     layers = model.named_modules() if is_adapted(model) else ()
     return ((name, layer) for name, layer in layers if NAME in getattr(layer, "lora_A", ()))

@@ -55,7 +55,7 @@ def cache_folder() -> Path | None:
         return None
 
 
-def kept(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
+def cached(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
     """Return what `make` returns, from a file in `folder` if an earlier call has left a complete one.
 
     Args:
@@ -91,7 +91,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
     return total.hexdigest()
 
 
-def mapped(folder: Path | None, name: str, make: Callable[[Put], None]) -> memoryview:
+def cached_view(folder: Path | None, name: str, make: Callable[[Put], None]) -> memoryview:
     """A read-only view of what `make` writes, for data that should not be in memory: it is read from the disk when
     used.
 
@@ -108,12 +108,12 @@ def mapped(folder: Path | None, name: str, make: Callable[[Put], None]) -> memor
         try:
             _sweep(folder)
             with replacing(path, "w+b") as file:
-                return _written(file, name, make)
+                return _write_view(file, name, make)
         except OSError as error:
             logger.warning("%s cannot be kept, so the next run will make it again: %s", path, error.strerror or error)
     try:
         with tempfile.TemporaryFile(prefix="macrobatch-") as file:
-            return _written(file, name, make)
+            return _write_view(file, name, make)
     except OSError as error:
         raise UsageError(
             f"there is no room for the data in {tempfile.gettempdir()}: {error.strerror or error}. Make some, or name "
@@ -121,8 +121,8 @@ def mapped(folder: Path | None, name: str, make: Callable[[Put], None]) -> memor
         ) from error
 
 
-def _written(file: IO[bytes], name: str, make: Callable[[Put], None]) -> memoryview:
-    total = _begun(name)
+def _write_view(file: IO[bytes], name: str, make: Callable[[Put], None]) -> memoryview:
+    total = _new_checksum(name)
 
     def put(content: bytes) -> None:
         file.write(content)
@@ -161,13 +161,13 @@ def _is_of_another_version(path: Path) -> bool:
 
 
 def _is_whole(file: IO[bytes], name: str) -> bool:
-    head, total = file.read(_HEAD), _begun(name)
+    head, total = file.read(_HEAD), _new_checksum(name)
     for block in _blocks(file):
         total.update(block)
     return head == _MAGIC + total.hexdigest().encode("ascii")
 
 
-def _begun(name: str) -> Checksum:
+def _new_checksum(name: str) -> Checksum:
     """A checksum that includes the file's name, so that a file that was copied to another name is not used."""
     return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))
 
@@ -184,7 +184,7 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, content: bytes) -> None:
     _sweep(path.parent)
-    total = _begun(path.name)
+    total = _new_checksum(path.name)
     total.update(content)
     with replacing(path, "wb") as file:
         file.write(_MAGIC + total.hexdigest().encode("ascii"))

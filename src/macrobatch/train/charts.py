@@ -16,7 +16,7 @@ SIZE = 1000  # width and height of a chart, in SVG units
 Points = list[tuple[int, float]]
 
 
-def smoothed(points: Points) -> Points:
+def moving_average(points: Points) -> Points:
     """The moving average of some points; an empty list if there are too few points to smooth.
 
     The window is symmetric, so that the average does not lag when a loss falls steeply. Only at the end it keeps its
@@ -131,7 +131,7 @@ class Chart:
         return {
             "steps": [self.steps.low, self.steps.high],
             "lines": [
-                {"name": line.name, "points": [[step, _rounded(value)] for step, value in thinned(line.points)]}
+                {"name": line.name, "points": [[step, _round(value)] for step, value in thinned_points(line.points)]}
                 for line in self.lines
             ],
         }
@@ -200,7 +200,7 @@ class Scale:
 def _path(line: Line, steps: Scale, heights: Scale) -> str:
     points = [
         f"{SIZE * steps.share(step):.1f} {SIZE - SIZE * heights.share(value):.1f}"
-        for step, value in thinned(line.points)
+        for step, value in thinned_points(line.points)
     ]
     return "M" + "L".join(points) if points else ""
 
@@ -212,10 +212,10 @@ def _dots(line: Line, steps: Scale, heights: Scale) -> str:
     )
 
 
-def thinned(points: Points, most: int = POINTS) -> Points:
+def thinned_points(points: Points, most: int = POINTS) -> Points:
     """About `most` of these points: both ends, and the lowest and the highest point of each interval.
 
-    >>> thinned([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
+    >>> thinned_points([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
     [(1, 5.0), (2, 9.0), (3, 4.0), (6, 7.0), (8, 5.0)]
     """
     if len(points) <= most:
@@ -253,5 +253,5 @@ def in_bytes(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.6g}")

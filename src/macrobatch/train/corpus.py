@@ -25,12 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.plans import rounded_up
 from macrobatch.errors import BatchError, UsageError, counted
-from macrobatch.train.cache import Put, digest, mapped
-from macrobatch.train.chat import Marked
+from macrobatch.train.cache import Put, cached_view, digest
+from macrobatch.train.chat import MarkedText
 from macrobatch.train.documents import Document, Documents, documents
 from macrobatch.train.vocabulary import Vocabulary
 
-__all__ = ["Corpus", "Document", "collated", "documents"]
+__all__ = ["Corpus", "Document", "collate", "documents"]
 
 logger = logging.getLogger("macrobatch")
 
@@ -43,8 +43,8 @@ Sample = dict[str, Tensor]
 class Corpus:
     """Samples of very different lengths.
 
-    >>> vocabulary = Vocabulary.trained([Document("to be or not to be")], size=300)
-    >>> corpus = Corpus.made([Document("to be"), Document("to be", " or not")], vocabulary, seq_len=64)
+    >>> vocabulary = Vocabulary.train([Document("to be or not to be")], size=300)
+    >>> corpus = Corpus.from_documents([Document("to be"), Document("to be", " or not")], vocabulary, seq_len=64)
     >>> len(corpus), corpus.num_tokens == sum(corpus.lengths)
     (2, True)
     >>> corpus[1]["labels"].shape == corpus[1]["input_ids"].shape
@@ -121,7 +121,7 @@ class Corpus:
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
             raise UsageError(f"the fraction to validate on must be at least 0 and less than 1: got {fraction!r}.")
         if fraction == 0:
-            return self._some([True] * len(self)), self._some([False] * len(self))
+            return self._subset([True] * len(self)), self._subset([False] * len(self))
         if len(self) < 2:
             raise UsageError(
                 f"{counted(len(self), 'sample')} cannot be split into some to train on and some to validate on. Add "
@@ -136,16 +136,16 @@ class Corpus:
             count = min(round(fraction * len(documents)), len(documents) - 1)
             chosen = set(random.Random(f"split {seed}").sample(documents, count))
             is_held = [parent in chosen for parent in parents]
-        return self._some([not held for held in is_held]), self._some(is_held)
+        return self._subset([not held for held in is_held]), self._subset(is_held)
 
-    def _some(self, keep: list[bool]) -> Corpus:
+    def _subset(self, keep: list[bool]) -> Corpus:
         mask = torch.tensor(keep, dtype=torch.bool)
         return replace(self, starts=self.starts[mask], sizes=self.sizes[mask], parents=self.parents[mask])
 
     # ------------------------------------------------------------------------------------------------------- making
 
     @classmethod
-    def made(
+    def from_documents(
         cls,
         documents: Iterable[Document],
         vocabulary: Vocabulary,
@@ -177,7 +177,7 @@ class Corpus:
         template = vocabulary.chat.fingerprint if vocabulary.chat and found.has_conversations else ""
         whole_len = max(seq_len, whole_len or 0)
         name = f"corpus-{seq_len}-{whole_len}-{digest([vocabulary.fingerprint, template, found.digest])}"
-        corpus = cls._from(mapped(cache, name, partial(_write, found, vocabulary, seq_len, whole_len)))
+        corpus = cls._from_file(cached_view(cache, name, partial(_write, found, vocabulary, seq_len, whole_len)))
         if template and vocabulary.chat and vocabulary.chat.writes_the_date:
             logger.warning(
                 "the chat template writes the date of the day on which the data was prepared. On another day, without "
@@ -207,7 +207,7 @@ class Corpus:
         return corpus
 
     @classmethod
-    def _from(cls, content: memoryview) -> Corpus:
+    def _from_file(cls, content: memoryview) -> Corpus:
         """The corpus in a file that `_write` wrote."""
         *counts, num_tokens, num_samples = _tensor(content[-48:], torch.int64, 6).tolist()
         table = content[-(-num_tokens // 2) * 8 :]
@@ -248,7 +248,7 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len
     """Write all codes; then starts, sizes and parents of the samples; then six counts."""
     codes, starts, sizes, parents = array("i"), array("q"), array("q"), array("q")
     written = first = parent = truncated = unlearnt = num_whole = longest = 0
-    for document, ids, completion in _encoded(documents, vocabulary):
+    for document, ids, completion in _encode(documents, vocabulary):
         if len(codes) > _BLOCK:
             put(codes.tobytes())
             written, codes = written + len(codes), array("i")
@@ -257,7 +257,7 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len
             prompt = [*vocabulary.start, *ids]
             length = len(prompt) + len(completion)
             num_whole, truncated, longest = num_whole + 1, truncated + (length > whole_len), max(longest, length)
-            prompt = _fitted(prompt, len(vocabulary.start), whole_len - len(completion))
+            prompt = _fit_prompt(prompt, len(vocabulary.start), whole_len - len(completion))
             codes.extend([*(~token for token in prompt), *completion][:whole_len])
         elif document.messages is not None:
             num_whole, truncated, longest = num_whole + 1, truncated + (len(ids) > whole_len), max(longest, len(ids))
@@ -286,11 +286,11 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len
         put(column.tobytes())
 
 
-def _encoded(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Document, list[int], list[int] | None]]:
+def _encode(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Document, list[int], list[int] | None]]:
     """Each document with the token ids of its text or conversation, and those of a completion with its end token."""
     waiting: deque[tuple[Document, bool]] = deque()
 
-    def texts() -> Iterator[str | Marked]:
+    def texts() -> Iterator[str | MarkedText]:
         for document in documents.encoding():
             is_chat = document.messages is not None and vocabulary.chat is not None
             if document.messages is not None and not is_chat and document.completion is None:
@@ -301,13 +301,13 @@ def _encoded(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Doc
             waiting.append((document, document.completion is not None and not is_chat))
             if is_chat:
                 assert vocabulary.chat is not None
-                yield vocabulary.chat.marked(document)
+                yield vocabulary.chat.render(document)
             else:
                 yield document.text
                 if document.completion is not None:
                     yield document.completion
 
-    encoded = vocabulary.encoded(texts())
+    encoded = vocabulary.encode_each(texts())
     for ids in encoded:
         document, is_pair = waiting.popleft()
         yield document, ids, [*next(encoded), vocabulary.end] if is_pair else None
@@ -325,10 +325,10 @@ def _pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
         yield first, min(seq_len, length - first)
 
 
-def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
+def _fit_prompt(prompt: list[int], num_fixed: int, room: int) -> list[int]:
     """The end of a prompt that fits, after the tokens that begin every text. At least one token is left.
 
-    >>> _fitted([1, 5, 6, 7], 1, room=3), _fitted([1, 5, 6, 7], 1, room=0)
+    >>> _fit_prompt([1, 5, 6, 7], 1, room=3), _fit_prompt([1, 5, 6, 7], 1, room=0)
     ([1, 6, 7], [7])
     """
     room = max(room, 1)
@@ -339,12 +339,12 @@ def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
     return prompt[:num_fixed] + prompt[len(prompt) - room + num_fixed :]
 
 
-def collated(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
+def collate(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
     """A micro-batch of some samples, padded on the right: the ``collate=`` of `MacroStep`.
 
     With `few_widths`, it is padded to one of few lengths, for CUDA graphs, which are recorded once per shape.
 
-    >>> batch = collated([{"input_ids": torch.tensor([7, 8]), "labels": torch.tensor([7, 8])},
+    >>> batch = collate([{"input_ids": torch.tensor([7, 8]), "labels": torch.tensor([7, 8])},
     ...                   {"input_ids": torch.tensor([9]), "labels": torch.tensor([9])}])
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist(), batch["labels"].tolist()
     ([[7, 8], [9, 0]], [[1, 1], [1, 0]], [[7, 8], [9, -100]])
@@ -353,11 +353,11 @@ def collated(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
     longest = max(len(part) for part in ids)
     more = rounded_up(longest) - longest if few_widths else 0
 
-    def padded(parts: list[Tensor], value: int) -> Tensor:
+    def pad(parts: list[Tensor], value: int) -> Tensor:
         return F.pad(pad_sequence(parts, batch_first=True, padding_value=value), (0, more), value=value)
 
     return {
-        "input_ids": padded(ids, 0),
-        "attention_mask": padded([torch.ones_like(part) for part in ids], 0),
-        "labels": padded([sample["labels"] for sample in samples], IGNORED),
+        "input_ids": pad(ids, 0),
+        "attention_mask": pad([torch.ones_like(part) for part in ids], 0),
+        "labels": pad([sample["labels"] for sample in samples], IGNORED),
     }

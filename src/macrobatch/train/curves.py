@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeGuard
 
-from macrobatch.train.charts import Chart, Line, Points, smoothed
+from macrobatch.train.charts import Chart, Line, Points, moving_average
 
 Row = Mapping[str, Any]
 
@@ -42,10 +42,10 @@ def own_numbers(validations: Iterable[Row]) -> list[str]:
     return [name for name in names if name not in ("step", "loss", "perplexity")]
 
 
-def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
+def charts_of_run(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
     """The charts of one run."""
     losses = values(steps, "loss")
-    smooth = smoothed(losses)
+    smooth = moving_average(losses)
     lines = [Line("train", losses, "train faint" if smooth else "train")]
     if smooth:
         lines.append(Line("train, smoothed", smooth, "train"))
@@ -65,7 +65,7 @@ def of_one(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
         Chart("Learning rate", "", [Line("lr", values(steps, "lr"), "train")], zero=True),
         _memory(values(steps, "memory_bytes")),
     ]
-    return _drawn(charts)
+    return _non_empty(charts)
 
 
 def terms(steps: Sequence[Row]) -> list[Line]:
@@ -102,32 +102,32 @@ def _memory(points: Points) -> Chart:
     return Chart("Memory", f"peak so far, {name}", [line], zero=True)
 
 
-def of_several(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list[Chart]:
+def charts_of_runs(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list[Chart]:
     """The charts of several runs, each with its name, steps and validations. Each run has its own colour."""
 
     def lines(name: str, *, smooth: bool = False) -> list[Line]:
         every = [values(steps, name) for _, steps, _ in runs]
-        found = [smoothed(points) or points for points in every] if smooth else every
+        found = [moving_average(points) or points for points in every] if smooth else every
         return [
             Line(run, points, f"run{number}")
             for number, ((run, _, _), points) in enumerate(zip(runs, found, strict=True))
         ]
 
-    def measured(name: str) -> list[Line]:
+    def validation_lines(name: str) -> list[Line]:
         return [Line(run, values(rows, name), f"run{number}") for number, (run, _, rows) in enumerate(runs)]
 
     own = dict.fromkeys(name for _, _, rows in runs for name in own_numbers(rows))
     charts = [
         Chart("Loss", "smoothed, nats a token", lines("loss", smooth=True), switch=True),
-        Chart("Validation", "nats a token", measured("loss"), switch=True),
-        *(Chart(name, "of the validation", measured(name)) for name in own),
+        Chart("Validation", "nats a token", validation_lines("loss"), switch=True),
+        *(Chart(name, "of the validation", validation_lines(name)) for name in own),
         Chart("Throughput", "smoothed, tokens a second", lines("tokens_per_second", smooth=True), zero=True),
         Chart("Learning rate", "", lines("lr"), zero=True),
         Chart("Gradient norm", "smoothed, before clipping", lines("grad_norm", smooth=True), may_be_log=True),
     ]
-    return _drawn(charts)
+    return _non_empty(charts)
 
 
-def _drawn(charts: Sequence[Chart]) -> list[Chart]:
+def _non_empty(charts: Sequence[Chart]) -> list[Chart]:
     """The charts that have at least one point."""
     return [chart for chart in charts if any(line.points for line in chart.lines)]

@@ -43,7 +43,7 @@ def packed_width(settings: Settings) -> int:
     return settings.seq_len
 
 
-def described(micro: Micro, lengths: Sequence[int]) -> str:
+def cut_summary(micro: Micro, lengths: Sequence[int]) -> str:
     """A text that says how samples of these lengths are cut."""
     if isinstance(micro, int):
         return f"about {len(plan_by_count(len(lengths), micro))} on each rank, of {micro} samples"

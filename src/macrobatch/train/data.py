@@ -56,15 +56,17 @@ class Data:
             logger.warning("--chat-template %s: there is no conversation in the data.", settings.chat_template)
         name = _tokenizer(settings)
         if name is None:
-            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)
+            vocabulary = Vocabulary.train(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)
         else:
-            vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
+            vocabulary = _load_tokenizer(name, "--model" if settings.tokenizer is None else "--tokenizer")
             vocabulary = vocabulary if template is None else vocabulary.with_chat(template)
         sources = [texts, *([read(settings.validation_data)] if settings.validation_data else [])]
         seq_len, whole_len = models.lengths_of(settings)
         is_asked = settings.truncate or settings.seq_len is not None
         most_cut = 1.0 if is_asked or not is_new else MOST_CUT
-        made = partial(Corpus.made, vocabulary=vocabulary, most_cut=most_cut, positions=models.positions_of(settings))
+        made = partial(
+            Corpus.from_documents, vocabulary=vocabulary, most_cut=most_cut, positions=models.positions_of(settings)
+        )
         corpora = [made(source, seq_len=seq_len, whole_len=whole_len, cache=cache) for source in sources]
         longest = max(seq_len, *(max(corpus.lengths) for corpus in corpora))
         if longest > seq_len and any(
@@ -82,7 +84,7 @@ class Data:
         return cls(train=train, validation=validation, vocabulary=vocabulary, seq_len=longest, mixture=mixture)
 
     @property
-    def described_lengths(self) -> str:
+    def length_summary(self) -> str:
         """The distribution of the lengths of samples, and what fits, as text."""
         sizes = self.train.sizes.sort().values
         half, most = (int(sizes[int(share * (len(sizes) - 1))]) for share in (0.5, 0.95))
@@ -115,7 +117,7 @@ class Data:
                 "--validation.", counted(len(self.validation), "sample"),
             )  # fmt: skip
 
-    def fits(self, vocabulary_size: int, positions: int | None, *, packs: bool = False) -> None:
+    def check_fit(self, vocabulary_size: int, positions: int | None, *, packs: bool = False) -> None:
         """Refuse samples with token ids or lengths that the model does not support."""
         largest = max(self.train.largest_id, self.validation.largest_id)
         if largest >= vocabulary_size:
@@ -177,7 +179,7 @@ def _mixture(train: Corpus, texts: Documents, names: Sequence[str]) -> Mixture:
     return Mixture(members, texts.weights)
 
 
-def _loaded(name: str, flag: str) -> Vocabulary:
+def _load_tokenizer(name: str, flag: str) -> Vocabulary:
     try:
         return Vocabulary.load(name)
     except UsageError as error:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import sources as files
-from macrobatch.train.cache import Checksum, digest, kept
+from macrobatch.train.cache import Checksum, cached, digest
 from macrobatch.train.formats import TEXT, Columns, Document
 
 __all__ = ["Document", "Documents", "documents"]
@@ -162,7 +162,7 @@ def documents(
     columns = Columns.of(fields, text_field)
     if not sources:
         return Documents(_standard_library(cache))
-    paths, weights = _weighted(sources)
+    paths, weights = _split_weights(sources)
     found = Documents(_Sources(paths, columns), say)
     found.weights = weights
     count = len(found) + found.num_empty
@@ -175,10 +175,10 @@ def documents(
     return found
 
 
-def _weighted(sources: Sequence[str | Path]) -> tuple[list[str], list[float] | None]:
+def _split_weights(sources: Sequence[str | Path]) -> tuple[list[str], list[float] | None]:
     """The paths of sources, and their weights; None: they have no weights.
 
-    >>> _weighted(["a.jsonl:3", "b.jsonl:1"])
+    >>> _split_weights(["a.jsonl:3", "b.jsonl:1"])
     (['a.jsonl', 'b.jsonl'], [3.0, 1.0])
     """
     found = [_WEIGHTED.fullmatch(str(source)) if not Path(source).exists() else None for source in sources]
@@ -205,7 +205,7 @@ def _standard_library(cache: Path | None) -> list[Document]:
         )
     # The Python version is part of the key, because the parser accepts other sources in another version.
     key = digest([sys.version, *sources.keys(), *sources.values()])
-    made = kept(cache, f"standard-library-{key}", lambda: json.dumps(_functions(sources)).encode())
+    made = cached(cache, f"standard-library-{key}", lambda: json.dumps(_functions(sources)).encode())
     return [Document(text, None, where) for text, where in json.loads(made)]
 
 

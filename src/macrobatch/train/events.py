@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from macrobatch.train.trackers import Numbers, State, Tracked
+    from macrobatch.train.trackers import Numbers, State, TrackedRun
 
 EVENTS = "tensorboard"  # a folder inside the run folder
 
@@ -20,7 +20,7 @@ class Events:
 
     id = None
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if run.resume_step is None else run.resume_step + 1

@@ -62,7 +62,7 @@ def balance_in(model: nn.Module, said: str) -> Balance | None:
     return balance
 
 
-def encoded(balance: Balance, model: nn.Module, compute: Callable[[], tuple[Tensor, Tensor]], shown: Tensor) -> Encoded:
+def encode(balance: Balance, model: nn.Module, compute: Callable[[], tuple[Tensor, Tensor]], shown: Tensor) -> Encoded:
     """The loss of a micro-batch, and what the balance loss of the whole batch needs of it.
 
     Args:

@@ -135,13 +135,13 @@ ADVICE = {
 }
 
 
-def parsed(arguments: Sequence[str]) -> Settings:
+def parse_flags(arguments: Sequence[str]) -> Settings:
     """The settings of a command line."""
     words = [_with_dashes(word) for word in arguments]
     found, rest = _parser().parse_known_args(words)
     if rest:
         written = dict(zip(words, arguments, strict=True))
-        raise UsageError(_unknown([written[word] for word in rest]))
+        raise UsageError(_unknown_flags([written[word] for word in rest]))
     given = {name: _value(name, value) for name, value in vars(found).items()}
     if isinstance(given.get("resume"), str) and given["resume"] != "auto":
         raise UsageError(f"--resume takes no folder: say --resume --out {given['resume']}.")
@@ -158,13 +158,13 @@ def parsed(arguments: Sequence[str]) -> Settings:
 def _basis(given: Mapping[str, Any]) -> Settings:
     """The settings that the flags override: those of a file, of the run that is resumed, or the defaults."""
     if given.get("config") is not None:
-        return loaded(Path(given["config"]))
+        return load_config(Path(given["config"]))
     resume, out = given.get("resume"), given.get("out")
     if resume and out is None:
         value = "" if resume is True else " auto"
         raise UsageError(f"--resume{value} needs the folder of the run: add --out RUN.")
     if resume and out is not None and (saved := Path(out, "run.json")).is_file():
-        return of_run(saved)
+        return settings_of_run(saved)
     return Settings()
 
 
@@ -258,20 +258,20 @@ def _with_dashes(word: str) -> str:
     return f"{flag.replace('_', '-')}{equals}{value}" if _FLAG.fullmatch(flag) else word
 
 
-def _unknown(rest: Sequence[str]) -> str:
+def _unknown_flags(rest: Sequence[str]) -> str:
     """The message for words that are no flags; it names the flags that were probably meant."""
     flags = [flag for word in rest if _FLAG.fullmatch(flag := word.partition("=")[0])]
     if not flags:
         return f"{rest[0]!r} belongs to no flag. macrobatch train --help lists them."
     said = []
     for flag in dict.fromkeys(flags):
-        meant, advice = _meant(flag.removeprefix("--").replace("-", "_").removeprefix("no_"))
+        meant, advice = _guess(flag.removeprefix("--").replace("-", "_").removeprefix("no_"))
         listed = "macrobatch train --help lists them" if meant is None else f"did you mean {flag_of(meant)}?"
         said.append(f"there is no {flag}: {advice or listed}")
     return "\n".join(f"{text}{'' if text.endswith('?') else '.'}" for text in said)
 
 
-def _meant(name: str) -> tuple[str | None, str | None]:
+def _guess(name: str) -> tuple[str | None, str | None]:
     """The setting that a user who writes this name probably means; or advice, if there is no such setting."""
     close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS, *ADVICE}), 1)), None)
     if close in ADVICE and close not in NAMES:
@@ -300,7 +300,7 @@ def _value(name: str, value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def loaded(file: Path) -> Settings:
+def load_config(file: Path) -> Settings:
     """The settings in a YAML or TOML file; defaults for all others."""
     is_yaml = file.suffix.lower() in (".yaml", ".yml")
     try:
@@ -335,7 +335,7 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def of_run(file: Path) -> Settings:
+def settings_of_run(file: Path) -> Settings:
     """The settings with which a run was started."""
     try:
         return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
@@ -362,7 +362,7 @@ def _unknown_name(name: str) -> str | None:
         return None
     if name in ONCE:
         return f"{name!r}: it belongs to a call, as the flag {flag_of(name)}."
-    meant, advice = _meant(name)
+    meant, advice = _guess(name)
     if advice:
         return f"{name!r}: {advice}."
     return f"{name!r}: did you mean {meant!r}?" if meant else f"{name!r}. There are {', '.join(possible)}."

@@ -35,7 +35,7 @@ RUNS = "runs"
 PATIENCE = 5.0  # seconds to wait for a killed process to end
 
 
-def chosen(settings: Settings) -> Path | None:
+def run_to_resume(settings: Settings) -> Path | None:
     """The folder of the run to resume; None if a new run begins. Refuses a folder with other content."""
     if settings.out is None:
         return _of_this_launch() if _is_restarted() else None
@@ -63,7 +63,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
 
 
-def made(settings: Settings) -> Path:
+def create_run_folder(settings: Settings) -> Path:
     """Create a new folder, which no other run has."""
     try:
         if settings.out is not None:
@@ -82,14 +82,14 @@ def made(settings: Settings) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """A context in which no other process may train in this folder. The kernel unlocks it when this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + PATIENCE
         while not _lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                raise _going_on(folder)
+                raise _busy_error(folder)
             time.sleep(0.1)
         yield
     finally:
@@ -103,7 +103,7 @@ def _require_idle(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not _lock(descriptor, fcntl.LOCK_SH):
-            raise _going_on(folder)
+            raise _busy_error(folder)
     finally:
         os.close(descriptor)
 
@@ -119,7 +119,7 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _going_on(folder: Path) -> UsageError:
+def _busy_error(folder: Path) -> UsageError:
     pid = _holder(folder)
     return UsageError(
         f"a run is going on in {folder}{f' (process {pid})' if pid else ''}. Wait for it, end it"
@@ -141,7 +141,7 @@ def _holder(folder: Path) -> int | None:
 # ------------------------------------------------------------------------------------------------------- run.json
 
 
-def described(
+def write_run_json(
     folder: Path,
     *,
     settings: Settings,

@@ -12,7 +12,7 @@ from torch import nn
 
 from macrobatch.errors import UsageError
 from macrobatch.train import models, suitable
-from macrobatch.train.chat import Marked
+from macrobatch.train.chat import MarkedText
 from macrobatch.train.formats import ASSISTANT, Message
 from macrobatch.train.pretrained import in_folder
 from macrobatch.train.vocabulary import Vocabulary
@@ -43,11 +43,11 @@ def text_from(
     if chat:
         answers = conversation(run, [prompt], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
         return "".join(answers)
-    model, vocabulary = _loaded(run)
+    model, vocabulary = _load(run)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)
-    added = _added(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens)
+    added = _take_until_end(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens)
     return vocabulary.decode([*ids, *added])
 
 
@@ -66,7 +66,7 @@ def conversation(
         top_k: sample among this number of the most likely tokens.
         seed: the seed of the sampling.
     """
-    model, vocabulary = _loaded(run)
+    model, vocabulary = _load(run)
     if vocabulary.chat is None:
         raise UsageError(
             f"{run}: --chat needs a chat template, and its tokenizer has none. Leave --chat out, or train the model on "
@@ -78,28 +78,28 @@ def conversation(
         said.append({"role": "user", "content": question})
         while True:
             opening, closing = vocabulary.chat.question(said)
-            (codes,) = vocabulary.encoded([Marked(opening, ())])
+            (codes,) = vocabulary.encode_each([MarkedText(opening, ())])
             if longest is None or len(said) == 1 or len(codes) + min(tokens, longest // 2) <= longest:
                 break
             del said[:2]
         ids = [~code for code in codes]  # `encoded` returns ~id for tokens without a loss
-        added = _added(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens, closing)
+        added = _take_until_end(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens, closing)
         answer = vocabulary.decode(added)
         answer = (answer.partition(closing)[0] if closing else answer).strip()
         said.append({"role": ASSISTANT, "content": answer})
         yield answer
 
 
-def _loaded(run: Path) -> tuple[nn.Module, Vocabulary]:
+def _load(run: Path) -> tuple[nn.Module, Vocabulary]:
     origin = in_folder(run)
     if not origin.has_weights:
         raise UsageError(f"{run} holds the configuration of a model, and no weights.")
-    model, vocabulary = models.merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
+    model, vocabulary = models.load_merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
     suitable.require_causal(model, origin)
     return model, vocabulary
 
 
-def _added(vocabulary: Vocabulary, drawn: Iterator[int], most: int, closing: str = "") -> list[int]:
+def _take_until_end(vocabulary: Vocabulary, drawn: Iterator[int], most: int, closing: str = "") -> list[int]:
     """The first tokens of those that are drawn, until the end of the text or of the answer."""
     added: list[int] = []
     for token in itertools.islice(drawn, most):

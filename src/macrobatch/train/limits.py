@@ -23,12 +23,14 @@ UNPACKED = 256 << 20  # bytes that any packed file may have
 Result = TypeVar("Result")
 
 
-def within(action: Callable[[], Result], what: str, *, share: float = 1.0, is_python: bool = False) -> Result:
+def run_within_limits(
+    action: Callable[[], Result], what: str, *, share: float = 1.0, is_python: bool = False
+) -> Result:
     """Return what `action` returns, or raise an error if it takes too long or too much memory.
 
     The action runs in a thread of its own, which cannot be stopped: after an error it goes on until the process ends.
 
-    >>> within(lambda: 2 + 2, "the sum")
+    >>> run_within_limits(lambda: 2 + 2, "the sum")
     4
 
     Args:
@@ -102,7 +104,7 @@ def _address_space(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-class Bounded(io.RawIOBase):
+class BoundedReader(io.RawIOBase):
     """The content of a packed file. It is an error if it is so much larger than the file that it must be a bomb.
 
     Args:

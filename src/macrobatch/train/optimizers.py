@@ -182,8 +182,8 @@ def optimizers_of(model: nn.Module, settings: Settings, lr: float) -> list[Optim
     if settings.optimizer == "adamw-8bit":
         options |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if not _takes(kind, "weight_decay"):
-        return [_made(kind, [{"params": parameters}], settings, lr, options)]
-    return [_made(kind, _decayed(parameters, settings), settings, lr, options)]
+        return [_make(kind, [{"params": parameters}], settings, lr, options)]
+    return [_make(kind, _decay_groups(parameters, settings), settings, lr, options)]
 
 
 def adamw(parameters: Sequence[Tensor], settings: Settings, lr: float, options: Mapping[str, Any]) -> Optimizer:
@@ -194,7 +194,7 @@ def adamw(parameters: Sequence[Tensor], settings: Settings, lr: float, options: 
         "fused": settings.precision != "float64",
         **options,
     }
-    return _made(torch.optim.AdamW, _decayed(parameters, settings), settings, lr, options)
+    return _make(torch.optim.AdamW, _decay_groups(parameters, settings), settings, lr, options)
 
 
 def _muon(
@@ -206,7 +206,7 @@ def _muon(
     others = [p for p in parameters if p not in inside]
     ratio = options.pop("adamw_lr", lr) / lr if lr else 1.0
     groups: Groups = [{"params": matrices, "weight_decay": settings.weight_decay}]
-    found = [_made(WholeMuon, groups, settings, lr, {"adjust_lr_fn": "match_rms_adamw"} | options)] if matrices else []
+    found = [_make(WholeMuon, groups, settings, lr, {"adjust_lr_fn": "match_rms_adamw"} | options)] if matrices else []
     if others:
         found.append(adamw(others, settings, lr, {}))
         for group in found[-1].param_groups:
@@ -214,7 +214,7 @@ def _muon(
     return found
 
 
-def _decayed(parameters: Sequence[Tensor], settings: Settings) -> Groups:
+def _decay_groups(parameters: Sequence[Tensor], settings: Settings) -> Groups:
     groups: Groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -222,7 +222,7 @@ def _decayed(parameters: Sequence[Tensor], settings: Settings) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def _made(
+def _make(
     kind: Callable[..., Optimizer], groups: Groups, settings: Settings, lr: float, options: Mapping[str, Any]
 ) -> Optimizer:
     rate = {"lr": lr} if _takes(kind, "lr") else {}

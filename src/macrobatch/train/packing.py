@@ -45,7 +45,7 @@ class Packer:
     >>> batch = Packer(width=3)(samples)
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["labels"].tolist()
     ([[7, 8, 9], [5, 6, 0]], [[0, 1, 0], [0, 1, 0]], [[-100, 8, -100], [-100, 6, -100]])
-    >>> masked(batch)["attention_mask"][0, 0].int().tolist()
+    >>> add_mask(batch)["attention_mask"][0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
     Args:
@@ -98,7 +98,7 @@ class Packer:
         return rows
 
 
-def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
+def add_mask(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
     """A packed batch with an attention mask. It is made on the device of the batch, because it is large.
 
     Args:
@@ -106,14 +106,14 @@ def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
         dtype: bool marks the visible tokens; a floating-point mask is added to the scores.
     """
     inputs = _without_layout(batch)
-    seen = _seen(batch[SEGMENTS])
+    seen = _visibility(batch[SEGMENTS])
     if dtype != torch.bool:
         hidden = torch.finfo(dtype).min
         return {**inputs, "attention_mask": seen.new_zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)}
     return {**inputs, "attention_mask": seen}
 
 
-def bounded(batch: Sample) -> Sample:
+def add_bounds(batch: Sample) -> Sample:
     """A packed batch with the bounds of its samples, for the kernels of `varlen`."""
     bounds, width = batch[BOUNDS], batch["input_ids"].shape[1]
     unused = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool)  # not used, but keeps a model from making a mask
@@ -131,7 +131,7 @@ def _without_layout(batch: Sample) -> Sample:
     return {name: value for name, value in batch.items() if name not in (SEGMENTS, BOUNDS)}
 
 
-def _seen(segments: Tensor) -> Tensor:
+def _visibility(segments: Tensor) -> Tensor:
     """A mask (rows, 1, width, width): whether a token sees another one, of the same sample and not after it."""
     places = torch.arange(segments.shape[1], device=segments.device)
     is_before = places.unsqueeze(0) <= places.unsqueeze(1)
@@ -151,12 +151,12 @@ def inputs_for(
         mask: the result of `mask_for`, if the model is in half precision and was checked before it was converted.
     """
     mask = mask or mask_for(model, packer, device)
-    with_mask = partial(masked, dtype=mask)
+    with_mask = partial(add_mask, dtype=mask)
     is_usual = mask == torch.bool  # of torch's attention "sdpa"; a model with another attention keeps it
     if is_usual and packer.has_bounds and varlen.can_serve(model, device, dtype):
         varlen.switch(model, on=True)
         if _serves_bounds(model, packer, device, dtype, with_mask):
-            return bounded
+            return add_bounds
         varlen.switch(model, on=False)
     return with_mask
 
@@ -172,9 +172,9 @@ def _serves_bounds(
         with on_trial(model, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
             model.eval()
             expected, found, wrong = (
-                _states(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
+                _states(model, batch, device) for batch in (with_mask(packed), add_bounds(packed), add_bounds(blurred))
             )
-            _states(model.train(), bounded(packed), device)  # dropout, which kernels may not support
+            _states(model.train(), add_bounds(packed), device)  # dropout, which kernels may not support
     except Exception as error:  # a model or a kernel may raise anything for unknown arguments
         if is_out_of_memory(error):
             raise
@@ -209,7 +209,7 @@ def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dt
 def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a model that computes something else for a sample that shares its row than for the sample alone."""
     samples = _trial_samples(model, packer.width)
-    packed = masked(packer(samples), dtype)
+    packed = add_mask(packer(samples), dtype)
     with on_trial(model, device):
         model.eval()
         try:

@@ -42,7 +42,7 @@ Kind = Literal["size", "config", "weights", "hub"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class ExportInfo:
     """What an export keeps of the weights that a run started from.
 
     Attributes:
@@ -75,7 +75,7 @@ class Origin:
     adapter: Path | None = None
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """Its name in messages."""
         return f"{self.flag}{self.name}"
 
@@ -113,11 +113,11 @@ class Origin:
         found = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
         return None if found is None else Path(found)
 
-    def kept(self) -> Kept:
+    def export_info(self) -> ExportInfo:
         """What an export keeps of it. It is read before the training: hours later it may be gone or out of reach."""
         generation = self.file(GENERATION)
         base = str(self.path.resolve()) if self.kind == "weights" else self.name
-        return Kept(self._dtype(), None if generation is None else generation.read_bytes(), base)
+        return ExportInfo(self._dtype(), None if generation is None else generation.read_bytes(), base)
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of most of its weights on disk; None if there are none."""
@@ -169,8 +169,8 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
     if others:
         new = "" if name is None else f"; or say --model {folder / CONFIG} to train new weights"
         raise UsageError(
-            f"{origin.said}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds no "
-            "code. Where you trust the file, load it with transformers and write it with "
+            f"{origin.label}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, because it "
+            "holds no code. If you trust the file, load it with transformers and write it with "
             f"save_pretrained(folder, safe_serialization=True){new}."
         )
     return replace(origin, kind="config", path=folder / CONFIG)
@@ -178,7 +178,7 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
 
 def _with_base(adapter: Origin) -> Origin:
     """The origin of an adapter's base model, together with the adapter."""
-    said, folder = adapter.said, adapter.path
+    said, folder = adapter.label, adapter.path
     config = read_json(folder / ADAPTER)
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not name or not isinstance(name, str):

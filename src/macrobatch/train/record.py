@@ -31,7 +31,7 @@ from rich.table import Column, Table
 from macrobatch.errors import printable
 from macrobatch.train.events import numbers_in
 from macrobatch.train.files import Lines
-from macrobatch.train.trackers import State, Tracked, Tracker, open_trackers
+from macrobatch.train.trackers import State, TrackedRun, Tracker, open_trackers
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -44,7 +44,7 @@ RECENT = 50  # steps from which the remaining time is estimated
 class Silent:
     """A recorder that records nothing, for all ranks except the first one."""
 
-    def derived(self, facts: Mapping[str, str]) -> None:
+    def show_derived(self, facts: Mapping[str, str]) -> None:
         """Print what was derived from the settings, before the run begins."""
 
     def say(self, text: str) -> None:
@@ -54,13 +54,7 @@ class Silent:
         """Print a line on stderr, which somebody may read even if nobody reads stdout."""
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Record an optimizer step, as plain numbers.
-
-        Required: step, loss. The report also uses: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
-        tokens (of the samples, without padding), padded_tokens (computed tokens, with padding), padded_in_order (see
-        `padded_in_order`), memory_bytes (see `peak_memory`), time (the parts of a `Lap`), losses (the mean of each
-        term, if there are several).
-        """
+        """Record an optimizer step: a dict with step, loss, and the numbers that `Learner.step` measures."""
 
     def validation(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record a validation after `step` steps: loss, perplexity, and the numbers of the user's own function."""
@@ -125,7 +119,7 @@ class Recorder(Silent):
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
-        self._tracker = tracker or open_trackers((), Tracked(folder=folder, resume_step=resume_step))
+        self._tracker = tracker or open_trackers((), TrackedRun(folder=folder, resume_step=resume_step))
         self._state: State = "finished"
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
@@ -133,7 +127,7 @@ class Recorder(Silent):
         self._last_validation = ""
         self._row: Mapping[str, Any] = {}  # the row of the last step
 
-    def derived(self, facts: Mapping[str, str]) -> None:
+    def show_derived(self, facts: Mapping[str, str]) -> None:
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             table.add_row(f"[bold]{escape(name)}[/bold]", escape(printable(str(value))))
@@ -204,7 +198,7 @@ class Recorder(Silent):
             self._unread()
 
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
-        left = clock_time(self._pace.left(step))
+        left = clock_time(self._pace.remaining(step))
         self._row = row
         facts = self._facts()
         if self.console.is_terminal:
@@ -251,11 +245,11 @@ class Pace:
         self._total = total_steps
         self._moments: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
 
-    def left(self, step: int, now: float | None = None) -> float:
+    def remaining(self, step: int, now: float | None = None) -> float:
         """The remaining seconds after a step has ended; NaN if there is only one step to judge from.
 
         >>> pace = Pace(10)
-        >>> pace.left(1, now=100.0), pace.left(2, now=103.0), pace.left(4, now=105.0)
+        >>> pace.remaining(1, now=100.0), pace.remaining(2, now=103.0), pace.remaining(4, now=105.0)
         (nan, 24.0, 10.0)
         """
         self._moments.append((step, time.monotonic() if now is None else now))
@@ -279,12 +273,12 @@ def clock_time(seconds: float) -> str:
 # ---------------------------------------------------------------------------------------------- padding, memory
 
 
-def padded_in_order(lengths: Sequence[int], micro_batches: int) -> int:
+def padded_tokens_in_order(lengths: Sequence[int], micro_batches: int) -> int:
     """The number of tokens, with padding, if samples are cut in their order into equal micro-batches.
 
     Most training loops cut batches in this way. It is the baseline for a plan by tokens.
 
-    >>> padded_in_order([5, 1, 1, 5], 2)               # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
+    >>> padded_tokens_in_order([5, 1, 1, 5], 2)        # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
     20
     """
     size = max(-(-len(lengths) // max(micro_batches, 1)), 1)

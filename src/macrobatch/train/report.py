@@ -1,4 +1,4 @@
-"""`written` writes the report of a run, one HTML file that opens offline.
+"""`write_report` writes the report of a run, one HTML file that opens offline.
 
 It uses only files of the run folder: ``metrics.jsonl``, ``validation.jsonl`` and ``run.json``. So it can be written
 again at any time, also for a run that was killed. The charts are SVG and stretch with the page; therefore their labels
@@ -59,7 +59,7 @@ class Run:
         return cls(folder.resolve().name, steps, rows(folder / VALIDATION), _facts(folder / RUN))
 
 
-def _checked_out(out: Path) -> Path:
+def _check_out(out: Path) -> Path:
     """The path of a report, if it may be written there: its folder exists, and it overwrites only another page."""
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder. Name a file in it, e.g. {out / REPORT}.")
@@ -70,7 +70,7 @@ def _checked_out(out: Path) -> Path:
     return out
 
 
-def written(*folders: Path, out: Path | None = None) -> Path:
+def write_report(*folders: Path, out: Path | None = None) -> Path:
     """Write the report of one run, or of several runs for comparison, and return its path.
 
     Args:
@@ -81,7 +81,7 @@ def written(*folders: Path, out: Path | None = None) -> Path:
         raise UsageError(f"at most {MOST} runs can be told apart in one report: got {len(folders)}.")
     runs = [Run.read(folder) for folder in folders]
     home = folders[0] if len(folders) == 1 else folders[0].resolve().parent
-    path = home / REPORT if out is None else _checked_out(out)
+    path = home / REPORT if out is None else _check_out(out)
     replace_whole(path, _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
     return path
 
@@ -97,7 +97,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _page_of_one(run: Run) -> str:
-    charts = curves.of_one(run.steps, run.validations)
+    charts = curves.charts_of_run(run.steps, run.validations)
     parts = [
         _tiles(run.steps, run.validations),
         _section_of(charts),
@@ -109,7 +109,7 @@ def _page_of_one(run: Run) -> str:
 
 
 def _page_of_several(runs: Sequence[Run]) -> str:
-    charts = curves.of_several([(run.name, run.steps, run.validations) for run in runs])
+    charts = curves.charts_of_runs([(run.name, run.steps, run.validations) for run in runs])
     title = " · ".join(run.name for run in runs)
     return _page(title, [f"{len(runs)} runs"], [_comparison(runs), _section_of(charts)], charts)
 

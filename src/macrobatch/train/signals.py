@@ -33,7 +33,7 @@ class Signals:
         self._received = 0
         self._say = say
         self._when = 0.0
-        self._handling = _handled_by(self._handle)
+        self._handling = _handle_signals(self._handle)
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         self._again = AGAIN_BY_TORCHRUN if is_launched else AGAIN
         self._launcher = os.getppid() if is_launched else None
@@ -97,12 +97,12 @@ def interruptible(*, is_first: bool = True) -> Iterator[None]:
                 os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         end_at_once(number)
 
-    with _handled_by(end):
+    with _handle_signals(end):
         yield
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """A context in which `handler` handles the signals, except for ignored ones: nohup ignores SIGHUP."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

@@ -96,8 +96,8 @@ def _file(path: Path, columns: Columns) -> Iterator[Document]:
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
         ".json": _json_list,
-        ".csv": _separated,
-        ".tsv": _separated,
+        ".csv": _csv,
+        ".tsv": _csv,
         ".parquet": _parquet,
         ".arrow": _arrow,
         ".feather": _arrow,
@@ -131,14 +131,14 @@ def blocks(text: str) -> list[str]:
 
 def _decoded_text(path: Path) -> Iterator[str]:
     """The text in a file, in parts, with line feeds as line ends."""
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         rest, position, is_first = b"", 0, True
         while True:
             read = file.read(_AT_ONCE)
             content = rest + read
             # An incomplete character or line end waits for the next bytes.
             size = len(content) - _half(content) if read else len(content)
-            text = _decoded(content[:size], str(path), position)
+            text = _decode(content[:size], str(path), position)
             yield (text.removeprefix("\ufeff") if is_first else text).replace("\r\n", "\n")
             if not read:
                 return
@@ -156,7 +156,7 @@ def _half(content: bytes) -> int:
     return 0
 
 
-def _decoded(content: bytes, where: str, position: int = 0) -> str:
+def _decode(content: bytes, where: str, position: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -177,7 +177,7 @@ def _is_binary(content: bytes) -> bool:
 
 def _has_nul(path: Path) -> bool:
     """Whether a file is binary: texts have no NUL."""
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         return b"\0" in file.read(_AT_ONCE)
 
 
@@ -185,20 +185,20 @@ def _has_nul(path: Path) -> bool:
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         # Only a line feed ends a line: strings in JSON may hold the other characters that Python treats as line ends.
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                text = _decoded(line.removesuffix(b"\n"), where).removeprefix("\ufeff")
-                yield columns.document(_parsed(text, where), where)
+                text = _decode(line.removesuffix(b"\n"), where).removeprefix("\ufeff")
+                yield columns.document(_parse_json(text, where), where)
 
 
 def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         content = file.read()
     try:
-        records = _parsed(_decoded(content, str(path)).removeprefix("\ufeff"), str(path))
+        records = _parse_json(_decode(content, str(path)).removeprefix("\ufeff"), str(path))
     except _SeveralValuesError:
         yield from _json_lines(path, columns)  # JSON lines are often in files named .json
         return
@@ -216,7 +216,7 @@ class _SeveralValuesError(BatchError):
     """The text has a second JSON value after the first one."""
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -230,13 +230,13 @@ def _parsed(text: str, where: str) -> Any:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _separated(path: Path, columns: Columns) -> Iterator[Document]:
+def _csv(path: Path, columns: Columns) -> Iterator[Document]:
     """A table in CSV or TSV, whose first line names the columns."""
     separator = "\t" if _kind(path) == ".tsv" else ","
     number = 0
     limit = csv.field_size_limit(_LARGEST_CELL)
     try:
-        with compressed.opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        with compressed.open_file(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             rows = csv.reader(text, delimiter=separator, strict=True)
             names = next(rows, [])
             if len(set(names)) < len(names):
@@ -286,12 +286,12 @@ def _rows(path: Path, columns: Columns, batches: Callable[[], Iterator[Any]]) ->
     try:
         found = iter(batches())
     except (OSError, arrow.ArrowException) as error:
-        raise _no_table(path, error) from error
+        raise _table_error(path, error) from error
     while True:
         try:
             batch = next(found, None)
         except (OSError, arrow.ArrowException) as error:
-            raise _no_table(path, error) from error
+            raise _table_error(path, error) from error
         if batch is None:
             return
         for start in range(0, len(batch), _ROWS):
@@ -300,7 +300,7 @@ def _rows(path: Path, columns: Columns, batches: Callable[[], Iterator[Any]]) ->
                 yield columns.document(record, f"{path}, row {number}")
 
 
-def _no_table(path: Path, error: Exception) -> BatchError:
+def _table_error(path: Path, error: Exception) -> BatchError:
     return BatchError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}")
 
 

@@ -43,7 +43,7 @@ class Mixture:
             found[source] += 1
         return found
 
-    def drawn(self, epoch: int, seed: int) -> list[int]:
+    def draw(self, epoch: int, seed: int) -> list[int]:
         """The samples of an epoch, source after source."""
         drawn: list[int] = []
         for source, (members, count) in enumerate(zip(self.members, self.counts, strict=True)):
@@ -176,7 +176,7 @@ class Stream:
     # ------------------------------------------------------------------------------------------------------- batches
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._lengths))) if self._mixture is None else self._mixture.drawn(epoch, self._seed)
+        order = list(range(len(self._lengths))) if self._mixture is None else self._mixture.draw(epoch, self._seed)
         random.Random(f"epoch {epoch} of seed {self._seed}").shuffle(order)
         return order
 
@@ -191,7 +191,7 @@ class Stream:
             )
         return fraction
 
-    def _upcoming(self) -> int | None:
+    def _next_sample(self) -> int | None:
         """The next sample, which is not taken yet; None at the end."""
         if self._position == len(self._order):
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
@@ -203,14 +203,14 @@ class Stream:
 
     def _next_samples(self, count: int) -> list[int]:
         batch: list[int] = []
-        while len(batch) < count and (sample := self._upcoming()) is not None:
+        while len(batch) < count and (sample := self._next_sample()) is not None:
             batch.append(sample)
             self._position += 1
         return batch
 
     def _next_tokens(self, budget: int) -> list[int]:
         batch: list[int] = []
-        while (sample := self._upcoming()) is not None:
+        while (sample := self._next_sample()) is not None:
             budget -= self._lengths[sample]
             if batch and budget < 0:
                 break

@@ -29,7 +29,7 @@ def require_causal(model: nn.Module, origin: Origin) -> None:
     one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
     if (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UsageError(
-            f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
+            f"{origin.label}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
             "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
             '"is_decoder": true makes one.'
         )

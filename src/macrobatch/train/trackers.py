@@ -35,7 +35,7 @@ logger = logging.getLogger("macrobatch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
+class TrackedRun:
     """What a tracker needs to know about the run.
 
     Attributes:
@@ -117,7 +117,7 @@ def require_installed(names: Sequence[str]) -> None:
             )
 
 
-def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
+def open_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
     """Begin or resume the run in each of these trackers; without any name, in TensorBoard.
 
     A tracker that cannot be opened is an error. It is only a warning if the run has already taken steps, which are
@@ -187,7 +187,7 @@ class WeightsAndBiases:
 
     EXIT_CODES: Mapping[State, int] = {"finished": 0, "interrupted": 130, "failed": 1}
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         self.id = run.id or uuid.uuid4().hex[:8]
@@ -229,7 +229,7 @@ class MLflow:
     STATES: Mapping[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
     MOST_PARAMETERS, MOST_METRICS, LONGEST = 100, 1000, 6000  # per request, and characters of a parameter
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
@@ -305,7 +305,7 @@ def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
 class Trackio:
     """A run of Trackio. It keeps all values of a step, as MLflow does."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         resume = "never" if run.id is None else "allow"
@@ -341,7 +341,7 @@ class Kind:
     title: str
     library: str
     package: str
-    open: Callable[[Tracked], Tracker]
+    open: Callable[[TrackedRun], Tracker]
     hint: str = ""
 
 
