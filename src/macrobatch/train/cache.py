@@ -58,10 +58,7 @@ def cache_folder() -> Path | None:
 def cached(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
     """Return what `make` returns, from a file in `folder` if an earlier call has left a complete one.
 
-    Args:
-        folder: the folder of the files, which is created if needed; None: nothing is kept.
-        name: the name of the file. It must change with everything that the result depends on: see `digest`.
-        make: computes the result if there is no such file.
+    The name must change with everything that the result depends on: see `digest`.
     """
     if folder is None:
         return make()
@@ -95,10 +92,7 @@ def cached_view(folder: Path | None, name: str, make: Callable[[Put], None]) -> 
     """A read-only view of what `make` writes, for data that should not be in memory: it is read from the disk when
     used.
 
-    Args:
-        folder: as for `kept`. If it is None or cannot be written, a temporary file is used, for this process only.
-        name: as for `kept`.
-        make: is called with a function that writes the next bytes.
+    Without a folder that can be written, it is a temporary file of this process only.
     """
     if folder is not None:
         path = folder / name

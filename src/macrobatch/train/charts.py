@@ -44,23 +44,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps.
+    """Lines over the steps."""
 
-    Attributes:
-        title: what is drawn.
-        unit: the unit, or how to read the values.
-        lines: the lines. At least one of them has a point.
-        zero: whether the scale begins at zero.
-        may_be_log: whether the scale is logarithmic if values differ by orders of magnitude.
-        switch: whether the reader can switch to a logarithmic scale.
-    """
-
-    title: str
-    unit: str
-    lines: Sequence[Line]
-    zero: bool = False
-    may_be_log: bool = False
-    switch: bool = False
+    title: str  # what is drawn
+    unit: str  # the unit, or how to read the values
+    lines: Sequence[Line]  # the lines. At least one of them has a point
+    zero: bool = False  # whether the scale begins at zero
+    may_be_log: bool = False  # whether the scale is logarithmic if values differ by orders of magnitude
+    switch: bool = False  # whether the reader can switch to a logarithmic scale
 
     @property
     def steps(self) -> Scale:

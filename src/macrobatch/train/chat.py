@@ -43,27 +43,19 @@ Span = tuple[int, int]  # positions of the first character, and of the one after
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text of which the model learns only a part.
+    """A text of which the model learns only a part."""
 
-    Attributes:
-        text: the whole text.
-        spans: the characters to learn.
-        needs_end: whether the text does not end with a special token after the last answer, so that the tokenizer's end
-            token is added.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
+    text: str  # the whole text
+    spans: tuple[Span, ...]  # the characters to learn
+    # whether the text does not end with a special token after the last answer, so that the tokenizer's end token
+    # is added
     needs_end: bool = False
 
 
 class ChatTemplate:
     """Writes conversations as text, in the way that a model expects.
 
-    Args:
-        tokenizer: the tokenizer that will encode the text.
-        templates: one Jinja template, or several by name, as in transformers.
-        tokens: the special tokens that a template may use, by name: ``bos_token`` and the like.
+    `templates` is one Jinja template, or several by name; `tokens` are the special tokens, such as ``bos_token``.
     """
 
     def __init__(self, tokenizer: Tokenizer, templates: str | Mapping[str, str], tokens: Mapping[str, str]) -> None:

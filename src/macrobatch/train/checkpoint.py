@@ -72,11 +72,8 @@ class Checkpoints:
     >>> weight
     tensor([1., 1.])
 
-    Args:
-        folder: the folder of the checkpoints, which is created if needed.
-        keep: how many checkpoints to keep.
-        owners: names of the run. New checkpoints have the first one as owner, and checkpoints of any other owner are
-            not used. Empty: the owner is not checked.
+    New checkpoints have the first of `owners` as owner; those of any other owner are not used. Without owners,
+    nothing is checked.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, owners: Sequence[str] = ()) -> None:

@@ -49,27 +49,18 @@ class Corpus:
     (2, True)
     >>> corpus[1]["labels"].shape == corpus[1]["input_ids"].shape
     True
-
-    Attributes:
-        codes: the tokens of all documents, one after the other, int32: the id of a token with a loss, and ``~id``,
-            which is negative, of a token without a loss.
-        starts: the index in `codes` at which each sample begins.
-        sizes: the number of tokens of each sample.
-        parents: the number of the document that each sample is a piece of.
-        truncated: the number of documents that did not fit completely.
-        unlearnt: the number of conversations that were left out, because no token of them has a loss.
-        num_whole: the number of conversations and of prompts with completions, which are not cut into pieces.
-        longest: the number of tokens of the longest of these, before the rest was cut off.
     """
 
+    # the tokens of all documents, one after the other, int32: the id of a token with a loss, and ``~id``, which
+    # is negative, of a token without a loss
     codes: Tensor
-    starts: Tensor
-    sizes: Tensor
-    parents: Tensor
-    truncated: int = 0
-    unlearnt: int = 0
-    num_whole: int = 0
-    longest: int = 0
+    starts: Tensor  # the index in `codes` at which each sample begins
+    sizes: Tensor  # the number of tokens of each sample
+    parents: Tensor  # the number of the document that each sample is a piece of
+    truncated: int = 0  # the number of documents that did not fit completely
+    unlearnt: int = 0  # the number of conversations that were left out, because no token of them has a loss
+    num_whole: int = 0  # the number of conversations and of prompts with completions, which are not cut into pieces
+    longest: int = 0  # the number of tokens of the longest of these, before the rest was cut off
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -113,10 +104,6 @@ class Corpus:
 
         If a single document would be more than the validation part, that part is the end of all samples instead: pieces
         from everywhere would have their neighbours in the training part.
-
-        Args:
-            fraction: the share of documents to validate on; 0: none.
-            seed: selects the documents.
         """
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
             raise UsageError(f"the fraction to validate on must be at least 0 and less than 1: got {fraction!r}.")
@@ -158,18 +145,10 @@ class Corpus:
     ) -> Corpus:
         """Make the samples of these documents.
 
-        Args:
-            documents: texts, which are cut into pieces; pairs of prompt and completion, and conversations, which stay
-                one sample. If a pair is too long, the beginning of the prompt is cut off, and then the end of the
-                completion; of a conversation the end is cut off. `truncated` counts both. A conversation without a
-                token that has a loss is left out.
-            vocabulary: tokenizes the documents.
-            seq_len: the largest number of tokens in a sample.
-            whole_len: the largest number of tokens of a pair or a conversation, if it may be longer than a piece of a
-                text.
-            most_cut: the largest part of pairs and conversations that may be cut off.
-            positions: the largest number of tokens that the model takes; None: any number.
-            cache: a folder in which to keep the result.
+        A text is cut into pieces of `seq_len` tokens. A conversation, or a prompt with its completion, stays
+        one sample of at most `whole_len`: of a pair the beginning of the prompt is cut off, then the end of the
+        completion; of a conversation the end. If more than the part `most_cut` of them would be cut, that is an
+        error. A conversation without a token to learn is left out.
         """
         if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
             raise UsageError(f"seq_len must be a whole number of tokens, at least 2 to predict one: got {seq_len!r}.")

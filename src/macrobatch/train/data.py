@@ -43,10 +43,7 @@ class Data:
     def read(cls, settings: Settings, say: Say | None = None, *, is_new: bool = True) -> Data:
         """Read, tokenize and split the data according to the settings.
 
-        Args:
-            settings: the settings of the run.
-            say: prints the progress if that takes long.
-            is_new: whether the run begins. A run that is resumed keeps what was cut at its beginning.
+        A resumed run (`is_new` False) keeps what was cut at its beginning.
         """
         cache = cache_folder()
         read = partial(documents, text_field=settings.text_field, fields=settings.fields, cache=cache, say=say)
@@ -135,10 +132,7 @@ class Data:
     def warn_of_tokenizer(self, settings: Settings, vocabulary_size: int, end: object) -> None:
         """Warn if the tokenizer seems to be of another model than the existing weights.
 
-        Args:
-            settings: name both.
-            vocabulary_size: the number of tokens in the model's embedding.
-            end: the token that ends a text, according to the model's configuration; there may be several, or none.
+        `end` is what the model's configuration says of the tokens that end a text: one, several or none.
         """
         origin = models.origin_of(settings)
         if not origin.has_weights:

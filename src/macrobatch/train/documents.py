@@ -43,17 +43,8 @@ class Documents:
     >>> len(found), found.num_empty, found.num_characters, [document.text for document in found]
     (2, 1, 17, ['to be', 'or not'])
 
-    Args:
-        source: an iterable that yields the same documents each time.
-        say: prints the progress if that takes long.
-
-    Attributes:
-        digest: a hash of the documents in their order, independent of their location.
-        num_empty: the number of documents that were left out because they are empty.
-        num_characters: the number of characters of all texts together.
-        has_conversations: whether at least one document is a conversation.
-        ends: the number of documents up to the end of each source.
-        weights: how often to draw samples of each source, relative to the others; None: each sample equally often.
+    `digest` is a hash of the documents in their order; `ends` the number of documents up to the end of each source;
+    `weights` the share of each source.
     """
 
     weights: Sequence[float] | None = None
@@ -146,16 +137,10 @@ def documents(
 ) -> Documents:
     """All the documents of some sources, in order.
 
-    Args:
-        sources: files and folders, each with a weight if they are to be mixed: ``a.jsonl:0.7``. ``.jsonl`` has one
-            record per line, ``.json`` a list of records or one record; ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``
-            and folders saved by the library `datasets` have rows. Any other file is one text, in UTF-8. All except
-            tables of Arrow may be compressed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the functions of the
-            standard library.
-        text_field: another name for the field "text".
-        fields: other names for other fields, as ``NAME=COLUMN``: see `Columns`.
-        cache: a folder in which to keep the functions of the standard library.
-        say: prints the progress if that takes long.
+    Sources may have weights for mixing: ``a.jsonl:0.7``. ``.jsonl`` has one record per line, ``.json`` a list of
+    records or one record; ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` and folders saved by `datasets` have rows;
+    any other file is one text in UTF-8. All except tables of Arrow may be compressed. Without a source: the
+    functions of the standard library.
     """
     if isinstance(sources, (str, os.PathLike)):
         raise UsageError(f"sources must be a list of files and folders: got one, {str(sources)!r}. Put it into a list.")

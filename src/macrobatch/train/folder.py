@@ -201,29 +201,20 @@ def description(folder: Path) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The history of a run that is resumed.
+    """The history of a run that is resumed."""
 
-    Attributes:
-        folder: the folder of the run.
-        steps: the number of steps that the run was planned for.
-        owners: hashes of its identity, and of those that it had before it was extended. Checkpoints of these owners
-            belong to it.
-        is_saved: whether it has ever had a checkpoint.
-    """
-
-    folder: Path
-    steps: int
+    folder: Path  # the folder of the run
+    steps: int  # the number of steps that the run was planned for
+    # hashes of its identity, and of those that it had before it was extended. Checkpoints of these owners belong
+    # to it
     owners: tuple[str, ...]
-    is_saved: bool
+    is_saved: bool  # whether it has ever had a checkpoint
 
     @classmethod
     def of(cls, folder: Path, identity: Json, *, own_warmup: bool) -> Past:
         """The history of the run in a folder. Refuses settings that would make it another run. More steps are allowed.
 
-        Args:
-            folder: the folder of the run.
-            identity: the identity of the run with the present settings.
-            own_warmup: whether the user set the length of the warm-up; if not, it may follow the number of steps.
+        `own_warmup`: whether the user set the warm-up. If not, it may follow the number of steps.
         """
         content = description(folder)
         saved, here = content["identity"], json.loads(json.dumps(identity))
@@ -244,12 +235,7 @@ class Past:
         )
 
     def require_whole(self, taken: int, steps: int) -> None:
-        """Refuse a run whose checkpoints are gone, and one that cannot be extended.
-
-        Args:
-            taken: the step of the last checkpoint; 0: there is none.
-            steps: the number of steps that the run is to take now.
-        """
+        """Refuse a run whose checkpoints are gone, and one that cannot be extended."""
         if not taken and self.is_saved:
             raise UsageError(
                 f"{self.folder} has had checkpoints, and its folder of them holds none. Is a volume not mounted? "

@@ -41,23 +41,17 @@ _ALPACA = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, pair of prompt and completion, or conversation to train on.
+    """One text, pair of prompt and completion, or conversation to train on."""
 
-    Attributes:
-        text: the text; with a completion, the prompt, which has no loss.
-        completion: the completion of the prompt; None: there is no prompt, and the whole text has a loss.
-        where: the source for error messages: "file.jsonl, line 812".
-        messages: a conversation, for a tokenizer with a chat template. A tokenizer without one uses the text and the
-            completion instead; if both are empty, a template is needed.
-        tools: the tools of the conversation that the assistant may call, as JSON schemas.
-        goes_on: whether the next document continues the same text, which is too long to be in memory at once.
-    """
-
-    text: str = ""
+    text: str = ""  # the text; with a completion, the prompt, which has no loss
+    # the completion of the prompt; None: there is no prompt, and the whole text has a loss
     completion: str | None = None
-    where: str = ""
+    where: str = ""  # the source for error messages: "file.jsonl, line 812"
+    # a conversation, for a tokenizer with a chat template. A tokenizer without one uses the text and the
+    # completion instead; if both are empty, a template is needed
     messages: tuple[Message, ...] | None = None
-    tools: tuple[Any, ...] | None = None
+    tools: tuple[Any, ...] | None = None  # the tools of the conversation that the assistant may call, as JSON schemas
+    # whether the next document continues the same text, which is too long to be in memory at once
     goes_on: bool = False
 
     @property

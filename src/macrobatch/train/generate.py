@@ -28,18 +28,7 @@ def text_from(
     top_k: int = 50,
     seed: int = 0,
 ) -> str:
-    """Generate text with the model of a run, or of any folder with weights and a tokenizer.
-
-    Args:
-        run: the folder of the run or of the model.
-        prompt: the beginning of the text; with `chat`, the message of a user.
-        chat: write the prompt with the model's chat template, and return only the answer. Otherwise return prompt and
-            text.
-        tokens: the largest number of tokens to generate.
-        temperature: the sampling temperature; 0 always takes the most likely token.
-        top_k: sample among this number of the most likely tokens.
-        seed: the seed of the sampling.
-    """
+    """Generate text with the model of a run, or of any folder with weights and a tokenizer."""
     if chat:
         answers = conversation(run, [prompt], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
         return "".join(answers)
@@ -58,13 +47,7 @@ def conversation(
 
     If the conversation no longer fits into the model, its oldest questions and answers are left out.
 
-    Args:
-        run: the folder of the run or of the model. Its tokenizer needs a chat template.
-        questions: what the user says. The next question is read when the answer to the last one has been returned.
-        tokens: the largest number of tokens of an answer.
-        temperature: the sampling temperature; 0 always takes the most likely token.
-        top_k: sample among this number of the most likely tokens.
-        seed: the seed of the sampling.
+    The next question is read when the last answer has been returned.
     """
     model, vocabulary = _load(run)
     if vocabulary.chat is None:

@@ -56,15 +56,8 @@ Evaluate = Callable[[Any, Any], Mapping[str, SupportsFloat]]  # of a model and a
 class Hooks:
     """Calls the callbacks and the evaluation of a run.
 
-    Args:
-        settings: the settings of the run.
-        world: the ranks. Only the callbacks of the first rank are called.
-        callbacks: functions that are called one after the other.
-        evaluate: the evaluation. All ranks call it in every validation; the result of the first rank is used.
-
-    Attributes:
-        is_stopped: whether a callback has asked to stop.
-        failure: the error that a callback or the evaluation has raised, on any rank.
+    All ranks call the evaluation, and the first rank's numbers count; only the first rank has callbacks.
+    `is_stopped` says whether a callback asked to stop, `failure` holds what one of them raised, on any rank.
     """
 
     def __init__(

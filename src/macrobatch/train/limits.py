@@ -33,11 +33,7 @@ def run_within_limits(
     >>> run_within_limits(lambda: 2 + 2, "the sum")
     4
 
-    Args:
-        action: the action.
-        what: names it in the error.
-        share: how many times the usual limits it may take.
-        is_python: whether it runs in Python only, where an error can be raised before too much memory is taken.
+    `share` multiplies the limits. With `is_python`, an error can be raised before too much memory is taken.
     """
     done: list[Result] = []
     failed: list[BaseException] = []
@@ -105,12 +101,7 @@ def _address_space(more: int) -> Iterator[None]:
 
 
 class BoundedReader(io.RawIOBase):
-    """The content of a packed file. It is an error if it is so much larger than the file that it must be a bomb.
-
-    Args:
-        unpacked: the unpacked content.
-        path: the packed file.
-    """
+    """The content of a packed file. It is an error if it is so much larger than the file that it must be a bomb."""
 
     def __init__(self, unpacked: IO[bytes], path: Path) -> None:
         self._unpacked: Any = unpacked

@@ -166,11 +166,6 @@ def _takes(kind: Callable[..., Optimizer], option: str) -> bool:
 def optimizers_of(model: nn.Module, settings: Settings, lr: float) -> list[Optimizer]:
     """The optimizers of all trained parameters: one, or with Muon a second one for the parameters that it does not
     support.
-
-    Args:
-        model: the model, already distributed over ranks.
-        settings: the settings of the run.
-        lr: the highest learning rate, at the reference batch.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = options_of(settings)

@@ -48,10 +48,8 @@ class Packer:
     >>> add_mask(batch)["attention_mask"][0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
-    Args:
-        width: the largest number of tokens in a row, unless one sample has more.
-        whole: whether to pad rows to the width, so that there are few shapes. Otherwise rows are padded to the longest
-            row, and the batch has the bounds of the samples.
+    With `whole`, rows are padded to `width`, so that there are few shapes; otherwise to the longest row, and the
+    batch has the bounds of its samples.
     """
 
     def __init__(self, width: int, *, whole: bool = False) -> None:
@@ -101,9 +99,7 @@ class Packer:
 def add_mask(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
     """A packed batch with an attention mask. It is made on the device of the batch, because it is large.
 
-    Args:
-        batch: the result of a `Packer`.
-        dtype: bool marks the visible tokens; a floating-point mask is added to the scores.
+    A bool mask marks visible tokens; a floating-point mask is added to the scores.
     """
     inputs = _without_layout(batch)
     seen = _visibility(batch[SEGMENTS])
@@ -143,12 +139,7 @@ def inputs_for(
 ) -> Inputs:
     """How to pass packed batches to this model: with bounds if the kernels support them, otherwise with a mask.
 
-    Args:
-        model: the model, on its device.
-        packer: packs the batches.
-        device: the device of the batches.
-        dtype: the dtype of autocast, if it is on.
-        mask: the result of `mask_for`, if the model is in half precision and was checked before it was converted.
+    `mask` is the result of `mask_for`, for a model in half precision that was checked before it was converted.
     """
     mask = mask or mask_for(model, packer, device)
     with_mask = partial(add_mask, dtype=mask)

@@ -43,36 +43,22 @@ Kind = Literal["size", "config", "weights", "hub"]
 
 @dataclass(frozen=True)
 class ExportInfo:
-    """What an export keeps of the weights that a run started from.
+    """What an export keeps of the weights that a run started from."""
 
-    Attributes:
-        dtype: the dtype of the weights on disk.
-        generation: the content of their generation_config.json.
-        base: the name or absolute path by which an adapter finds its base model.
-    """
-
-    dtype: torch.dtype | None
-    generation: bytes | None
-    base: str
+    dtype: torch.dtype | None  # the dtype of the weights on disk
+    generation: bytes | None  # the content of their generation_config.json
+    base: str  # the name or absolute path by which an adapter finds its base model
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of the model that ``--model`` names.
+    """The origin of the model that ``--model`` names."""
 
-    Attributes:
-        name: the name that the user gave.
-        kind: one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub.
-        path: the path of the configuration, or of the folder with weights; for the other kinds, just the name.
-        flag: the flag with which the user named it, for messages.
-        adapter: the folder of an adapter; `path` is then that of its base model.
-    """
-
-    name: str
-    kind: Kind
-    path: Path
-    flag: str = "--model "
-    adapter: Path | None = None
+    name: str  # the name that the user gave
+    kind: Kind  # one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub
+    path: Path  # the path of the configuration, or of the folder with weights; for the other kinds, just the name
+    flag: str = "--model "  # the flag with which the user named it, for messages
+    adapter: Path | None = None  # the folder of an adapter; `path` is then that of its base model
 
     @property
     def label(self) -> str:

@@ -95,13 +95,8 @@ class Recorder(Silent):
     >>> rows(folder / METRICS)
     [{'step': 1, 'loss': 8.25, 'seconds': 0.5, 'tokens_per_second': 1000.0}]
 
-    Args:
-        folder: the folder of the run. It must exist.
-        total_steps: the number of steps of the whole run.
-        resume_step: the step of the checkpoint that the run resumes from, 0 if it had none; None for a new run.
-        tracker: a tracker that gets the numbers too; by default TensorBoard, in the folder.
-        console: the console to print to.
-        unread: is called once, if the pipe or the terminal of the output is closed.
+    `resume_step` is the step of the checkpoint that the run resumes from, 0 if it had none; None for a new run.
+    `unread` is called once, if the output is closed.
     """
 
     def __init__(

@@ -71,12 +71,7 @@ def _check_out(out: Path) -> Path:
 
 
 def write_report(*folders: Path, out: Path | None = None) -> Path:
-    """Write the report of one run, or of several runs for comparison, and return its path.
-
-    Args:
-        folders: the folders of the runs.
-        out: the file; by default report.html in the folder of one run, or in the parent folder of the first of several.
-    """
+    """Write the report of one run, or of several runs for comparison, and return its path."""
     if len(folders) > MOST:
         raise UsageError(f"at most {MOST} runs can be told apart in one report: got {len(folders)}.")
     runs = [Run.read(folder) for folder in folders]

@@ -24,9 +24,6 @@ class Signals:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     signals.received == signal.SIGTERM
     True
-
-    Args:
-        say: prints a message for the user.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -85,9 +82,6 @@ def interruptible(*, is_first: bool = True) -> Iterator[None]:
     """A context outside of steps, in which a signal ends the process with one line, because nothing can be lost.
 
     A KeyboardInterrupt could be raised in the middle of an import, and would look like any error.
-
-    Args:
-        is_first: whether this rank prints the line.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:

@@ -22,14 +22,10 @@ class Mixture:
 
     >>> Mixture([[0, 1, 2, 3, 4, 5], [6, 7]], [1, 3]).counts
     [2, 6]
-
-    Attributes:
-        members: the samples of each source.
-        weights: the share of each source, relative to the others.
     """
 
-    members: Sequence[Sequence[int]]
-    weights: Sequence[float]
+    members: Sequence[Sequence[int]]  # the samples of each source
+    weights: Sequence[float]  # the share of each source, relative to the others
 
     @property
     def counts(self) -> list[int]:
@@ -68,14 +64,8 @@ class Stream:
     >>> [len(batch) for batch in batches], sorted(batches[0] + batches[1] + batches[2])
     ([3, 3, 2, 0], [0, 0, 1, 1, 2, 2, 3, 3])
 
-    Args:
-        lengths: the tokens of each sample.
-        seed: determines the order.
-        batch_size: the number of samples in a batch. Pass either this or `batch_tokens`.
-        batch_tokens: the largest number of tokens in a batch. A longer sample is a batch of its own.
-        ramp: ``ramp(step)`` is the fraction of the batch size at this optimizer step, above 0 and at most 1.
-        epochs: the number of epochs, after which there are no more batches; None: there is no end.
-        mixture: the shares of several sources in an epoch; None: an epoch has each sample once.
+    A longer sample than `batch_tokens` is a batch of its own. ``ramp(step)`` is the fraction of the batch at a
+    step.
     """
 
     def __init__(

@@ -36,16 +36,12 @@ def require_causal(model: nn.Module, origin: Origin) -> None:
 
 
 class PaddingEffect(NamedTuple):
-    """The effect of padding on the right on the tokens before it.
+    """The effect of padding on the right on the tokens before it."""
 
-    Attributes:
-        is_none: there is no effect, even without an attention mask. Attention without a mask is faster, and its kernels
-            support any shape at once.
-        is_masked: with a mask, there is no effect except rounding.
-    """
-
+    # there is no effect, even without an attention mask. Attention without a mask is faster, and its kernels
+    # support any shape at once
     is_none: bool
-    is_masked: bool
+    is_masked: bool  # with a mask, there is no effect except rounding
 
 
 @contextlib.contextmanager

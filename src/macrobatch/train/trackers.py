@@ -36,21 +36,14 @@ logger = logging.getLogger("macrobatch")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker needs to know about the run.
+    """What a tracker needs to know about the run."""
 
-    Attributes:
-        folder: the folder of the run. The run has the folder's name.
-        project: the name of its project.
-        config: its settings.
-        resume_step: the step of the checkpoint that it resumes from, 0 if it had none; None for a new run.
-        id: the id of a resumed run in the tracker; None: it is new there.
-    """
-
-    folder: Path
-    project: str = "macrobatch"
-    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path  # the folder of the run. The run has the folder's name
+    project: str = "macrobatch"  # the name of its project
+    config: Mapping[str, Any] = field(default_factory=dict)  # its settings
+    # the step of the checkpoint that it resumes from, 0 if it had none; None for a new run
     resume_step: int | None = None
-    id: str | None = None
+    id: str | None = None  # the id of a resumed run in the tracker; None: it is new there
 
     @property
     def name(self) -> str:
@@ -73,11 +66,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. A tracker that fails is dropped with a warning.
-
-    Args:
-        named: the trackers by their names for users.
-    """
+    """Several trackers as one. A tracker that fails is dropped with a warning."""
 
     id = None
 

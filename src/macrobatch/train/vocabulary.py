@@ -47,12 +47,7 @@ class Vocabulary:
     >>> vocabulary.decode(ids), vocabulary.decode([*ids, vocabulary.end])
     ('return x', 'return x')
 
-    Attributes:
-        size: one more than the largest id.
-        end: the id that ends a text.
-        pad: the id of the padding token. `collated` does not use it.
-        start: the ids that the tokenizer puts before every text; may be empty.
-        chat: the chat template; None: there is none.
+    `size` is one more than the largest id; `start` are the ids before every text, `end` is the one after it.
     """
 
     def __init__(
@@ -214,12 +209,8 @@ class Vocabulary:
         It can encode any text, because every byte has an id. With little text it has fewer ids than `size`. If there
         are conversations, it has a chat template, whose special tokens have their own ids.
 
-        Args:
-            documents: the documents to train on; if they are very large, only evenly spaced parts of them are used.
-            size: the largest number of ids. At least 257; if there are conversations, a few more.
-            cache: a folder in which to keep the result.
-            template: the chat template, if there are conversations. Strings in it such as <|this|> become special
-                tokens.
+        Of very large data only evenly spaced parts are used. Strings in `template` such as <|this|> become
+        special tokens.
         """
         documents = Documents.of(documents)
         marks = tokens_in(template) if documents.has_conversations else []
