@@ -233,7 +233,7 @@ def test_a_damaged_file_of_one_rank(ran):
 
 
 def test_a_misfit_on_one_rank(ran):
-    all_refused(ran["SAVES2"]["misfit"], "b is not there")
+    all_refused(ran["SAVES2"]["misfit"], "b is missing in it")
 
 
 def test_ranks_that_do_not_see_the_same_folder(ran):

@@ -364,7 +364,7 @@ BAD = {
     "no object": ({"messages": ["hi"]}, "message 1: a message must be an object: found a string"),
     "a weight": ({"messages": [ASKED[0], ASKED[1] | {"weight": 0.5}]}, "message 2: weight must be 0 or 1.*0.5"),
     "a question to learn": ({"messages": [ASKED[0] | {"weight": 1}, ASKED[1]]}, "weight must be 0 or 1.* user"),
-    "two systems": ({"system": "s", "messages": TALK}, "a field for the system's message, and such a message too"),
+    "two systems": ({"system": "s", "messages": TALK}, "a system message twice"),
     "two formats": ({"messages": ASKED, "instruction": "a?", "output": "b."}, "'messages' or as 'instruction' and"),
     "a system beside strings": ({"prompt": "a?", "completion": "b.", "system": "s"}, "'system' beside a prompt"),
     "half a history": ({"instruction": "a?", "output": "b.", "history": [["a?"]]}, "must be a list of pairs"),

@@ -184,10 +184,10 @@ def test_a_field_that_was_asked_for_is_not_replaced(tmp_path):
     [
         ("missing.txt", "there is no file or folder '.*missing.txt'"),
         ("pipe", "neither a file nor a folder"),
-        ("a.zip", "a.zip is of a kind that is not read here. Unpack"),
-        ("a.tar.gz", "of a kind that is not read here"),
-        ("a.parquet.gz", "of a kind that is not read here"),
-        ("a.xlsx", "of a kind that is not read here.* to_json"),
+        ("a.zip", "a.zip has a format that is not supported. Unpack"),
+        ("a.tar.gz", "a format that is not supported"),
+        ("a.parquet.gz", "a format that is not supported"),
+        ("a.xlsx", "a format that is not supported.* to_json"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused(tmp_path, name, message):
@@ -522,12 +522,12 @@ def test_a_file_under_another_name_is_not_believed(tmp_path):
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path, caplog):
     written(tmp_path / "file", "not a folder")
     assert cached(tmp_path / "file", "a", lambda: b"content") == b"content"
-    assert "cannot be kept" in caplog.text
+    assert "cannot be written" in caplog.text
 
 
 def test_a_full_disk_costs_only_time_and_leaves_nothing(tmp_path):
     program = (
-        "import resource, signal, sys, pathlib; from macrobatch.train.cache import kept\n"
+        "import resource, signal, sys, pathlib; from macrobatch.train.cache import cached\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "assert len(cached(pathlib.Path(sys.argv[1]), 'a', lambda: bytes(5000))) == 5000"
     )
@@ -643,7 +643,7 @@ def test_a_binary_file_is_not_to_be_converted(tmp_path):
     for content in (picture, picture.replace(b"\0", b"")):
         path = tmp_path / "picture.dat"
         path.write_bytes(content)
-        with pytest.raises(BatchError, match="no text, but a binary file") as raised:
+        with pytest.raises(BatchError, match="a binary file, not text") as raised:
             documents([path])
         assert "iconv" not in str(raised.value)
     path.write_bytes("für Elise\n".encode("latin1") * 20)
@@ -665,4 +665,4 @@ def test_what_an_earlier_version_kept_is_made_anew_without_a_word(tmp_path, capl
     assert not caplog.text
     (tmp_path / "thing").write_bytes(b"something else")
     assert bytes(cached(tmp_path, "thing", lambda: b"new")) == b"new"
-    assert "damaged or not ours" in caplog.text
+    assert "damaged or foreign" in caplog.text

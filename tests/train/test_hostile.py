@@ -89,8 +89,8 @@ def test_attention_of_torch_may_be_named(entry):
     ("entries", "said"),
     [
         ({"num_hidden_layers": 10**9}, "1,000,000,000 layers"),
-        ({"num_attention_heads": 0}, "cannot be made of this configuration"),
-        ({"max_position_embeddings": "many"}, "cannot be made of this configuration"),
+        ({"num_attention_heads": 0}, "cannot be made from this configuration"),
+        ({"max_position_embeddings": "many"}, "cannot be made from this configuration"),
     ],
 )
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -220,7 +220,7 @@ def test_deep_json_in_a_run(tmp_path, run, capsys):
     assert main(["report", str(copy)]) == 0
     (copy / "run.json").write_text(deep)
     assert main(["report", str(copy)]) == 0  # of what there is
-    refused(["train", "--resume", "--out", str(copy)], capsys, "does not tell the settings of a run")
+    refused(["train", "--resume", "--out", str(copy)], capsys, "has no settings of a run")
 
 
 def test_one_record_in_a_json_file(tmp_path):

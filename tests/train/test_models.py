@@ -311,7 +311,7 @@ def test_code_that_is_not_needed_is_told_once_and_not_exported(model, begins, ca
     assert main(begins(model)) == 0
     said = capsys.readouterr().err
     assert said.count("is not executed") == 1
-    assert f"{model} holds code (mine.py)" in said
+    assert f"{model} contains code (mine.py)" in said
     exported = tmp_path / "out" / "model"
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in json.loads((exported / name).read_text())

@@ -177,7 +177,9 @@ def test_memory_does_not_fall_where_a_run_was_resumed(tmp_path):
     assert json.loads(data)[-1]["lines"][0]["points"] == [[1, 500], [2, 600], [3, 600], [4, 600]]
 
 
-@pytest.mark.parametrize(("out", "said"), [("gone/x.html", "no folder"), ("", "is a folder"), ("notes.txt", "lost")])
+@pytest.mark.parametrize(
+    ("out", "said"), [("gone/x.html", "no folder"), ("", "is a folder"), ("notes.txt", "not overwritten")]
+)
 def test_where_a_report_cannot_go(tmp_path, out, said):
     folder = a_run(tmp_path / "run")
     (tmp_path / "notes.txt").write_text("mine")

@@ -312,7 +312,9 @@ def test_mlflow_without_a_database(data, tmp_path, capsys, monkeypatch):
 def test_none_at_all(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path / "run", "--track", "none", "--steps", 1)) == 0
     assert not (tmp_path / "run" / "tensorboard").exists()
-    refused(arguments(data, tmp_path / "both", "--track", "none", "wandb"), capsys, "--track none stands alone")
+    refused(
+        arguments(data, tmp_path / "both", "--track", "none", "wandb"), capsys, "--track none excludes other trackers"
+    )
 
 
 def test_a_server_of_mlflow_that_is_gone_holds_nothing_up(tmp_path, monkeypatch, caplog):

@@ -356,7 +356,7 @@ def test_the_run_stops_when_validations_get_no_better(overfitting, tmp_path, cap
 
 def test_few_samples_to_validate_on_are_told(data, tmp_path, caplog):
     assert main(arguments(data, tmp_path / "run", "--steps", 1)) == 0
-    assert "the validation has only 4 samples: its loss says little" in caplog.text
+    assert "the validation has only 4 samples: its loss is unreliable" in caplog.text
 
 
 def test_the_last_line_has_the_last_numbers(data, tmp_path, capsys):
@@ -421,7 +421,7 @@ def test_a_run_does_not_get_shorter(copy, capsys, taken):
         shutil.rmtree(copy / "checkpoints" / "step-00000006")
     for steps in (5, 3):
         said = refused(["train", "--resume", "--out", str(copy), "--steps", str(steps)], capsys, f"--steps {steps}")
-        assert "has 6 steps and cannot be made shorter" in said
+        assert "has 6 steps and cannot be shortened" in said
         assert "extended" not in said
 
 
@@ -458,7 +458,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(data, run, copy, tmp_path, c
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     foreign = shutil.copytree(other / "checkpoints" / "step-00000009", copy / "checkpoints" / "step-00000009")
     assert main(["train", "--resume", "--out", str(copy)]) == 0
-    assert f"passed over. {foreign} belongs to another run" in capsys.readouterr().err
+    assert f"skipped. {foreign} belongs to another run" in capsys.readouterr().err
     assert losses(copy) == losses(run)
 
 
@@ -503,7 +503,7 @@ def test_resuming_another_run_is_refused(copy, capsys, flags, differs):
     before = files(copy)
     assert main(["train", "--resume", "--out", str(copy), *flags]) == 2
     said = capsys.readouterr().err
-    assert f"{copy} is another run: " in said
+    assert f"{copy} was run with other settings: " in said
     assert differs in said
     assert files(copy) == before
 

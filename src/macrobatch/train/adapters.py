@@ -69,12 +69,14 @@ def check(settings: Settings, origin: Origin) -> None:
         config_in(origin.adapter, origin.label)
         named = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout")
         if given := [name for name in named if getattr(settings, name) not in (None, ())]:
-            raise UsageError(f"{flag_of(given[0])}: {origin.label} is an adapter, which has its own. Leave it out.")
+            raise UsageError(
+                f"{flag_of(given[0])}: {origin.label} is an adapter with its own configuration. Leave this flag out."
+            )
     if not settings.lora:
         return
     if not origin.has_weights:
         raise UsageError(
-            f"--lora trains adapters of existing weights, and {origin.label} makes new ones. Name a folder with "
+            f"--lora needs existing weights, and {origin.label} has none. Name a folder with "
             "weights, the folder of a run, or a model on the hub."
         )
     _peft()
@@ -150,7 +152,7 @@ def _load(model: nn.Module, folder: Path, said: str) -> None:
     if others := sorted(saved.keys() - own.keys()):
         raise UsageError(f"{said}: {others[0]} in {ADAPTER_WEIGHTS} is not in the model with this adapter.")
     if missing := sorted(own.keys() - saved.keys()):
-        raise UsageError(f"{said}: its weights lack {len(missing)} tensors, {missing[0]} for one.")
+        raise UsageError(f"{said}: its weights lack {len(missing)} tensors, for example {missing[0]}.")
     for name, parameter in own.items():
         if saved[name].shape != parameter.shape:
             raise UsageError(
@@ -210,7 +212,9 @@ def _require_untied(model: nn.Module, target: str, layer: nn.Module) -> None:
     others = [name for name, p in model.named_parameters() if p is layer.weight]
     if others and others[0].removesuffix(".weight").rpartition(".")[2] != target.rpartition(".")[2]:
         name = others[0].removesuffix(".weight").rpartition(".")[2]
-        raise UsageError(f"--lora-targets: {target!r} shares its weights with {name}: merged, both would change.")
+        raise UsageError(
+            f"--lora-targets: {target!r} shares its weights with {name}, so merging the adapter would change both."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ while training

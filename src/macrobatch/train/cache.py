@@ -70,7 +70,7 @@ def cached(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
     try:
         _write(path, content)
     except OSError as error:
-        logger.warning("%s cannot be kept, so the next run will make it again: %s", path, error.strerror or error)
+        logger.warning("%s cannot be written, so the next run computes it again: %s", path, error.strerror or error)
     return content
 
 
@@ -104,14 +104,14 @@ def cached_view(folder: Path | None, name: str, make: Callable[[Put], None]) -> 
             with replacing(path, "w+b") as file:
                 return _write_view(file, name, make)
         except OSError as error:
-            logger.warning("%s cannot be kept, so the next run will make it again: %s", path, error.strerror or error)
+            logger.warning("%s cannot be written, so the next run computes it again: %s", path, error.strerror or error)
     try:
         with tempfile.TemporaryFile(prefix="macrobatch-") as file:
             return _write_view(file, name, make)
     except OSError as error:
         raise UsageError(
-            f"there is no room for the data in {tempfile.gettempdir()}: {error.strerror or error}. Make some, or name "
-            "a folder on another disk with MACROBATCH_CACHE."
+            f"there is no space for the data in {tempfile.gettempdir()}: {error.strerror or error}. Free some, or set "
+            "MACROBATCH_CACHE to a folder on another disk."
         ) from error
 
 
@@ -143,7 +143,7 @@ def _map(path: Path) -> memoryview | None:
     except OSError:
         return None
     if not _is_of_another_version(path):
-        logger.warning("%s is damaged or not ours: it is made again.", path)
+        logger.warning("%s is damaged or foreign, so it is computed again.", path)
     return None
 
 

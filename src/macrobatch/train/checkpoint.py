@@ -130,7 +130,7 @@ class Checkpoints:
         if candidates:
             raise CheckpointError(
                 f"None of the {len(candidates)} checkpoints in {self.folder} can be used. "
-                "Bring one back from a copy, or begin another run in a new folder."
+                "Restore one from a copy, or start another run in a new folder."
             )
         return None
 
@@ -138,7 +138,7 @@ class Checkpoints:
         """Treat a checkpoint as damaged: it is not used, and not removed either. `why` goes into a warning."""
         self._damaged.add(path)
         if rank() == 0:
-            warnings.warn(f"A checkpoint is passed over. {why}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"A checkpoint is skipped. {why}", RuntimeWarning, stacklevel=3)
 
     def sweep(self) -> None:
         """Remove incomplete checkpoints of killed processes. Call it only if no other process writes to the folder."""
@@ -213,7 +213,7 @@ class Checkpoints:
     def _what_is_left(self) -> str:
         """A sentence for the message of a failed save."""
         found = self._folders()
-        return f"The last one is {found[0]}: it is as it was." if found else "There is none before it."
+        return f"The last one, {found[0]}, is unchanged." if found else "There is no earlier one."
 
     # ---------------------------------------------------------------------------------------------- verifying files
 
@@ -244,8 +244,8 @@ def _numbers(path: Path) -> tuple[int, ...]:
 
 def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
     """Why these tensors cannot be filled from that checkpoint: the first differences by name; None if they can."""
-    differences = [f"{name} is not there" for name in wanted if name not in held]
-    differences += [f"{name} is only there" for name in held if name not in wanted and not name.startswith(RANDOM)]
+    differences = [f"{name} is missing in it" for name in wanted if name not in held]
+    differences += [f"only it has {name}" for name in held if name not in wanted and not name.startswith(RANDOM)]
     for name, tensor in wanted.items():
         here = [DTYPES[tensor.dtype], list(tensor.shape)]
         there = [held[name]["dtype"], held[name]["shape"]] if name in held else here
@@ -351,7 +351,9 @@ def _optimized_parameters(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in names:
-                    raise UsageError("The optimizer holds a parameter that the model has not: make it after wrapping.")
+                    raise UsageError(
+                        "The optimizer has a parameter that the model does not have: create it after wrapping."
+                    )
                 yield names[parameter], optimizer, group, parameter
         if others := [key for key in optimizer.state if key not in names]:
             raise BackendError(

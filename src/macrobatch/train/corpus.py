@@ -274,8 +274,8 @@ def _encode(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Docu
             is_chat = document.messages is not None and vocabulary.chat is not None
             if document.messages is not None and not is_chat and document.completion is None:
                 raise BatchError(
-                    f"{document.where}: a conversation, and the tokenizer has no chat template that says how to write "
-                    "it. Name one: --chat-template FILE, or --chat-template chatml."
+                    f"{document.where}: a conversation needs a chat template, and the tokenizer has none. Name "
+                    "one: --chat-template FILE, or --chat-template chatml."
                 )
             waiting.append((document, document.completion is not None and not is_chat))
             if is_chat:

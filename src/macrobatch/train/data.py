@@ -110,7 +110,7 @@ class Data:
         """Warn if the validation has so few samples that its loss is unreliable."""
         if 0 < len(self.validation) < FEW:
             logger.warning(
-                "the validation has only %s: its loss says little. Name more with --validation-data, or a larger "
+                "the validation has only %s: its loss is unreliable. Name more with --validation-data, or a larger "
                 "--validation.", counted(len(self.validation), "sample"),
             )  # fmt: skip
 
@@ -120,7 +120,7 @@ class Data:
         if largest >= vocabulary_size:
             raise BatchError(
                 f"the data has the token {largest}, and the model's vocabulary ends at "
-                f"{vocabulary_size - 1}: model and tokenizer do not belong together. Say which --tokenizer does."
+                f"{vocabulary_size - 1}: the tokenizer is not that of the model. Name the right --tokenizer."
             )
         longest = self.seq_len if packs else max([*self.train.lengths, *self.validation.lengths])
         if positions is not None and longest > positions:
@@ -169,7 +169,7 @@ def _mixture(train: Corpus, texts: Documents, names: Sequence[str]) -> Mixture:
     sources = torch.bucketize(train.parents, torch.tensor(texts.ends), right=True)
     members = [(sources == number).nonzero().flatten().tolist() for number in range(len(texts.ends))]
     if empty := [name for name, samples in zip(names, members, strict=True) if not samples]:
-        raise BatchError(f"--data {empty[0]}: no sample of it is left to train on, so it cannot have a share.")
+        raise BatchError(f"--data {empty[0]}: it has no sample to train on, so it cannot have a weight.")
     return Mixture(members, texts.weights)
 
 

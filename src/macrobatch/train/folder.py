@@ -54,9 +54,9 @@ def require_unused(folder: Path) -> None:
     if folder.is_file():
         raise UsageError(f"--out {folder} is a file. It must be a folder, or a name that is free.")
     if _is_run(folder):
-        raise UsageError(f"{folder} holds another run. Add --resume to go on with it, or choose another --out.")
+        raise UsageError(f"{folder} holds another run. Add --resume to continue that run, or choose another --out.")
     if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir() if path.name != PARTIAL)):
-        raise UsageError(f"{folder} is no run folder, and not empty: it holds {found[0]}. Choose another --out.")
+        raise UsageError(f"{folder} is not a run folder, and not empty: it contains {found[0]}. Choose another --out.")
 
 
 def _is_run(folder: Path) -> bool:
@@ -78,7 +78,7 @@ def create_run_folder(settings: Settings) -> Path:
             except FileExistsError:
                 number += 1
     except OSError as error:
-        raise UsageError(f"the run folder cannot be made: {error}.") from None
+        raise UsageError(f"the run folder cannot be created: {error}.") from None
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 def _busy_error(folder: Path) -> UsageError:
     pid = _holder(folder)
     return UsageError(
-        f"a run is going on in {folder}{f' (process {pid})' if pid else ''}. Wait for it, end it"
+        f"another process trains in {folder}{f' (process {pid})' if pid else ''}. Wait for it, end it"
         f"{f' (kill {pid})' if pid else ''}, or choose another --out."
     )
 
@@ -225,7 +225,9 @@ class Past:
             differing.remove("data")  # the seed selects the documents for validation, so it explains the difference
         if others := [name for name in differing if name != "steps"]:
             told = "; ".join(said for name in others for said in _differences(name, saved.get(name), here[name]))
-            raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
+            raise UsageError(
+                f"{folder} was run with other settings: {told}. Resume it with these, or choose another --out."
+            )
         earlier = content.get("earlier") or ()
         return cls(
             folder=folder,
@@ -238,14 +240,14 @@ class Past:
         """Refuse a run whose checkpoints are gone, and one that cannot be extended."""
         if not taken and self.is_saved:
             raise UsageError(
-                f"{self.folder} has had checkpoints, and its folder of them holds none. Is a volume not mounted? "
-                "Bring them back, or begin another run in a new folder."
+                f"{self.folder} has lost its checkpoints. Is a volume not mounted? Restore them, or start "
+                "another run in a new folder."
             )
         if steps < self.steps:
             raise UsageError(
-                f"--steps {steps}: {self.folder} has {counted(self.steps, 'step')} and cannot be made shorter, as its "
-                "learning rate follows them. Resume it without --steps and --epochs; Ctrl-C ends it sooner, with a "
-                "checkpoint and a model."
+                f"--steps {steps}: {self.folder} has {counted(self.steps, 'step')} and cannot be shortened, because "
+                "its learning rate depends on them. Resume it without --steps and --epochs; Ctrl-C ends it sooner, "
+                "with a checkpoint and a model."
             )
         if steps != self.steps and taken != self.steps:
             raise UsageError(

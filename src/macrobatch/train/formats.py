@@ -167,7 +167,7 @@ class _Record:
             raise BatchError(f"{self.where}: the conversation has no message. Remove it.")
         system = self.optional("system")
         if system and messages[0]["role"] in ("system", "developer"):
-            raise BatchError(f"{self.where}: the record has a field for the system's message, and such a message too.")
+            raise BatchError(f"{self.where}: the record has a system message twice: as a field, and in its messages.")
         if system:
             messages = [{"role": "system", "content": system}, *messages]
         has_tools = self.value("tools") not in (None, "", [])

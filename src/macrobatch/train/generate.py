@@ -52,7 +52,7 @@ def conversation(
     model, vocabulary = _load(run)
     if vocabulary.chat is None:
         raise UsageError(
-            f"{run}: --chat needs a chat template, and its tokenizer has none. Leave --chat out, or train the model on "
+            f"{run}: --chat needs a chat template, and the tokenizer has none. Leave out --chat, or train the model on "
             "conversations with --chat-template."
         )
     longest = models.longest_of(model.config)
@@ -76,7 +76,7 @@ def conversation(
 def _load(run: Path) -> tuple[nn.Module, Vocabulary]:
     origin = in_folder(run)
     if not origin.has_weights:
-        raise UsageError(f"{run} holds the configuration of a model, and no weights.")
+        raise UsageError(f"{run} has a configuration, but no weights.")
     model, vocabulary = models.load_merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
     suitable.require_causal(model, origin)
     return model, vocabulary

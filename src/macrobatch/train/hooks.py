@@ -64,7 +64,7 @@ class Hooks:
         self, settings: Settings, world: World, callbacks: Sequence[Callback] = (), evaluate: Evaluate | None = None
     ) -> None:
         if evaluate is not None and settings.evaluate is not None:
-            raise UsageError(f"evaluate= and evaluate={settings.evaluate!r} in the settings: give one of them.")
+            raise UsageError(f"pass evaluate= or Settings(evaluate={settings.evaluate!r}), not both.")
         for hook in (*callbacks, evaluate):
             if hook is not None and not callable(hook):
                 raise UsageError(f"a callback and evaluate must be functions: got {hook!r}.")

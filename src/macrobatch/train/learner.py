@@ -229,7 +229,7 @@ class Learner:
         except FitError as error:
             if self._recomputes or self.settings.checkpoint_activations != "auto":
                 raise
-            logger.warning("from now on each layer is computed again in the backward, for otherwise %s", error)
+            logger.warning("activations are recomputed in the backward from now on, because otherwise %s", error)
         self._recomputes = True
         models.checkpoint_activations(self.model)
         self._train.forget_sizes()
@@ -328,7 +328,7 @@ class Learner:
                 self.best.load_state_dict(facts["best"])
             return self.taken
         except (UsageError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise CheckpointError(f"{path} does not say where the run was: {error}") from error
+            raise CheckpointError(f"{path} has no valid position of the run: {error}") from error
 
     def load_best(self, checkpoints: Checkpoints) -> bool:
         """Load the weights of the best validation, and return whether they differ from the last ones."""
@@ -345,6 +345,6 @@ class Learner:
 
 def _divergence_error(step: int) -> NonFiniteError:
     return NonFiniteError(
-        f"the loss or its gradient is infinite or NaN after {step} steps, and the run has ended. Its last checkpoint, "
-        "if it has one, is as it was. Look at the data, or begin again with a lower --lr or a longer --warmup."
+        f"the loss or its gradient is infinite or NaN after {step} steps, so the run has stopped. Its last checkpoint, "
+        "if there is one, is unchanged. Look at the data, or start again with a lower --lr or a longer --warmup."
     )

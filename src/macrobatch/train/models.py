@@ -72,15 +72,15 @@ def check(settings: Settings, world: World) -> None:
     adapters.check(settings, origin)
     if origin.kind == "weights" and settings.tokenizer is None and origin.tokenizer is None:
         raise UsageError(
-            f"--model {settings.model} has weights and no tokenizer: without the one that they were trained with, they "
-            "mean nothing. Say where it is: --tokenizer FOLDER."
+            f"--model {settings.model} has no tokenizer. Name the one that its weights were trained with: "
+            "--tokenizer FOLDER."
         )
     if settings.parallel == "ddp":
         return
     if world.size == 1:
         raise UsageError(
-            f"--parallel {settings.parallel} spreads the model over ranks, and there is one: start it with "
-            "torchrun --nproc-per-node, or say --parallel ddp."
+            f"--parallel {settings.parallel} needs several ranks, and there is only one. Start it with "
+            "torchrun --nproc-per-node, or pass --parallel ddp."
         )
     if settings.parallel == "hsdp" and world.size % (settings.shard_ranks or world.local_size):
         raise UsageError(
@@ -93,8 +93,8 @@ def _warn_of_code(origin: Origin, tokenizer: str | None) -> None:
     for folder in dict.fromkeys(folder for folder in folders if folder is not None and folder.is_dir()):
         if code := code_in(folder):
             warnings.warn(
-                f"{folder} holds code ({code}), which is not executed: what transformers and tokenizers have of their "
-                "own is used instead. An export does not name it.",
+                f"{folder} contains code ({code}), which is not executed. The classes of transformers and tokenizers "
+                "are used instead, and an export does not refer to the code.",
                 stacklevel=2,
             )
 
@@ -249,7 +249,7 @@ def _checked_config(config: Config) -> Any:
 
 def _config_error(config: Config, error: Exception) -> UsageError:
     return UsageError(
-        f"a model of the type {config['model_type']!r} cannot be made of this configuration: {reason(error)}"
+        f"a model of the type {config['model_type']!r} cannot be made from this configuration: {reason(error)}"
     )
 
 
@@ -301,7 +301,7 @@ def load_model(origin: Origin) -> nn.Module:
     if missing := sorted(info["missing_keys"]):
         raise UsageError(
             f"{origin.label}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
-            f"{missing[0]} for one, which would be random. Choose a complete causal language model."
+            f"{missing[0]} for example, which would be random. Choose a complete causal language model."
         )
     found: nn.Module = model
     return found
@@ -368,7 +368,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     largest = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
     if largest is None:
         raise BackendError(
-            f"{type(model).__name__} is no stack of layers: leave out --compile, --parallel and the like."
+            f"{type(model).__name__} has no list of layers: leave out --compile, --parallel and the like."
         )
     return list(largest)
 

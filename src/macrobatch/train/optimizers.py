@@ -45,8 +45,8 @@ def check(settings: Settings) -> None:
         raise UsageError(f"--optimizer {name}: {hint}There are {', '.join(NAMES)}, and MODULE:CLASS for one of yours.")
     if name in UNSHARDED and settings.parallel != "ddp":
         raise UsageError(
-            f"--optimizer {name} cannot step a model in shards (--parallel {settings.parallel}). Choose adamw, muon or "
-            "sgd, or --parallel ddp."
+            f"--optimizer {name} does not support sharded models (--parallel {settings.parallel}). Choose adamw, muon "
+            "or sgd, or --parallel ddp."
         )
     kind = class_of(name)
     for setting in ADAMW if ":" in name or name in ("adafactor", "sgd") else ():
@@ -57,9 +57,7 @@ def check(settings: Settings) -> None:
     own = {"lr", "weight_decay", *(("betas", "eps") if name.startswith("adamw") else ())}
     for option, value in options_of(settings).items():
         if option in own:
-            raise UsageError(
-                f"--optimizer-options {option}: this is a setting of its own; see macrobatch train --help."
-            )
+            raise UsageError(f"--optimizer-options {option}: it has its own flag; see macrobatch train --help.")
         if name == "muon" and option == "adamw_lr":
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise UsageError(f"--optimizer-options adamw_lr must be a number, at least 0: got {value!r}.")

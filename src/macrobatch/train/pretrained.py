@@ -172,20 +172,20 @@ def _with_base(adapter: Origin) -> Origin:
     base = Path(name).expanduser()
     if not base.is_dir():
         raise UsageError(
-            f"{said} is an adapter, and its base {name} is no folder here. Write where it is as "
-            f"base_model_name_or_path into {folder / ADAPTER}."
+            f"{said} is an adapter, and its base model {name} was not found. Set base_model_name_or_path in "
+            f"{folder / ADAPTER} to the folder of the base model."
         )
     if (base / ADAPTER).exists():
         raise UsageError(f"{said}: its base {name} is an adapter itself. Merge that into its model first.")
     if not (folder / ADAPTER_WEIGHTS).exists() and (others := sorted(folder.glob("adapter_model*"))):
         raise UsageError(
-            f"{said}: its weights are in {others[0].name}, which is not read here: only {ADAPTER_WEIGHTS} is, as it "
-            "holds no code. Where you trust the file, load it with peft and write it with save_pretrained."
+            f"{said}: its weights are in {others[0].name}, which is not read here: only {ADAPTER_WEIGHTS} is, because "
+            "it holds no code. If you trust the file, load it with peft and write it with save_pretrained."
         )
     _plain_file(folder / ADAPTER_WEIGHTS)
     found = in_folder(base)
     if not found.has_weights:
-        raise UsageError(f"{said}: its base {name} holds the configuration of a model, and no weights.")
+        raise UsageError(f"{said}: its base {name} has a configuration, but no weights.")
     return replace(adapter, path=found.path, adapter=folder)
 
 
@@ -199,7 +199,7 @@ def model_folder(folder: Path) -> Path:
         return folder / "model"
     if (folder / "run.json").is_file():
         raise UsageError(
-            f"{folder} holds no model yet. A run writes its folder 'model' when it ends: go on with it, "
+            f"{folder} holds no model yet. A run writes its model when it ends. Resume it: "
             f"macrobatch train --resume --out {folder}."
         )
     raise UsageError(f"{folder} holds no model: there is no {CONFIG} in it. Name the folder of a model, or of a run.")
@@ -303,8 +303,8 @@ def check_type(config: Any, said: str, folder: Path) -> None:
         code = code_in(folder)
         own = f" It comes with code for it ({code}). {UNEXECUTED}" if code else ""
         raise UsageError(
-            f"{said}: transformers {version('transformers')} has no model of its type {kind!r}.{own} Take a newer "
-            "transformers that has it, or a model of a type that it has."
+            f"{said}: transformers {version('transformers')} does not have the model type {kind!r}.{own} Install a "
+            "newer transformers, or choose another model."
         )
 
 

@@ -59,7 +59,8 @@ class Signals:
             end_at_once(number)
         elif not self._received:
             self.receive(number)
-            self._tell(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once again: at once.")
+            name = signal.Signals(number).name
+            self._tell(f"{name}: stopping after this step, with a checkpoint. A second signal stops at once.")
 
     def _tell(self, text: str) -> None:
         if self._say is None:

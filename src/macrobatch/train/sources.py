@@ -42,7 +42,7 @@ def read(source: Path, columns: Columns, *, warn: bool = True) -> Iterator[Docum
     if not source.is_file():
         raise UsageError(f"{str(source)!r} is neither a file nor a folder.")
     if not _is_readable(source):
-        raise UsageError(f"{source} is of a kind that is not read here. {_INSTEAD}")
+        raise UsageError(f"{source} has a format that is not supported. {_INSTEAD}")
     yield from _file(source, columns)
 
 
@@ -161,7 +161,7 @@ def _decode(content: bytes, where: str, position: int = 0) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         if _is_binary(content):
-            raise BatchError(f"{where}: this is no text, but a binary file. Name files of text, or JSONL.") from None
+            raise BatchError(f"{where}: this is a binary file, not text.") from None
         raise BatchError(
             f"{where}: not UTF-8; found the byte 0x{content[error.start]:02x} at position {position + error.start}. "
             "Convert it, for instance with iconv -f latin1 -t utf-8."

@@ -157,9 +157,13 @@ class Stream:
             raise UsageError(f"this is not what a stream's state_dict returned: {dict(state)!r}.")
         for name in ("seed", "num_samples"):
             if state[name] != own[name]:
-                raise UsageError(f"the saved stream has {name} {state[name]}, this one {own[name]}: it cannot go on.")
+                raise UsageError(
+                    f"the checkpoint has {name} {state[name]}, this run {own[name]}: it cannot be resumed."
+                )
         if not (state["epoch"] >= 0 and 0 <= state["position"] <= len(self._lengths)):
-            raise UsageError(f"the saved stream stands outside of its {len(self._lengths)} samples: {dict(state)!r}.")
+            raise UsageError(
+                f"the checkpoint's position is past the end of the {len(self._lengths)} samples: {dict(state)!r}."
+            )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
 

@@ -179,14 +179,14 @@ def _validate(learner: Learner, data: Data, hooks: Hooks) -> Mapping[str, float]
 
 def _resume_hint(step: int, run: Path) -> str:
     again = f"macrobatch train --resume --out {shlex.quote(str(run))}"
-    return f"ended after step {step}, with a checkpoint. To go on from there: {again}"
+    return f"ended after step {step}, with a checkpoint. To resume: {again}"
 
 
 def _say_ended(recorder: Silent, received: int, step: int, run: Path) -> None:
     """Print why the run ended, and how to resume it; on stderr if the output is closed."""
     text = _resume_hint(step, run)
     if received == signal.SIGPIPE:
-        recorder.warn(f"nobody reads the output any more, as a pipe or terminal was closed: {text}")
+        recorder.warn(f"the output was closed: {text}")
     else:
         recorder.say(f"{signal.Signals(received).name}: {text}")
 

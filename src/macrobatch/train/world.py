@@ -77,7 +77,7 @@ class World:
             if failure is not None and failed[0] == self.rank:
                 raise failure
             if failed:
-                raise OtherRankError(f"rank {failed[0]} could not go on.")
+                raise OtherRankError(f"rank {failed[0]} failed.")
         return result[0]
 
 
@@ -111,11 +111,11 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return HOST
     if not torch.cuda.is_available():
-        raise BackendError("--device cuda: torch finds no GPU here. Say --device cpu, or leave it out.")
+        raise BackendError("--device cuda: torch finds no GPU. Pass --device cpu, or leave the flag out.")
     if local_rank >= torch.cuda.device_count():
         raise BackendError(
-            f"this host has {torch.cuda.device_count()} GPUs, and more ranks than that: lower --nproc-per-node, or say "
-            "--device cpu."
+            f"this host has {torch.cuda.device_count()} GPUs, but more ranks. Lower --nproc-per-node, or pass --device "
+            "cpu."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
