@@ -509,7 +509,7 @@ def test_a_damaged_file_is_made_again(tmp_path, damage, caplog):
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "a").write_bytes(damage(whole))
     assert cached(tmp_path, "a", lambda: b"content") == b"content"
-    assert "made again" in caplog.text
+    assert "computed again" in caplog.text
     assert (tmp_path / "a").read_bytes() == whole
 
 

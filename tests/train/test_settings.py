@@ -170,10 +170,10 @@ def test_large_numbers_are_told_with_their_digits():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"validation": 0.1, "validation_data": ("a",)}, "--validation and --validation-data"),
+        ({"validation": 0.1, "validation_data": ("a",)}, "pass --validation or --validation-data"),
         ({"validation": 0, "early_stop": 1}, "--early-stop needs"),
-        ({"batch_size": 8, "batch_tokens": 80}, "--batch-size and --batch-tokens"),
-        ({"steps": 1, "epochs": 1}, "--steps and --epochs"),
+        ({"batch_size": 8, "batch_tokens": 80}, "pass --batch-size or --batch-tokens"),
+        ({"steps": 1, "epochs": 1}, "pass --steps or --epochs"),
         ({"lr_scale": "sqrt"}, "and --reference-batch, or neither"),
         ({"reference_batch": 8}, "and --reference-batch, or neither"),
         ({"shard_ranks": 2}, "--shard-ranks needs --parallel hsdp"),
@@ -199,7 +199,7 @@ def test_large_numbers_are_told_with_their_digits():
         ({"best": ":max"}, "--best must name a number"),
         ({"early_stop": 2, "validate_every": 0}, "--early-stop compares several validations"),
         ({"batch_ramp_start": 0.5}, "--batch-ramp-start needs --batch-ramp"),
-        ({"prompt": "a", "sample_tokens": 0}, "--prompt begins the text"),
+        ({"prompt": "a", "sample_tokens": 0}, "--prompt has no effect"),
     ],
 )
 def test_refused(values, said):
@@ -307,7 +307,7 @@ def test_an_empty_yaml_is_the_default(tmp_path):
         ("lr: [", "is not YAML"),
         ("lr: 1\nsteps: 3\nlr: 2", "'lr' is given twice"),
         ("a: &a [x, x]\ndata: *a", "aliases such as *a are not supported"),
-        ("- lr", "must hold one setting a line"),
+        ("- lr", "must have one setting per line"),
         ("lr: fast", "--lr must be a number: got 'fast'"),
         ("out: 2026-01-01", "--out must be a text"),
         ("data: {a: 1}", "--data must be a list of texts"),
@@ -341,7 +341,7 @@ def test_resuming_begins_with_the_settings_of_the_run(tmp_path):
 
 def test_resuming_nothing():
     for flags, said in ((["--resume"], "--resume needs"), (["--resume", "auto"], "--resume auto needs")):
-        with pytest.raises(UsageError, match=f"{said} the folder of the run: add --out RUN"):
+        with pytest.raises(UsageError, match=f"{said} --out RUN"):
             parse_flags(flags)
 
 

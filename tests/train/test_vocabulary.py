@@ -149,7 +149,7 @@ def test_a_kept_vocabulary_that_was_damaged_is_trained_again(vocabulary, tmp_pat
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes().replace(b'"rose"', b'"nose"').replace(b"the", b"teh"))
     assert Vocabulary.train(TEXTS, 300, tmp_path).fingerprint == vocabulary.fingerprint
-    assert "made again" in caplog.text
+    assert "computed again" in caplog.text
 
 
 @pytest.mark.parametrize("size", [256, 0, -1, True, 300.0])

@@ -31,34 +31,16 @@ NAME = "default"  # the name that peft gives to the only adapter
 PREFIX = "base_model.model."  # prefix of the names in files that peft reads
 OWN = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of the adapter's tensors in the model
 
-# The entries of an adapter's configuration that have an effect here. An entry in neither this tuple nor WITHOUT_EFFECT
+# The entries of an adapter's configuration that have an effect here. An entry in neither this list nor WITHOUT_EFFECT
 # must be empty, or have its value in PLAIN.
-USED = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "fan_in_fan_out",
-)
+USED = [
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out",
+]  # fmt: skip
 WITHOUT_EFFECT = {
-    "peft_type",
-    "task_type",
-    "base_model_name_or_path",
-    "inference_mode",
-    "revision",
-    "auto_mapping",
-    "peft_version",
-    "init_lora_weights",  # only for new adapters
-    "megatron_core",  # only used with megatron_config
-    "qalora_group_size",  # only used with use_qalora
-    "runtime_config",
-}
+    "peft_type", "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version",
+    "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config",
+}  # for new adapters only, or with other entries that are refused  # fmt: skip
 PLAIN: dict[str, Any] = {"bias": "none"}
 KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # initializations that do not change the frozen weights
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from macrobatch._io.files import replacing
 from macrobatch.errors import UsageError
@@ -31,16 +31,6 @@ _BLOCK = 1 << 20  # bytes per read
 _ABANDONED = 3600.0  # seconds after which a temporary file is no longer being written
 
 Put = Callable[[bytes], None]
-
-
-class Checksum(Protocol):
-    """A hash object of hashlib."""
-
-    def update(self, data: bytes, /) -> None:
-        """Add bytes."""
-
-    def hexdigest(self) -> str:
-        """The checksum of all bytes so far."""
 
 
 def cache_folder() -> Path | None:
@@ -63,14 +53,11 @@ def cached(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
     if folder is None:
         return make()
     path = folder / name
-    found = _read(path)
-    if found is not None:
-        return found
+    if (found := _map(path)) is not None:
+        return bytes(found)
     content = make()
-    try:
-        _write(path, content)
-    except OSError as error:
-        logger.warning("%s cannot be written, so the next run computes it again: %s", path, error.strerror or error)
+    with contextlib.suppress(OSError), _new_file(path) as file:
+        _write_view(file, name, lambda put: put(content))
     return content
 
 
@@ -96,15 +83,10 @@ def cached_view(folder: Path | None, name: str, make: Callable[[Put], None]) -> 
     """
     if folder is not None:
         path = folder / name
-        found = _map(path)
-        if found is not None:
+        if (found := _map(path)) is not None:
             return found
-        try:
-            _sweep(folder)
-            with replacing(path, "w+b") as file:
-                return _write_view(file, name, make)
-        except OSError as error:
-            logger.warning("%s cannot be written, so the next run computes it again: %s", path, error.strerror or error)
+        with contextlib.suppress(OSError), _new_file(path) as file:
+            return _write_view(file, name, make)
     try:
         with tempfile.TemporaryFile(prefix="macrobatch-") as file:
             return _write_view(file, name, make)
@@ -136,58 +118,33 @@ def _view(file: IO[bytes]) -> memoryview:
 
 def _map(path: Path) -> memoryview | None:
     """A view of a file, if it exists and is complete."""
-    try:
-        with path.open("rb") as file:
-            if _is_whole(file, path.name):
-                return _view(file)
-    except OSError:
-        return None
-    if not _is_of_another_version(path):
-        logger.warning("%s is damaged or foreign, so it is computed again.", path)
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        head, total = file.read(_HEAD), _new_checksum(path.name)
+        while block := file.read(_BLOCK):
+            total.update(block)
+        if head == _MAGIC + total.hexdigest().encode("ascii"):
+            return _view(file)
+        kind = head[: len(_MAGIC)].strip()
+        if kind == _MAGIC.strip() or not kind.startswith(_MAGIC.strip()[:-1]):  # not of another version
+            logger.warning("%s is damaged or foreign, so it is computed again.", path)
     return None
 
 
-def _is_of_another_version(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        first = file.readline(len(_MAGIC)).strip()
-        return first != _MAGIC.strip() and first.startswith(_MAGIC.strip()[:-1])
-    return False
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write. If it cannot be written, warn. Removes temporary files of processes that were killed."""
+    try:
+        for aside in path.parent.glob("*.partial"):
+            with contextlib.suppress(OSError):
+                if time.time() - aside.stat().st_mtime > _ABANDONED:
+                    aside.unlink()
+        with replacing(path, "w+b") as file:
+            yield file
+    except OSError as error:
+        logger.warning("%s cannot be written, so the next run computes it again: %s", path, error.strerror or error)
+        raise
 
 
-def _is_whole(file: IO[bytes], name: str) -> bool:
-    head, total = file.read(_HEAD), _new_checksum(name)
-    for block in _blocks(file):
-        total.update(block)
-    return head == _MAGIC + total.hexdigest().encode("ascii")
-
-
-def _new_checksum(name: str) -> Checksum:
+def _new_checksum(name: str) -> hashlib._Hash:
     """A checksum that includes the file's name, so that a file that was copied to another name is not used."""
     return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while block := file.read(_BLOCK):
-        yield block
-
-
-def _read(path: Path) -> bytes | None:
-    found = _map(path)
-    return None if found is None else bytes(found)
-
-
-def _write(path: Path, content: bytes) -> None:
-    _sweep(path.parent)
-    total = _new_checksum(path.name)
-    total.update(content)
-    with replacing(path, "wb") as file:
-        file.write(_MAGIC + total.hexdigest().encode("ascii"))
-        file.write(content)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove temporary files of processes that were killed while writing."""
-    for aside in folder.glob("*.partial"):
-        with contextlib.suppress(OSError):
-            if time.time() - aside.stat().st_mtime > _ABANDONED:
-                aside.unlink()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import sources as files
-from macrobatch.train.cache import Checksum, cached, digest
+from macrobatch.train.cache import cached, digest
 from macrobatch.train.formats import TEXT, Columns, Document
 
 __all__ = ["Document", "Documents", "documents"]
@@ -101,7 +101,7 @@ class Documents:
             yield document
 
 
-def _add(total: Checksum, document: Document) -> None:
+def _add(total: hashlib._Hash, document: Document) -> None:
     for part in document.identity:
         content = part.encode("utf-8", "surrogatepass")
         total.update(b"%d:" % len(content))

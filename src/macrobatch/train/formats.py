@@ -16,22 +16,16 @@ Message = Mapping[str, Any]
 
 # The roles of chat templates, by their names in data sets.
 ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": ASSISTANT,
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "model": ASSISTANT,
-    "bot": ASSISTANT,
-    "function_call": ASSISTANT,
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "ipython": "ipython",
+    name: role
+    for role, names in {
+        "system": "system",
+        "developer": "developer",
+        "user": "user human prompter",
+        ASSISTANT: "assistant gpt chatgpt model bot function_call",
+        "tool": "tool function function_response observation",
+        "ipython": "ipython",
+    }.items()
+    for name in names.split()
 }
 _ALPACA = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "

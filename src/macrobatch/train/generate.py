@@ -19,19 +19,9 @@ from macrobatch.train.vocabulary import Vocabulary
 
 
 def text_from(
-    run: Path,
-    prompt: str,
-    *,
-    chat: bool = False,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
+    run: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
-    """Generate text with the model of a run, or of any folder with weights and a tokenizer."""
-    if chat:
-        answers = conversation(run, [prompt], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-        return "".join(answers)
+    """Continue a prompt with the model of a run, or of any folder with weights and a tokenizer."""
     model, vocabulary = _load(run)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,6 @@ class Plan:
     """The plan of a run, from settings and data: number of steps, batches, how they are cut, learning rate."""
 
     lengths: list[int]
-    seed: int
     batch_size: int | None
     batch_tokens: int | None
     ramp: Ramp | None
@@ -63,7 +62,8 @@ class Plan:
     last: int | None  # samples in the last batch of the epochs
     rate: Rate
     micro: Micro
-    mixture: Mixture | None = None
+    mixture: Mixture | None
+    stream: Callable[[], Stream]  # makes the batches of the run, from the first one on
 
     @classmethod
     def make(cls, settings: Settings, data: Data, world: World) -> Plan:
@@ -77,15 +77,14 @@ class Plan:
                 f"--batch-size{' or --batch-ramp-start' if ramp else ''}, or start fewer ranks."
             )
         lengths, steps, last = data.train.lengths, settings.steps or DEFAULT_STEPS, None
+        stream = partial(
+            Stream, lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp,
+            mixture=data.mixture,
+        )  # fmt: skip
         if settings.epochs is not None:
-            batches = Stream(
-                lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp,
-                mixture=data.mixture,
-            )  # fmt: skip
-            steps, last = batches.extent(settings.epochs)
+            steps, last = stream().extent(settings.epochs)
         return cls(
             lengths=lengths,
-            seed=settings.seed,
             batch_size=batch_size,
             batch_tokens=settings.batch_tokens,
             ramp=ramp,
@@ -95,6 +94,7 @@ class Plan:
             rate=rate_of(settings, steps, models.learning_rate(settings)),
             micro=cutting.micro_of(settings, max(lengths), world.device),
             mixture=data.mixture,
+            stream=partial(stream, epochs=settings.epochs),
         )
 
     @property
@@ -108,18 +108,6 @@ class Plan:
         share = self.batch_size / len(self.lengths) if self.batch_size else (self.batch_tokens or 0) / sum(self.lengths)
         about = "about " if self.ramp or self.batch_tokens else ""
         return f"{self.steps:,}, {about}{batches * share:.2f} epochs"
-
-    def stream(self) -> Stream:
-        """The batches of the run, from the first one on."""
-        return Stream(
-            self.lengths,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            batch_tokens=self.batch_tokens,
-            ramp=self.ramp,
-            epochs=self.epochs,
-            mixture=self.mixture,
-        )
 
 
 class Learner:

@@ -44,36 +44,13 @@ RECENT = 50  # steps from which the remaining time is estimated
 class Silent:
     """A recorder that records nothing, for all ranks except the first one."""
 
-    def show_derived(self, facts: Mapping[str, str]) -> None:
-        """Print what was derived from the settings, before the run begins."""
-
-    def say(self, text: str) -> None:
-        """Print a line, without disturbing the progress bar."""
-
-    def warn(self, text: str) -> None:
-        """Print a line on stderr, which somebody may read even if nobody reads stdout."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Record an optimizer step: a dict with step, loss, and the numbers that `Learner.step` measures."""
-
-    def validation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record a validation after `step` steps: loss, perplexity, and the numbers of the user's own function."""
-
-    def finish(self, lines: Sequence[str], state: State = "finished") -> None:
-        """Print these lines and the last numbers, at the regular end or the interruption of a run."""
-
-    def flush(self) -> None:
-        """Flush all lines to the disk. Call it before a checkpoint is written, because resuming needs them."""
-
-    def close(self, state: State | None = None) -> None:
-        """Close the files at the end of the run. `state` None: the state that `finish` got."""
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        failed: State = "failed" if kind is not None and issubclass(kind, Exception) else "interrupted"
-        self.close(None if kind is None else failed)
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 class Screen(Console):
@@ -84,7 +61,7 @@ class Screen(Console):
         raise
 
 
-class Recorder(Silent):
+class Recorder:
     """Records a run in its folder, and shows its progress.
 
     >>> import tempfile
@@ -122,26 +99,38 @@ class Recorder(Silent):
         self._last_validation = ""
         self._row: Mapping[str, Any] = {}  # the row of the last step
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        failed: State = "failed" if kind is not None and issubclass(kind, Exception) else "interrupted"
+        self.close(None if kind is None else failed)
+
     def show_derived(self, facts: Mapping[str, str]) -> None:
+        """Print what was derived from the settings, before the run begins."""
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             table.add_row(f"[bold]{escape(name)}[/bold]", escape(printable(str(value))))
         self._print(table)
 
     def say(self, text: str) -> None:
+        """Print a line, without disturbing the progress bar."""
         self._print(printable(text), markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
+        """Print a line on stderr, which somebody may read even if nobody reads stdout."""
         with contextlib.suppress(OSError):
             print(f"macrobatch: {printable(text)}", file=sys.stderr, flush=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
+        """Record an optimizer step: a dict with step, loss, and the numbers that `Learner.step` measures."""
         self._metrics.append(row)
         step = int(row["step"])
         self._tracker.add(step, dict(numbers_in(row)))
         self._show(step, row)
 
     def validation(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Record a validation: loss, perplexity, and the numbers of the user's own function."""
         self._validation.append({"step": step, **numbers})
         self._tracker.add(step, dict(numbers_in(numbers, "validation/")))
         if "loss" in numbers:
@@ -152,6 +141,7 @@ class Recorder(Silent):
         self.say(f"step {step}  {'  '.join(said)}")
 
     def finish(self, lines: Sequence[str], state: State = "finished") -> None:
+        """Print these lines and the last numbers, at the regular end or the interruption of a run."""
         self._state = state
         self._stop_bar()
         for line in lines:
@@ -160,10 +150,12 @@ class Recorder(Silent):
             self.say(self._line())
 
     def flush(self) -> None:
+        """Flush all lines to the disk. Call it before a checkpoint is written, because resuming needs them."""
         self._metrics.sync()
         self._validation.sync()
 
     def close(self, state: State | None = None) -> None:
+        """Close the files at the end of the run. `state` None: the state that `finish` got."""
         if self._bar is not None:
             self._stop_bar()
             self.say(self._line())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -80,10 +81,7 @@ class Stream:
         mixture: Mixture | None = None,
     ) -> None:
         if (batch_size is None) == (batch_tokens is None):
-            raise UsageError(
-                f"a batch has so many samples or so many tokens: got batch_size={batch_size!r} and "
-                f"batch_tokens={batch_tokens!r}. Give one of them."
-            )
+            raise UsageError(f"pass batch_size or batch_tokens, not both: got {batch_size!r} and {batch_tokens!r}.")
         for name, value in {"batch_size": batch_size, "batch_tokens": batch_tokens, "epochs": epochs}.items():
             if value is not None and not _is_count(value):
                 raise UsageError(f"{name} must be a whole number, 1 or more: got {value!r}.")
@@ -125,15 +123,8 @@ class Stream:
         if self._batch_size is not None and self._ramp is None:
             whole, rest = divmod(epochs * len(self._lengths), self._batch_size)
             return (whole + 1, rest) if rest else (whole, self._batch_size)
-        again = Stream(
-            self._lengths,
-            seed=self._seed,
-            batch_size=self._batch_size,
-            batch_tokens=self._batch_tokens,
-            ramp=self._ramp,
-            epochs=epochs,
-            mixture=self._mixture,
-        )
+        again = copy.copy(self)
+        again._epochs, again._epoch, again._position, again._order = epochs, 0, 0, self._order_of(0)
         step = last = 0
         while batch := again.next(step):
             step, last = step + 1, len(batch)
@@ -143,12 +134,7 @@ class Stream:
 
     def state_dict(self) -> dict[str, int]:
         """The position in the data, as plain numbers."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "num_samples": len(self._lengths),
-        }
+        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "num_samples": len(self._lengths)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the position. Refuses a state with another seed or number of samples, whose batches would differ."""

@@ -106,7 +106,7 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
                 unused = ["vocabulary_size"] if settings.tokenizer or learner.origin.tokenizer else []
                 folder.write_run_json(run, settings=asked, derived=derived, identity=identity, past=past, unused=unused)
             replace_whole(run / folder.CONFIG, settings.toml())
-        recorder: Silent = Silent()
+        recorder: Recorder | Silent = Silent()
         with Signals(say=lambda text: recorder.say(text)) as signals:
             resume_step = first if past else None
             try:
@@ -129,7 +129,13 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
 
 
 def _loop(
-    learner: Learner, data: Data, first: int, checkpoints: Checkpoints, recorder: Silent, signals: Signals, hooks: Hooks
+    learner: Learner,
+    data: Data,
+    first: int,
+    checkpoints: Checkpoints,
+    recorder: Recorder | Silent,
+    signals: Signals,
+    hooks: Hooks,
 ) -> int:
     settings, steps, run = learner.settings, learner.plan.steps, checkpoints.folder.parent
     best = learner.best
@@ -182,7 +188,7 @@ def _resume_hint(step: int, run: Path) -> str:
     return f"ended after step {step}, with a checkpoint. To resume: {again}"
 
 
-def _say_ended(recorder: Silent, received: int, step: int, run: Path) -> None:
+def _say_ended(recorder: Recorder | Silent, received: int, step: int, run: Path) -> None:
     """Print why the run ended, and how to resume it; on stderr if the output is closed."""
     text = _resume_hint(step, run)
     if received == signal.SIGPIPE:
@@ -199,7 +205,7 @@ def finish_run(
     learner: Learner,
     data: Data,
     run: Path,
-    recorder: Silent,
+    recorder: Recorder | Silent,
     checkpoints: Checkpoints,
     status: int,
     is_stopped: bool,
@@ -299,7 +305,7 @@ def _identity_of_optimizer(settings: Settings) -> dict[str, Any] | None:
 
 def _recorder(
     run: Path, steps: int, resume_step: int | None, settings: Settings, world: World, signals: Signals
-) -> Silent:
+) -> Recorder | Silent:
     if not world.is_first:
         return Silent()
     unread = partial(signals.receive, signal.SIGPIPE)
