@@ -5,6 +5,7 @@ The files of a folder are sorted by name, so that the same data makes the same d
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -131,41 +132,37 @@ def blocks(text: str) -> list[str]:
 
 def _decoded_text(path: Path) -> Iterator[str]:
     """The text in a file, in parts, with line feeds as line ends."""
+    decoder, size, carry, is_first = codecs.getincrementaldecoder("utf-8")(), 0, "", True
     with compressed.open_file(path) as file:
-        rest, position, is_first = b"", 0, True
         while True:
-            read = file.read(_AT_ONCE)
-            content = rest + read
-            # An incomplete character or line end waits for the next bytes.
-            size = len(content) - _half(content) if read else len(content)
-            text = _decode(content[:size], str(path), position)
+            content = file.read(_AT_ONCE)
+            position = size - len(decoder.getstate()[0])  # of the first byte that is not decoded yet
+            try:
+                text = carry + decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                raise _decoding_error(error, str(path), position) from None
+            carry = "\r" if content and text.endswith("\r") else ""  # perhaps half of a line end
+            text = text[: len(text) - len(carry)]
             yield (text.removeprefix("\ufeff") if is_first else text).replace("\r\n", "\n")
-            if not read:
+            if not content:
                 return
-            rest, position, is_first = content[size:], position + size, is_first and not size
+            size, is_first = size + len(content), is_first and not text
 
 
-def _half(content: bytes) -> int:
-    """How many bytes at the end belong to an incomplete character or line end."""
-    for size in range(1, min(3, len(content)) + 1):
-        byte = content[-size]
-        if byte >= 0xC0:  # the first byte of a character
-            return size if size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
-        if byte < 0x80:
-            return int(content.endswith(b"\r"))
-    return 0
-
-
-def _decode(content: bytes, where: str, position: int = 0) -> str:
+def _decode(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        if _is_binary(content):
-            raise BatchError(f"{where}: this is a binary file, not text.") from None
-        raise BatchError(
-            f"{where}: not UTF-8; found the byte 0x{content[error.start]:02x} at position {position + error.start}. "
-            "Convert it, for instance with iconv -f latin1 -t utf-8."
-        ) from None
+        raise _decoding_error(error, where) from None
+
+
+def _decoding_error(error: UnicodeDecodeError, where: str, position: int = 0) -> BatchError:
+    if _is_binary(error.object):
+        return BatchError(f"{where}: this is a binary file, not text.")
+    return BatchError(
+        f"{where}: not UTF-8; found the byte 0x{error.object[error.start]:02x} at position {position + error.start}. "
+        "Convert it, for instance with iconv -f latin1 -t utf-8."
+    )
 
 
 def _is_binary(content: bytes) -> bool:
