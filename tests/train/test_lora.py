@@ -233,7 +233,9 @@ def test_another_base_is_another_run(copy, base, data, capsys, tmp_path):
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     try:
         save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-        refused(["train", "--resume", "--out", str(copy)], capsys, "another run", "the frozen weights are not the same")
+        refused(
+            ["train", "--resume", "--out", str(copy)], capsys, "other settings", "the frozen weights are not the same"
+        )
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
