@@ -178,7 +178,7 @@ def test_a_compiled_model_has_the_names_of_the_plain_one(checkpoints):
 
 
 def test_an_optimizer_made_before_wrapping(checkpoints):
-    with pytest.raises(UsageError, match="make it after wrapping"):
+    with pytest.raises(UsageError, match="create it after wrapping"):
         state(Noisy(), made(0, "AdamW")[1])
 
 
@@ -255,9 +255,7 @@ def test_what_is_no_tensor(checkpoints, tensors, message):
 
 def test_facts_that_json_cannot_hold(checkpoints):
     checkpoints.save(1, {"a": torch.ones(1)}, {})
-    with pytest.raises(
-        CheckpointError, match=r"step 2 was not written.*what JSON can hold.*Tensor.*last one is.*00001"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 2 was not written.*what JSON can hold.*Tensor.*last one, .*00001"):
         checkpoints.save(2, {"a": torch.ones(1)}, {"a": torch.ones(1)})
     assert names(checkpoints) == ["step-00000001"]
 
@@ -491,9 +489,7 @@ def test_a_file_that_cannot_grow(checkpoints, room, file):
     tensors = {f"a{i}": torch.ones(1 if file == "the manifest" else 1000) for i in range(9)}
     with (
         files_of_at_most(room),
-        pytest.raises(
-            CheckpointError, match=r"step 3 was not written.*File too large.*The last one is .*step-00000002"
-        ),
+        pytest.raises(CheckpointError, match=r"step 3 was not written.*File too large.*The last one, .*step-00000002"),
     ):
         checkpoints.save(3, tensors, {})
     assert names(checkpoints) == before

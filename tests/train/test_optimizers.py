@@ -229,9 +229,9 @@ def test_eight_bits_are_made_of_the_same_settings(begins, monkeypatch, tmp_path)
     [
         (("adam",), "Did you mean adamw?"),
         (("nothing",), "There are adamw, muon"),
-        (("nowhere:Class",), "cannot be imported from nowhere: No module named 'nowhere'"),
-        (("my_optimizers:Missing",), "Missing cannot be imported from my_optimizers"),
-        (("my_optimizers:function",), "no class of optimizers"),
+        (("nowhere:Class",), "cannot be imported: there is no module 'nowhere'"),
+        (("my_optimizers:Missing",), "module 'my_optimizers' has no function 'Missing'"),
+        (("my_optimizers:function",), "not an optimizer class"),
         ((":",), "cannot be imported"),
         (("my_optimizers:Bare",), "--lr has no effect on --optimizer my_optimizers:Bare"),
         (("adafactor", "--parallel", "fsdp"), "adafactor does not support sharded models (--parallel fsdp)"),

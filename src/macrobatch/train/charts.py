@@ -212,10 +212,11 @@ def short(number: float) -> str:
 def in_bytes(size: float) -> str:
     """A number of bytes.
 
-    >>> in_bytes(300 * 2**20), in_bytes(5 * 2**30)
-    ('300 MiB', '5.00 GiB')
+    >>> in_bytes(300 * 2**20), in_bytes(5.25 * 2**30)
+    ('300 MiB', '5.25 GiB')
     """
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+    power = min(int(math.log(max(size, 1), 1024)), 4)
+    return f"{size / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
 def _round(value: float) -> float:

@@ -11,10 +11,9 @@ import difflib
 import importlib
 import inspect
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from macrobatch._io.functions import function_named
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.train.models import blocks_of
 from macrobatch.train.settings import Settings, flag_of
@@ -123,29 +123,16 @@ def _of_bitsandbytes() -> Callable[..., Optimizer]:
 
 
 def _of_the_user(name: str) -> Callable[..., Optimizer]:
-    module, _, kind = name.partition(":")
-    with _current_folder_on_path():
-        try:
-            found = getattr(importlib.import_module(module), kind)
-        except Exception as error:  # whatever the user's code raises
-            said = str(error) or type(error).__name__
-            raise UsageError(
-                f"--optimizer {name}: {kind or 'nothing'} cannot be imported from {module or 'nothing'}: {said}. "
-                "Modules are looked for where Python is installed, and in the current folder."
-            ) from error
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise UsageError(f"--optimizer {name}: this is no class of optimizers of torch, but {found!r}.")
-    return found
-
-
-@contextmanager
-def _current_folder_on_path() -> Iterator[None]:
     before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
     try:
-        yield
+        found = function_named(name)
+    except UsageError as error:
+        raise UsageError(f"--optimizer {name}: MODULE:CLASS cannot be imported: {error}") from error.__cause__
     finally:
         sys.path[:] = before
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UsageError(f"--optimizer {name}: this is not an optimizer class of torch, but {found!r}.")
+    return found
 
 
 def _parameters(kind: Callable[..., Optimizer]) -> list[str]:

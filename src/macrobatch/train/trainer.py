@@ -6,7 +6,6 @@ takes its share, and `MacroStep` takes the exact step of the whole batch, howeve
 
 from __future__ import annotations
 
-import math
 import shlex
 import shutil
 import signal
@@ -24,6 +23,7 @@ from macrobatch._joint.balance import Balance
 from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.train import adapters, cutting, folder, generate, models, optimizers, report, trackers
+from macrobatch.train.charts import in_bytes
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
 from macrobatch.train.documents import Say
@@ -345,7 +345,7 @@ def _derived_facts(settings: Settings, plan: Plan, data: Data, learner: Learner,
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens{repeated}",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
         "micro-batches": cutting.cut_summary(plan.micro, mine),
-        "memory": f"{_bytes(fixed)} a rank for {counted}",
+        "memory": f"{in_bytes(fixed)} a rank for {counted}",
         "steps": plan.extent,
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
@@ -371,8 +371,3 @@ def _adapter_summary(learner: Learner) -> dict[str, str]:
 
 def _model_summary(settings: Settings, learner: Learner) -> str:
     return f"{settings.model}: {learner.num_parameters:,} parameters in {settings.precision}"
-
-
-def _bytes(number: float) -> str:
-    power = min(int(math.log(max(number, 1), 1024)), 4)
-    return f"{number / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

@@ -326,10 +326,9 @@ def _templates_beside(file: Path) -> dict[str, str]:
 
 
 def _special_id(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
-    """The id of a special token in a configuration, which is a string, or an object that holds it."""
-    token = config.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    found: int | None = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    """The id of a special token in a configuration."""
+    token = special_tokens(config).get(name)
+    found: int | None = None if token is None else tokenizer.token_to_id(token)
     return found
 
 
