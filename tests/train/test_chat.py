@@ -161,7 +161,7 @@ def test_earlier_answers_are_learnt_as_they_stand_where_a_template_writes_the_la
 
 def test_a_template_that_writes_answers_in_other_words_is_refused(with_template):
     vocabulary, _ = with_template(FORGETFUL.replace("message['content'] +", "(message['content'] | upper) +"))
-    with pytest.raises(BatchError, match=r"line 1: .*otherwise when it goes on \(at message 3\).*{% generation %}"):
+    with pytest.raises(BatchError, match=r"line 1: .*when later messages follow \(at message 3\).*{% generation %}"):
         Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
 
 
@@ -227,7 +227,7 @@ def test_long_conversations_lose_their_end_and_one_without_an_answer_is_left_out
     assert (corpus.truncated, corpus.unlearnt) == (2, 1)
     assert "2 of 2 conversations are longer" in caplog.text
     assert "left out 1 of 2 documents" in caplog.text
-    with pytest.raises(BatchError, match="2 documents made no token to predict"):
+    with pytest.raises(BatchError, match="2 documents contain no token to predict"):
         Corpus.from_documents([conversation(question), conversation(TALK[:2])], vocabulary, seq_len=32)
 
 

@@ -160,7 +160,7 @@ BAD_FILES = [
     ("a.txt", b"caf\xe9", "a.txt: not UTF-8; found the byte 0xe9 at position 3. Convert it"),
     ("a.txt", "", "nothing to train on in .*a.txt"),
     ("folder/a.txt", b"caf\xe9", "a.txt: not UTF-8"),
-    ("folder/a.bin", b"\0", "no text in the folder .*found 1 file, no text"),
+    ("folder/a.bin", b"\0", "the folder .* has no text, only 1 file of other formats"),
     ("folder/.hidden", "x", "the folder .* holds no file"),
 ]
 
@@ -381,7 +381,7 @@ def test_truncated_pairs_are_told(vocabulary, caplog):
 
 
 def test_documents_without_a_token_are_an_error(vocabulary):
-    with pytest.raises(BatchError, match="1 documents made no token to predict"):
+    with pytest.raises(BatchError, match="1 documents contain no token to predict"):
         Corpus.from_documents([Document("", "")], vocabulary, seq_len=8)
 
 

@@ -93,7 +93,7 @@ def test_a_tokenizer_of_another_model_is_noticed(model, begins, capsys, other_to
     assert main(begins(model, "--tokenizer", other_tokenizer)) == 0
     said = capsys.readouterr().err
     assert "seems to be that of another model" in said
-    assert "of its 300 tokens are other ones there" in said
+    assert "of its 300 tokens differ there" in said
     same = shutil.copytree(model, tmp_path / "same")
     assert main(begins(model, "--tokenizer", same, "--out", tmp_path / "again")) == 0
     assert "seems to be" not in capsys.readouterr().err
@@ -122,9 +122,9 @@ def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
     if has_weights:
         BertLMHeadModel(BertConfig(**BERT)).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(BERT))
-    refused(begins(folder), capsys, "BertLMHeadModel is no causal model", "is_decoder")
+    refused(begins(folder), capsys, "BertLMHeadModel is not causal as configured", "is_decoder")
     if has_weights:
-        said = refused(["generate", str(folder)], capsys, "BertLMHeadModel is no causal model")
+        said = refused(["generate", str(folder)], capsys, "BertLMHeadModel is not causal as configured")
         assert "--model" not in said
     (folder / "config.json").write_text(json.dumps(BERT | {"is_decoder": True}))
     assert main(begins(folder)) == 0
@@ -146,7 +146,9 @@ def test_the_table_says_where_the_weights_are_from(model, begins, capsys, tmp_pa
 
 
 def test_a_model_that_is_not_on_the_hub_is_not_a_missing_tokenizer(begins, capsys):
-    refused(begins("nobody/nothing"), capsys, "--model nobody/nothing: this is no size", "no model on the hub")
+    refused(
+        begins("nobody/nothing"), capsys, "--model nobody/nothing: this is neither a size", "nor a model on the hub"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- a run is a model

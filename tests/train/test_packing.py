@@ -212,7 +212,7 @@ def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
     if width <= 24:
         mask_for(model, Packer(width), CPU)
     else:
-        with pytest.raises(UsageError, match="looks back over a limited number"):
+        with pytest.raises(UsageError, match="attends to a limited number"):
             mask_for(model, Packer(width), CPU)
 
 
@@ -285,7 +285,7 @@ class Deaf(nn.Module):
 
 
 def test_a_model_that_ignores_the_mask_is_refused():
-    with pytest.raises(UsageError, match="computes something else"):
+    with pytest.raises(UsageError, match="gives another result"):
         mask_for(Deaf(), Packer(12), CPU)
 
 

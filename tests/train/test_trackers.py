@@ -276,7 +276,7 @@ def test_one_that_cannot_be_opened(data, tmp_path, monkeypatch, capsys, caplog):
     as_kind(monkeypatch, ConnectionError("no route"))
     out = tmp_path / "run"
     command = arguments(data, out, "--track", "wandb", "--steps", 2, "--validation", 0)
-    refused(command, capsys, "--track wandb: W could not be opened: no route. Log in.", "left nothing behind")
+    refused(command, capsys, "--track wandb: W could not be opened: no route. Log in.", "No run was started")
     assert not out.exists()
     assert main(arguments(data, out, "--steps", 2, "--validation", 0, "--track", "none")) == 0
     assert main(["train", "--resume", "--out", str(out), "--steps", "3", "--track", "wandb"]) == 0

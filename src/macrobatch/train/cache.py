@@ -124,7 +124,7 @@ def _map(path: Path) -> memoryview | None:
             total.update(block)
         if head == _MAGIC + total.hexdigest().encode("ascii"):
             return _view(file)
-        kind = head[: len(_MAGIC)].strip()
+        kind, _, _ = head.partition(b"\n")
         if kind == _MAGIC.strip() or not kind.startswith(_MAGIC.strip()[:-1]):  # not of another version
             logger.warning("%s is damaged or foreign, so it is computed again.", path)
     return None

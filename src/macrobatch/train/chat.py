@@ -121,7 +121,7 @@ class ChatTemplate:
         if len(spans) != len(answers):
             raise BatchError(
                 f"{where}: an assistant's message has weight 0, and the chat template marks {len(spans)} spans for "
-                f"{len(answers)} such messages: which is which cannot be told."
+                f"{len(answers)} such messages, so they cannot be matched."
             )
         return texts[0], [span for span, is_learnt in zip(spans, answers, strict=True) if is_learnt]
 
@@ -140,8 +140,8 @@ class ChatTemplate:
                     spans.append(span)
                     continue
                 raise BatchError(
-                    f"{where}: the chat template writes the beginning of this conversation otherwise when it goes on "
-                    f"(at message {number + 1}), so it cannot be told what the assistant said. {_WITH_MARKS} Or make a "
+                    f"{where}: the chat template changes the beginning of this conversation when later messages follow "
+                    f"(at message {number + 1}), so the assistant's part cannot be found. {_WITH_MARKS} Or make a "
                     "record of each answer, with messages in prompt and completion."
                 )
             turn = until[len(before) :]

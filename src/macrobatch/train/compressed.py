@@ -32,7 +32,9 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-        raise BatchError(f"{path} cannot be unpacked: {error}. It is damaged, or not what its name says.") from None
+        raise BatchError(
+            f"{path} cannot be unpacked: {error}. It is damaged, or its name has a wrong ending."
+        ) from None
 
 
 def is_packed(path: Path) -> bool:

@@ -174,7 +174,7 @@ class Corpus:
                 "first %d tokens.", corpus.unlearnt, len(found), whole_len,
             )  # fmt: skip
         if not len(corpus):
-            raise BatchError(f"there is nothing to train on: {len(found)} documents made no token to predict.")
+            raise BatchError(f"there is nothing to train on: {len(found)} documents contain no token to predict.")
         if corpus.truncated:
             logger.warning(
                 "%d of %d %s are longer than %d tokens: %s was left out. The longest has %d tokens%s.",

@@ -99,12 +99,12 @@ class Data:
         ids, is_learnt = codes["input_ids"][:SHOWN].tolist(), (codes["labels"][:SHOWN] != IGNORED).tolist()
         more = " ..." if len(codes["input_ids"]) > SHOWN else ""
         if all(is_learnt):
-            return f"a sample, of which all is learnt:\n{self.vocabulary.decode(ids, with_special=True)}{more}\n"
+            return f"a sample; the model learns all of it:\n{self.vocabulary.decode(ids, with_special=True)}{more}\n"
         text = ""
         for learnt, group in itertools.groupby(zip(ids, is_learnt, strict=True), key=lambda pair: pair[1]):
             part = self.vocabulary.decode((token for token, _ in group), with_special=True)
             text += f">>>{part}<<<" if learnt else part
-        return f"a sample, of which the part between >>> and <<< is learnt:\n{text}{more}\n"
+        return f"a sample; the model learns the part between >>> and <<<:\n{text}{more}\n"
 
     def warn_of_few(self) -> None:
         """Warn if the validation has so few samples that its loss is unreliable."""
@@ -140,7 +140,7 @@ class Data:
         name, said = settings.tokenizer or origin.tokenizer, ""
         if settings.tokenizer and origin.tokenizer and settings.tokenizer != origin.tokenizer:
             others = self.vocabulary.differences(Vocabulary.load(origin.tokenizer))
-            said = f"{others:,} of its {self.vocabulary.size:,} tokens are other ones there" if others else ""
+            said = f"{others:,} of its {self.vocabulary.size:,} tokens differ there" if others else ""
         elif self.vocabulary.size < ENOUGH * vocabulary_size:
             said = f"it has {self.vocabulary.size:,} tokens, and the model has {vocabulary_size:,}"
         elif not origin.tokenizer and self.vocabulary.end not in (end if isinstance(end, list) else [end, None]):

@@ -265,8 +265,8 @@ def _check_hub(origin: Origin) -> None:
         raise
     except Exception as error:  # many types, e.g. for a missing, damaged or unreachable model
         raise UsageError(
-            f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
-            f"hub that can be reached: {reason(error)}"
+            f"--model {origin.name}: this is neither a size ({', '.join(SIZES)}), nor a file or folder here, nor a "
+            f"model on the hub that can be reached: {reason(error)}"
         ) from error
     if adapter is not None:
         raise UsageError(f"--model {origin.name} is an adapter on the hub. Download it, and name its folder.")

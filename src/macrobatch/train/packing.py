@@ -209,7 +209,7 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
             if is_out_of_memory(error):
                 raise
             raise UsageError(
-                f"--pack: {type(without_ddp(model)).__name__} does not take several samples in a row "
+                f"--pack: {type(without_ddp(model)).__name__} cannot process several samples in one row "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Leave out --pack."
             ) from error
         alone = [_states(model, {"input_ids": one["input_ids"].unsqueeze(0)}, device)[0] for one in samples]
@@ -219,9 +219,9 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
     size = max(one.abs().max().item() for one in alone)
     if not (rounding <= MOST_ROUNDING * size and worst <= max(10 * rounding, CLOSE * size)):
         raise UsageError(
-            f"--pack: {type(without_ddp(model)).__name__} computes something else for a sample that shares its row "
-            f"with another (off by {worst:.2g}, in numbers of up to {size:.2g}): it takes no notice of positions or of "
-            "the mask, or looks back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
+            f"--pack: {type(without_ddp(model)).__name__} gives another result for a sample that shares its row "
+            f"with another (off by {worst:.2g}, in numbers of up to {size:.2g}): it ignores positions or the "
+            "mask, or attends to a limited number of tokens. Leave out --pack, or pass a smaller --seq-len."
         )
 
 

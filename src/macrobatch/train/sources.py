@@ -61,7 +61,7 @@ def _folder(folder: Path, columns: Columns, warn: bool) -> Iterator[Document]:
         yield from _file(path, columns)
     if not used:
         raise BatchError(
-            f"there is no text in the folder {folder}: found {counted(len(skipped), 'file')}, no text. {_INSTEAD}"
+            f"the folder {folder} has no text, only {counted(len(skipped), 'file')} of other formats. {_INSTEAD}"
             if skipped
             else f"the folder {folder} holds no file (hidden ones do not count)."
         )

@@ -125,8 +125,8 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
             if not run.resume_step:
                 Trackers(found).close("failed")
                 raise UsageError(
-                    f"--track {name}: {kind.title} could not be opened: {_reason(error)}. {kind.hint} The run has not "
-                    "begun, and left nothing behind; or choose another --track."
+                    f"--track {name}: {kind.title} could not be opened: {_reason(error)}. {kind.hint} Or choose "
+                    "another --track. No run was started."
                 ) from None  # its traceback may hold a password
             logger.warning("%s gets no numbers of this run: %s", kind.title, _reason(error))
             continue
