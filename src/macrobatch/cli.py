@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
 UNREAD = 128 + signal.SIGPIPE  # nobody reads what is printed, as with `| head`
-EXTRA = ("transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
+EXTRA = ("transformers", "tokenizers", "safetensors", "rich", "jinja2", "psutil")  # what [train] installs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
