@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
 from macrobatch.train.charts import Scale, moving_average, thinned_points
-from macrobatch.train.events import numbers_in
+from macrobatch.train.record import numbers_in
 from macrobatch.train.report import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

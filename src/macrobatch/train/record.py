@@ -29,7 +29,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from macrobatch.errors import printable
-from macrobatch.train.events import numbers_in
 from macrobatch.train.files import Lines
 from macrobatch.train.trackers import State, TrackedRun, Tracker, open_trackers
 
@@ -279,3 +278,18 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def numbers_in(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str, float]]:
+    """The finite numbers of a row, with their names for trackers.
+
+    >>> numbers_in({"step": 3, "loss": 2.5, "grad_norm": math.nan, "time": {"data": 0.5}})
+    [('train/loss', 2.5), ('time/data', 0.5)]
+    """
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found += numbers_in(value, f"{name}/")
+        elif isinstance(value, int | float) and name != "step" and math.isfinite(value):
+            found.append((prefix + name, value))
+    return found

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from macrobatch.errors import UsageError, pip_install
-from macrobatch.train.events import Events
 from macrobatch.train.files import replace_whole
 
 State = Literal["finished", "interrupted", "failed"]
 Numbers = Mapping[str, float]
 
+EVENTS = "tensorboard"  # a folder inside the run folder
 IDS = "trackers.json"  # the id of the run in each tracker
 PATIENCE = 60.0  # seconds to wait for uploads at the end of a run
 
@@ -166,6 +166,45 @@ def without_passwords(text: str) -> str:
     'https://***@host:5000/x is gone'
     """
     return re.sub(r"(?<=://)[^/\s]*@", "***@", text)
+
+
+# --------------------------------------------------------------------------------------------------- TensorBoard
+
+
+class TensorBoard:
+    """A folder of events, as a `Tracker`. A resumed run purges the events of the steps that it takes again."""
+
+    id = None
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer: Any = SummaryWriter(str(run.folder / EVENTS), purge_step=purge, flush_secs=10)
+        self._step = run.resume_step or 0
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._thread_failed
+        if run.config:
+            lines = [f"    {name} = {json.dumps(value)}" for name, value in run.config.items()]  # a block of Markdown
+            self._writer.add_text("settings", "\n".join(lines), self._step)
+
+    def add(self, step: int, numbers: Numbers) -> None:
+        """Write the numbers of a step."""
+        self._step = step
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, state: State) -> None:
+        """Write pending events, and the final state of the run."""
+        with contextlib.ExitStack() as last:
+            last.callback(setattr, threading, "excepthook", self._excepthook)
+            last.callback(self._writer.close)
+            self._writer.add_text("state", state, self._step)
+
+    def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
+        """Print no traceback for the writer's thread: it stores an error, and the next write raises it."""
+        if not type(thread.thread).__module__.startswith("tensorboard."):
+            self._excepthook(thread)
 
 
 # ---------------------------------------------------------------------------------------------- Weights & Biases
@@ -335,7 +374,7 @@ class Kind:
 
 
 KINDS = {
-    "tensorboard": Kind("TensorBoard", "tensorboard", "tensorboard", Events),
+    "tensorboard": Kind("TensorBoard", "tensorboard", "tensorboard", TensorBoard),
     "wandb": Kind(
         "Weights & Biases", "wandb", "wandb", WeightsAndBiases, "WANDB_MODE=offline keeps all in the run folder."
     ),
