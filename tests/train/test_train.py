@@ -435,7 +435,7 @@ def test_checkpoints_that_are_gone(copy, capsys, is_empty):
     if is_empty:
         (copy / "checkpoints").mkdir()
     before = files(copy)
-    refused(["train", "--resume", "--out", str(copy)], capsys, "holds none", "mounted")
+    refused(["train", "--resume", "--out", str(copy)], capsys, "has lost its checkpoints", "mounted")
     assert files(copy) == before
 
 
@@ -487,12 +487,12 @@ def test_other_micro_batches_are_the_same_run(copy):
 @pytest.mark.parametrize(
     ("flags", "differs"),
     [
-        (["--seed", "1"], "run: seed was 0, now 1. "),
+        (["--seed", "1"], "settings: seed was 0, now 1. "),
         (["--batch-size", "25"], "batch-size was 24, now 25"),
-        (["--lr", "1"], "run: lr was 0.005, now 1. "),
-        (["--schedule", "linear"], "run: schedule was cosine, now linear. "),
-        (["--beta2", "0.5", "--lr", "2"], "run: lr was 0.005, now 2; beta2 was 0.95, now 0.5. "),
-        (["--batch-ramp", "3"], "run: batch-ramp was 0, now 3. "),
+        (["--lr", "1"], "settings: lr was 0.005, now 1. "),
+        (["--schedule", "linear"], "settings: schedule was cosine, now linear. "),
+        (["--beta2", "0.5", "--lr", "2"], "settings: lr was 0.005, now 2; beta2 was 0.95, now 0.5. "),
+        (["--batch-ramp", "3"], "settings: batch-ramp was 0, now 3. "),
         (["--seq-len", "32"], "data is not the same"),
         (["--precision", "bf16"], "precision was float32, now bf16"),
         (["--vocabulary-size", "290"], "vocabulary is not the same"),
@@ -552,7 +552,7 @@ def test_no_such_data(tmp_path, capsys):
         (("--model", "nobody/nothing"), "--model nobody/nothing: "),
         (("--tokenizer", "./nowhere.json"), "nowhere.json"),
         (("--out", "data.jsonl"), "is a file"),
-        (("--parallel", "fsdp"), "there is one"),
+        (("--parallel", "fsdp"), "there is only one"),
         (("--micro", "many"), "--micro must be"),
         (("--steps", "0"), "--steps must be at least 1"),
         (("--warmup", "5", "--data", "nowhere"), "--warmup 5 is longer than the run of 4 steps"),
@@ -597,7 +597,7 @@ def test_a_folder_that_holds_something_else(data, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     for more in ([], ["--resume"]):
-        refused([*arguments(data, tmp_path / "run"), *more], capsys, "it holds thesis.tex")
+        refused([*arguments(data, tmp_path / "run"), *more], capsys, "it contains thesis.tex")
     assert files(tmp_path / "run") == {"thesis.tex": b"years of work"}
 
 
