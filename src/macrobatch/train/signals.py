@@ -60,7 +60,7 @@ class Signals:
         elif not self._received:
             self.receive(number)
             name = signal.Signals(number).name
-            self._tell(f"{name}: stopping after this step, with a checkpoint. A second signal stops at once.")
+            self._tell(f"{name}: stopping after this step, with a checkpoint. Send it again to stop at once.")
 
     def _tell(self, text: str) -> None:
         if self._say is None:
