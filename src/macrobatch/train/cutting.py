@@ -75,5 +75,5 @@ def drop_damaged_sizes(file: Path | None, world: World) -> None:
             return
     except (UsageError, RecursionError):
         pass
-    logger.warning("%s was damaged and is removed. The sizes that fit are searched again.", file)
+    logger.warning("%s is damaged and was removed. The sizes that fit are searched again.", file)
     file.unlink()
