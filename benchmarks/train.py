@@ -119,9 +119,9 @@ def problem(settings: Settings) -> Problem:
 
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device(settings.device))
     data = Data.read(settings)
-    plan = Plan.made(settings, data, world)
-    made, _ = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
-    model = models.prepared(made, settings, world)
+    plan = Plan.make(settings, data, world)
+    made, _ = models.build_model(settings, data.vocabulary.size, data.vocabulary.end)
+    model = models.prepare(made, settings, world)
     model.config.use_cache = False  # type: ignore[union-attr]  # no later token needs the keys and values
     (optimizer,) = optimizers_of(model, settings, models.learning_rate(settings))
     stream, rate, base = plan.stream(), plan.rate, optimizer.param_groups[0]["lr"]
@@ -192,7 +192,7 @@ def macrobatch_train(sizes: Sizes, folder: Path) -> Measured:
 def trainer(sizes: Sizes, strategy: str) -> Measured:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from macrobatch.train.corpus import collated
+    from macrobatch.train.corpus import collate
 
     given = problem(settings_of(sizes))
     watch = Watch(given.model)
@@ -225,7 +225,7 @@ def trainer(sizes: Sizes, strategy: str) -> Measured:
             model=given.model,
             args=arguments,
             train_dataset=given.samples,
-            data_collator=collated,
+            data_collator=collate,
             optimizers=(given.optimizer, given.scheduler),
             callbacks=[Timing()],
         )
@@ -238,12 +238,12 @@ def accelerate(sizes: Sizes) -> Measured:
     """Accelerate's accumulation "with training samples of variable size", with a correct count of tokens."""
     from accelerate import Accelerator
 
-    from macrobatch.train.corpus import collated
+    from macrobatch.train.corpus import collate
 
     given, steps = problem(settings_of(sizes)), sizes.batch // sizes.micro_batch
     watch = Watch(given.model)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    loader: Any = DataLoader(given.samples, batch_size=sizes.micro_batch, collate_fn=collated)  # type: ignore[arg-type]
+    loader: Any = DataLoader(given.samples, batch_size=sizes.micro_batch, collate_fn=collate)  # type: ignore[arg-type]
     model, optimizer, loader, scheduler = accelerator.prepare(given.model, given.optimizer, loader, given.scheduler)
     batches: Iterator[Batch] = iter(loader)
     watch.begin()

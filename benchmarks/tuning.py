@@ -35,7 +35,7 @@ import record
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from macrobatch.train.flags import parsed
+from macrobatch.train.flags import parse_flags
 from train import problem
 
 OVER_SAME, OVER_ALL = 1.5, 1.0  # wanted speed relative to the fastest peer on the same batches, and of all peers
@@ -174,9 +174,9 @@ class Counting:
 
 
 def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
-    from macrobatch.train.corpus import collated
+    from macrobatch.train.corpus import collate
 
-    return collated([{name: torch.tensor(sample[name]) for name in ("input_ids", "labels")} for sample in samples])
+    return collate([{name: torch.tensor(sample[name]) for name in ("input_ids", "labels")} for sample in samples])
 
 
 class Timing(TrainerCallback):  # type: ignore[misc]
@@ -199,7 +199,7 @@ def peer(kind: str, at_a_time: int | None = None, **options: Any) -> Callable[[P
     """A trainer, set up as its documentation recommends."""
 
     def run(place: Path, size: Size) -> Measured:
-        given, timing = problem(parsed(flags(place, size))), Timing()
+        given, timing = problem(parse_flags(flags(place, size))), Timing()
         samples = [{name: value.tolist() for name, value in sample.items()} for sample in given.samples]
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": at_a_time or size.at_a_time,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RIGHT, WRONG, UNUSABLE = 0, 1, 2  # exit status
 UNREAD = 128 + signal.SIGPIPE  # nobody reads what is printed, as with `| head`
-EXTRA = ("transformers", "tokenizers", "safetensors", "rich")  # what [train] installs
+EXTRA = ("transformers", "tokenizers", "safetensors", "rich", "jinja2", "psutil")  # what [train] installs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,7 +246,7 @@ def _train(arguments: Sequence[str]) -> int:
     from macrobatch.train.signals import interruptible
 
     with interruptible(is_first=_is_first()):
-        chosen = flags.parsed(arguments)
+        chosen = flags.parse_flags(arguments)
         if chosen.print_config:
             print(chosen.toml(), end="")
             return RIGHT
@@ -333,7 +333,7 @@ def _questions() -> Iterator[str]:
 def _report(parsed: argparse.Namespace) -> int:
     from macrobatch.train import report
 
-    print(report.written(*parsed.folders, out=parsed.out))
+    print(report.write_report(*parsed.folders, out=parsed.out))
     return RIGHT
 
 

@@ -8,7 +8,7 @@ from harness.commands import arguments, farthest, json_lines, losses, metrics, s
 from harness.recorded import DEVICE
 from macrobatch import causal_lm_loss
 from macrobatch.cli import main
-from macrobatch.train.packing import Packer, bounded, inputs_for, masked
+from macrobatch.train.packing import Packer, add_bounds, add_mask, inputs_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures", "own_cache")]
 
@@ -63,7 +63,7 @@ def test_kernels_that_know_the_bounds(kind, dtype):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more)).to(DEVICE)
     packer, where = Packer(256), torch.device(DEVICE)
     inputs = inputs_for(model, packer, where, dtype)
-    assert inputs is bounded
+    assert inputs is add_bounds
     ids = [torch.randint(0, 64, (length,)) for length in (200, 130, 50, 7, 1, 90)]
     packed = packer([{"input_ids": one, "labels": one} for one in ids])
     packed = {name: value.to(where) for name, value in packed.items()}
@@ -73,8 +73,8 @@ def test_kernels_that_know_the_bounds(kind, dtype):
             loss, _ = causal_lm_loss(model, inputs(packed))
         return torch.cat([g.flatten().double() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
-    by_bounds, by_mask = gradients(bounded, model, dtype), gradients(masked, model, dtype)
-    exact = gradients(masked, model.double(), None)
+    by_bounds, by_mask = gradients(add_bounds, model, dtype), gradients(add_mask, model, dtype)
+    exact = gradients(add_mask, model.double(), None)
     errors = [((one - exact).norm() / exact.norm()).item() for one in (by_bounds, by_mask)]
     assert errors[0] <= 1.5 * errors[1]
 

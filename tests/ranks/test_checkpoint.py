@@ -70,7 +70,7 @@ def saves(wrap: str, name: str) -> Outcome:
         model(torch.arange(8))  # FSDP leaves what a forward gathered at the root until the next backward
     torch.manual_seed(100 + dist.get_rank())
     path = checkpoints(name).save(STEPS, state(model, optimizer), {"ranks": dist.get_world_size()})
-    own = set(checkpoints(name).held(path))
+    own = set(checkpoints(name).specs(path))
     torch.manual_seed(100 + dist.get_rank())
     model.train()
     trained(model, optimizer, STEPS)
@@ -233,7 +233,7 @@ def test_a_damaged_file_of_one_rank(saves_and_loads):
 
 
 def test_a_misfit_on_one_rank(saves_and_loads):
-    all_refused(saves_and_loads["SAVES2"]["misfit"], "b is not there")
+    all_refused(saves_and_loads["SAVES2"]["misfit"], "b is missing in it")
 
 
 def test_ranks_that_do_not_see_the_same_folder(saves_and_loads):

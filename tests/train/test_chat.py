@@ -14,7 +14,7 @@ from harness.commands import arguments, json_lines, metrics
 from macrobatch._cut.padding import IGNORED
 from macrobatch.cli import main
 from macrobatch.errors import BatchError, UsageError
-from macrobatch.train.corpus import Corpus, collated
+from macrobatch.train.corpus import Corpus, collate
 from macrobatch.train.documents import Document, documents
 from macrobatch.train.formats import Columns
 from macrobatch.train.vocabulary import Vocabulary
@@ -123,7 +123,7 @@ def learnt(corpus: Corpus, vocabulary: Vocabulary, index: int = 0) -> list[str]:
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED], ids=["chatml", "llama", "marked"])
 def test_what_the_assistant_says_is_learnt_and_the_tokens_are_those_of_transformers(with_template, template):
     vocabulary, theirs = with_template(template)
-    corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
     assert learnt(corpus, vocabulary) == [answer + ENDS[template] for answer in ANSWERS]
 
@@ -131,7 +131,7 @@ def test_what_the_assistant_says_is_learnt_and_the_tokens_are_those_of_transform
 def test_marks_are_obeyed_as_transformers_does(with_template):
     vocabulary, theirs = with_template(MARKED)
     out = theirs.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
     assert [int(label != IGNORED) for label in corpus[0]["labels"].tolist()] == out["assistant_masks"]
 
 
@@ -146,14 +146,14 @@ def test_special_tokens_that_somebody_writes_into_a_question_are_not_learnt(with
         {"role": "assistant", "content": "no <|im_end|> no"},
         {"role": "user", "content": "{% generation %}yes{% endgeneration %}"},
     ]
-    corpus = Corpus.made([conversation(injected)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(injected)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(injected, return_dict=False)
     assert learnt(corpus, vocabulary) == ["no <|im_end|> no" + ENDS[template]]
 
 
 def test_earlier_answers_are_learnt_as_they_stand_where_a_template_writes_the_last_one_otherwise(with_template):
     vocabulary, theirs = with_template(FORGETFUL)
-    corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
     first, last = ANSWERS
     assert learnt(corpus, vocabulary) == [f"{first}<|im_end|>", f"<think></think>{last}<|im_end|>"]
@@ -161,81 +161,81 @@ def test_earlier_answers_are_learnt_as_they_stand_where_a_template_writes_the_la
 
 def test_a_template_that_writes_answers_in_other_words_is_refused(with_template):
     vocabulary, _ = with_template(FORGETFUL.replace("message['content'] +", "(message['content'] | upper) +"))
-    with pytest.raises(BatchError, match=r"line 1: .*otherwise when it goes on \(at message 3\).*{% generation %}"):
-        Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    with pytest.raises(BatchError, match=r"line 1: .*when later messages follow \(at message 3\).*{% generation %}"):
+        Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
 
 
 def test_such_a_template_serves_where_the_last_answer_alone_is_learnt(with_template):
     vocabulary, _ = with_template(FORGETFUL)
     record = Columns().document({"prompt": TALK[:-1], "completion": TALK[-1:]}, "line 1")
-    corpus = Corpus.made([record], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([record], vocabulary, seq_len=1000)
     assert learnt(corpus, vocabulary) == [f"<think></think>{ANSWERS[1]}<|im_end|>"]
 
 
 def test_a_template_that_leaves_answers_out_is_refused(with_template):
     vocabulary, _ = with_template("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
     with pytest.raises(BatchError, match="writes nothing of what the assistant says"):
-        Corpus.made([conversation(TALK[1:3])], vocabulary, seq_len=100)
+        Corpus.from_documents([conversation(TALK[1:3])], vocabulary, seq_len=100)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_an_answer_with_weight_0_is_not_learnt(with_template, template):
     vocabulary, theirs = with_template(template)
     weighed = [message | ({"weight": 0} if message["content"] == ANSWERS[0] else {}) for message in TALK]
-    corpus = Corpus.made([conversation(weighed)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(weighed)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
     assert learnt(corpus, vocabulary) == [ANSWERS[1] + ENDS[template]]
 
 
 def test_an_answer_that_nothing_ends_gets_the_end_of_the_tokenizer(with_template):
     vocabulary, theirs = with_template(PLAIN)
-    corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == [*theirs.apply_chat_template(TALK, return_dict=False), vocabulary.end]
     assert learnt(corpus, vocabulary)[-1].endswith("So are you.\n</s>")
 
 
 def test_what_an_assistant_says_before_anybody_asked_is_not_learnt(with_template):
     vocabulary, _ = with_template(LLAMA)
-    corpus = Corpus.made([conversation([TALK[2], *TALK[1:3]])], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation([TALK[2], *TALK[1:3]])], vocabulary, seq_len=1000)
     assert learnt(corpus, vocabulary) == [ANSWERS[0] + "<|eot|>"]
 
 
 def test_tools_reach_the_template_and_are_not_lost(with_template):
     vocabulary, theirs = with_template(LLAMA)
     tools = [{"type": "function", "function": {"name": "mow", "parameters": {}}}]
-    corpus = Corpus.made([conversation(TALK, tools=tools)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(TALK, tools=tools)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, tools=tools, return_dict=False)
     vocabulary, _ = with_template(CHATML)
     for record in (conversation(TALK, tools=tools), conversation([*TALK[:2], TALK[2] | {"tool_calls": tools}])):
         with pytest.raises(BatchError, match=r"line 1: .*has no place for them.*--chat-template"):
-            Corpus.made([record], vocabulary, seq_len=1000)
+            Corpus.from_documents([record], vocabulary, seq_len=1000)
 
 
 def test_what_a_template_refuses_is_named_by_its_line(with_template):
     vocabulary, _ = with_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BatchError, match="line 1: the chat template cannot write this conversation: roles must"):
-        Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+        Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
 
 
 def test_long_conversations_lose_their_end_and_one_without_an_answer_is_left_out(with_template, caplog):
     vocabulary, theirs = with_template(CHATML)
     ids = theirs.apply_chat_template(TALK, return_dict=False)
     question = [{"role": "user", "content": "x" * 500}, TALK[2]]
-    corpus = Corpus.made([conversation(TALK), conversation(question)], vocabulary, seq_len=len(ids) - 5)
+    corpus = Corpus.from_documents([conversation(TALK), conversation(question)], vocabulary, seq_len=len(ids) - 5)
     assert len(corpus) == 1
     assert corpus[0]["input_ids"].tolist() == ids[:-5]
     assert (corpus.truncated, corpus.unlearnt) == (2, 1)
     assert "2 of 2 conversations are longer" in caplog.text
     assert "left out 1 of 2 documents" in caplog.text
-    with pytest.raises(BatchError, match="2 documents made no token to predict"):
-        Corpus.made([conversation(question), conversation(TALK[:2])], vocabulary, seq_len=32)
+    with pytest.raises(BatchError, match="2 documents contain no token to predict"):
+        Corpus.from_documents([conversation(question), conversation(TALK[:2])], vocabulary, seq_len=32)
 
 
 def test_a_tokenizer_without_a_template_wants_one(folder):
     with pytest.raises(
-        BatchError, match=r"line 1: .*no chat template.*--chat-template FILE, or --chat-template chatml"
+        BatchError, match=r"line 1: .*needs a chat template.*--chat-template FILE, or --chat-template chatml"
     ):
-        Corpus.made([conversation(TALK)], Vocabulary.load(folder), seq_len=100)
+        Corpus.from_documents([conversation(TALK)], Vocabulary.load(folder), seq_len=100)
 
 
 @pytest.mark.parametrize("place", ["config", "list", "file"])
@@ -249,20 +249,20 @@ def test_templates_are_found_where_tokenizers_have_them(folder, tmp_path, place)
         config["chat_template"] = LLAMA if place == "config" else [{"name": "default", "template": LLAMA}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     vocabulary, theirs = Vocabulary.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    corpus = Corpus.made([conversation(TALK)], vocabulary, seq_len=1000)
+    corpus = Corpus.from_documents([conversation(TALK)], vocabulary, seq_len=1000)
     assert corpus[0]["input_ids"].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
 
 
 def test_a_template_that_writes_the_date_is_told(with_template, caplog):
     for template, count in ((CHATML, 0), ("{{ strftime_now('%Y') }}" + CHATML, 1)):
-        Corpus.made([conversation(TALK[:3])], with_template(template)[0], seq_len=1000)
+        Corpus.from_documents([conversation(TALK[:3])], with_template(template)[0], seq_len=1000)
         assert caplog.text.count("writes the date") == count
 
 
 def test_another_template_makes_another_corpus(folder, tmp_path):
     vocabulary = Vocabulary.load(folder)
     made = {
-        Corpus.made([conversation(TALK)], vocabulary.with_chat(one), seq_len=99, cache=tmp_path).fingerprint
+        Corpus.from_documents([conversation(TALK)], vocabulary.with_chat(one), seq_len=99, cache=tmp_path).fingerprint
         for one in (CHATML, LLAMA)
     }
     assert len(made) == 2
@@ -312,8 +312,8 @@ def test_formats_make_the_batch_that_one_would_make_by_hand(with_template, tmp_p
     vocabulary, theirs = with_template(CHATML)
     record, _ = FORMATS[kind]
     path = json_lines(tmp_path / "a.jsonl", [record, {"prompt": "rose", "completion": " red"}])
-    corpus = Corpus.made(documents([path]), vocabulary, seq_len=100)
-    batch = collated([corpus[0], corpus[1]])
+    corpus = Corpus.from_documents(documents([path]), vocabulary, seq_len=100)
+    batch = collate([corpus[0], corpus[1]])
     asked = theirs.apply_chat_template(ASKED[:1], add_generation_prompt=True, return_dict=False)
     said, after = (theirs(text, add_special_tokens=False)["input_ids"] for text in ("b.<|im_end|>", "\n"))
     rose, red = [0, *theirs("rose", add_special_tokens=False)["input_ids"]], vocabulary.encode([" red"])[0]
@@ -330,8 +330,8 @@ def test_formats_make_the_batch_that_one_would_make_by_hand(with_template, tmp_p
 def test_alpaca_without_a_template_has_its_own_words(folder):
     vocabulary = Vocabulary.load(folder)
     record = Columns().document({"instruction": "a?", "output": "b."}, "")
-    corpus = Corpus.made([record], vocabulary, seq_len=1000)
-    by_hand = Corpus.made(
+    corpus = Corpus.from_documents([record], vocabulary, seq_len=1000)
+    by_hand = Corpus.from_documents(
         [Document(ALPACA + "### Instruction:\na?\n\n### Response:\n", "b.")], vocabulary, seq_len=1000
     )
     assert corpus.fingerprint == by_hand.fingerprint
@@ -364,7 +364,7 @@ BAD = {
     "no object": ({"messages": ["hi"]}, "message 1: a message must be an object: found a string"),
     "a weight": ({"messages": [ASKED[0], ASKED[1] | {"weight": 0.5}]}, "message 2: weight must be 0 or 1.*0.5"),
     "a question to learn": ({"messages": [ASKED[0] | {"weight": 1}, ASKED[1]]}, "weight must be 0 or 1.* user"),
-    "two systems": ({"system": "s", "messages": TALK}, "a field for the system's message, and such a message too"),
+    "two systems": ({"system": "s", "messages": TALK}, "a system message twice"),
     "two formats": ({"messages": ASKED, "instruction": "a?", "output": "b."}, "'messages' or as 'instruction' and"),
     "a system beside strings": ({"prompt": "a?", "completion": "b.", "system": "s"}, "'system' beside a prompt"),
     "half a history": ({"instruction": "a?", "output": "b.", "history": [["a?"]]}, "must be a list of pairs"),
@@ -472,7 +472,7 @@ def test_an_answer_ends_where_the_template_says_so_in_plain_text(tmp_path, capsy
     assert main(["generate", str(tmp_path / "tuned"), "--chat", "--prompt", "the rose", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "is red\n"
     assert main(["generate", str(tmp_path / "base"), "--chat", "--prompt", "the rose"]) == 2
-    assert "--chat needs a chat template, and its tokenizer has none" in capsys.readouterr().err
+    assert "--chat needs a chat template, and the tokenizer has none" in capsys.readouterr().err
 
 
 def test_a_template_of_ones_own_is_used_and_exported(tmp_path):

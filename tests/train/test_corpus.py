@@ -1,4 +1,4 @@
-"""Every text is read, cut without losing a token, and kept, but not believed blindly; bad data is named by its line."""
+"""Every text is read, cut without losing a token, and cached, but checked; bad data is named by its line."""
 
 import json
 import logging
@@ -17,8 +17,8 @@ from macrobatch._cut.padding import IGNORED
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.train import documents as reading
-from macrobatch.train.cache import cache_folder, kept
-from macrobatch.train.corpus import Corpus, Document, collated, documents
+from macrobatch.train.cache import cache_folder, cached
+from macrobatch.train.corpus import Corpus, Document, collate, documents
 from macrobatch.train.vocabulary import Vocabulary
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -28,7 +28,7 @@ POEM = "the rose is red,\nthe violet's blue,\nthe honey's sweet,\nand so are you
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary.trained([Document(POEM)], size=270)
+    return Vocabulary.train([Document(POEM)], size=270)
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -160,7 +160,7 @@ BAD_FILES = [
     ("a.txt", b"caf\xe9", "a.txt: not UTF-8; found the byte 0xe9 at position 3. Convert it"),
     ("a.txt", "", "nothing to train on in .*a.txt"),
     ("folder/a.txt", b"caf\xe9", "a.txt: not UTF-8"),
-    ("folder/a.bin", b"\0", "no text in the folder .*found 1 file, no text"),
+    ("folder/a.bin", b"\0", "the folder .* has no text, only 1 file of other formats"),
     ("folder/.hidden", "x", "the folder .* holds no file"),
 ]
 
@@ -184,10 +184,10 @@ def test_a_field_that_was_asked_for_is_not_replaced(tmp_path):
     [
         ("missing.txt", "there is no file or folder '.*missing.txt'"),
         ("pipe", "neither a file nor a folder"),
-        ("a.zip", "a.zip is of a kind that is not read here. Unpack"),
-        ("a.tar.gz", "of a kind that is not read here"),
-        ("a.parquet.gz", "of a kind that is not read here"),
-        ("a.xlsx", "of a kind that is not read here.* to_json"),
+        ("a.zip", "a.zip has a format that is not supported. Unpack"),
+        ("a.tar.gz", "a format that is not supported"),
+        ("a.parquet.gz", "a format that is not supported"),
+        ("a.xlsx", "a format that is not supported.* to_json"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused(tmp_path, name, message):
@@ -325,7 +325,7 @@ mixed = st.lists(st.builds(Document, words) | pairs, min_size=1, max_size=6)
 @quickly
 @given(texts=st.lists(words, min_size=1, max_size=5), seq_len=st.integers(2, 20))
 def test_every_token_but_the_first_is_predicted_once(vocabulary, texts, seq_len):
-    corpus = Corpus.made([Document(text) for text in texts], vocabulary, seq_len=seq_len)
+    corpus = Corpus.from_documents([Document(text) for text in texts], vocabulary, seq_len=seq_len)
     predicted = [token for sample in corpus for token in sample["labels"][1:].tolist()]
     whole = [[*vocabulary.start, *ids, vocabulary.end] for ids in vocabulary.encode(texts)]
     assert predicted == [token for ids in whole for token in ids[1:]]
@@ -336,7 +336,7 @@ def test_every_token_but_the_first_is_predicted_once(vocabulary, texts, seq_len)
 @given(drawn=mixed, seq_len=st.integers(2, 40))
 def test_samples_have_the_lengths_they_say(vocabulary, drawn, seq_len):
     try:
-        corpus = Corpus.made(drawn, vocabulary, seq_len=seq_len)
+        corpus = Corpus.from_documents(drawn, vocabulary, seq_len=seq_len)
     except BatchError:
         assert all(document.text + (document.completion or "") == "" for document in drawn)
         return
@@ -353,7 +353,7 @@ def test_only_completions_are_learnt_and_as_much_of_them_as_fits(vocabulary, doc
     completion.append(vocabulary.end)
     if not prompt and len(completion) == 1:
         return
-    corpus = Corpus.made([document], vocabulary, seq_len=seq_len)
+    corpus = Corpus.from_documents([document], vocabulary, seq_len=seq_len)
     (sample,) = corpus
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
     learnt = [label for label in labels if label != IGNORED]
@@ -371,29 +371,29 @@ def test_only_completions_are_learnt_and_as_much_of_them_as_fits(vocabulary, doc
 def test_what_begins_every_text_stays_before_a_prompt_that_is_cut(vocabulary, monkeypatch):
     monkeypatch.setattr(vocabulary, "start", [vocabulary.end])
     prompt, completion = vocabulary.encode(["rose red blue", "sweet"])
-    corpus = Corpus.made([Document("rose red blue", "sweet")], vocabulary, seq_len=len(completion) + 4)
+    corpus = Corpus.from_documents([Document("rose red blue", "sweet")], vocabulary, seq_len=len(completion) + 4)
     assert corpus[0]["input_ids"].tolist() == [vocabulary.end, *prompt[-2:], *completion, vocabulary.end]
 
 
 def test_truncated_pairs_are_told(vocabulary, caplog):
-    Corpus.made([Document("the rose is red", "the violet"), Document("a", "b")], vocabulary, seq_len=6)
+    Corpus.from_documents([Document("the rose is red", "the violet"), Document("a", "b")], vocabulary, seq_len=6)
     assert "1 of 2 prompts and completions are longer than 6 tokens" in caplog.text
 
 
 def test_documents_without_a_token_are_an_error(vocabulary):
-    with pytest.raises(BatchError, match="1 documents made no token to predict"):
-        Corpus.made([Document("", "")], vocabulary, seq_len=8)
+    with pytest.raises(BatchError, match="1 documents contain no token to predict"):
+        Corpus.from_documents([Document("", "")], vocabulary, seq_len=8)
 
 
 @pytest.mark.parametrize("seq_len", [1, 0, True, 8.0])
 def test_a_length_that_makes_no_sense_is_refused(vocabulary, seq_len):
     with pytest.raises(UsageError, match="seq_len must be"):
-        Corpus.made([Document("a")], vocabulary, seq_len=seq_len)
+        Corpus.from_documents([Document("a")], vocabulary, seq_len=seq_len)
 
 
 def test_the_fingerprint_changes_with_the_samples_only(vocabulary):
     def fingerprint(*documents: Document, seq_len: int = 16) -> str:
-        return Corpus.made(documents, vocabulary, seq_len=seq_len).fingerprint
+        return Corpus.from_documents(documents, vocabulary, seq_len=seq_len).fingerprint
 
     a, b = Document("the rose"), Document("is red")
     assert fingerprint(a, b) == fingerprint(Document("the rose", None, "elsewhere"), b)
@@ -411,7 +411,9 @@ def test_the_fingerprint_changes_with_the_samples_only(vocabulary):
 @quickly
 @given(count=st.integers(2, 60), fraction=st.floats(0, 0.99), seed=st.integers(0, 99), pieces=st.integers(1, 3))
 def test_a_split_loses_nothing_and_keeps_documents_whole(vocabulary, count, fraction, seed, pieces):
-    corpus = Corpus.made([Document(chr(97 + i % 26) * 9 * pieces) for i in range(count)], vocabulary, seq_len=12)
+    corpus = Corpus.from_documents(
+        [Document(chr(97 + i % 26) * 9 * pieces) for i in range(count)], vocabulary, seq_len=12
+    )
     train, validation = corpus.split(fraction, seed)
     assert len(train) + len(validation) == len(corpus)
     kept_together = sorted(train.starts.tolist() + validation.starts.tolist())
@@ -428,26 +430,26 @@ def test_a_split_loses_nothing_and_keeps_documents_whole(vocabulary, count, frac
 @pytest.mark.parametrize("count", [1, 3])
 def test_of_few_long_texts_the_end_is_kept_aside(vocabulary, count):
     """Pieces from all over would stand between pieces that are trained on."""
-    corpus = Corpus.made([Document(POEM * 20)] * count, vocabulary, seq_len=16)
+    corpus = Corpus.from_documents([Document(POEM * 20)] * count, vocabulary, seq_len=16)
     train, validation = corpus.split(0.1, seed=0)
     assert len(validation) == round(0.1 * len(corpus))
     assert train.starts.tolist() + validation.starts.tolist() == corpus.starts.tolist()
 
 
 def test_splits_follow_the_seed(vocabulary):
-    corpus = Corpus.made([Document(f"{i}") for i in range(50)], vocabulary, seq_len=16)
+    corpus = Corpus.from_documents([Document(f"{i}") for i in range(50)], vocabulary, seq_len=16)
     assert len({corpus.split(0.2, seed)[1].fingerprint for seed in range(5)}) == 5
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan"), "0.1", True])
 def test_a_fraction_that_makes_no_sense_is_refused(vocabulary, fraction):
-    corpus = Corpus.made([Document("a"), Document("b")], vocabulary, seq_len=8)
+    corpus = Corpus.from_documents([Document("a"), Document("b")], vocabulary, seq_len=8)
     with pytest.raises(UsageError, match="fraction to validate on"):
         corpus.split(fraction, 0)
 
 
 def test_one_sample_cannot_be_split(vocabulary):
-    corpus = Corpus.made([Document("a")], vocabulary, seq_len=8)
+    corpus = Corpus.from_documents([Document("a")], vocabulary, seq_len=8)
     with pytest.raises(UsageError, match="1 sample cannot be split"):
         corpus.split(0.5, 0)
 
@@ -456,8 +458,8 @@ def test_one_sample_cannot_be_split(vocabulary):
 
 
 def test_collated_samples_are_filled_up_where_nothing_is_learnt(vocabulary):
-    corpus = Corpus.made([Document("the rose is red"), Document("the", " rose")], vocabulary, seq_len=32)
-    batch = collated([corpus[0], corpus[1]])
+    corpus = Corpus.from_documents([Document("the rose is red"), Document("the", " rose")], vocabulary, seq_len=32)
+    batch = collate([corpus[0], corpus[1]])
     width = max(corpus.lengths)
     for row, (sample, length) in enumerate(zip(corpus, corpus.lengths, strict=True)):
         assert batch["input_ids"][row, :length].tolist() == sample["input_ids"].tolist()
@@ -468,10 +470,10 @@ def test_collated_samples_are_filled_up_where_nothing_is_learnt(vocabulary):
 
 def test_macrostep_learns_them(vocabulary):
     documents = [Document(text) for text in ("the rose is red", "the", "violet's blue")] + [Document("the", " rose")]
-    corpus = Corpus.made(documents, vocabulary, seq_len=8)
+    corpus = Corpus.from_documents(documents, vocabulary, seq_len=8)
     model = torch.nn.Sequential(torch.nn.Embedding(vocabulary.size, 8), torch.nn.Linear(8, vocabulary.size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = MacroStep(model, optimizer, causal_lm_loss, micro=by_tokens(16), collate=collated)
+    step = MacroStep(model, optimizer, causal_lm_loss, micro=by_tokens(16), collate=collate)
     result = step([corpus[i] for i in range(len(corpus))])
     assert result.items.item() == sum(int((sample["labels"][1:] != IGNORED).sum()) for sample in corpus)
 
@@ -484,8 +486,8 @@ def never() -> bytes:
 
 
 def test_what_is_kept_is_not_made_again(tmp_path):
-    assert kept(tmp_path / "new", "a", lambda: b"content") == b"content"
-    assert kept(tmp_path / "new", "a", never) == b"content"
+    assert cached(tmp_path / "new", "a", lambda: b"content") == b"content"
+    assert cached(tmp_path / "new", "a", never) == b"content"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a"]
 
 
@@ -503,31 +505,31 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_made_again(tmp_path, damage, caplog):
-    kept(tmp_path, "a", lambda: b"content")
+    cached(tmp_path, "a", lambda: b"content")
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "a").write_bytes(damage(whole))
-    assert kept(tmp_path, "a", lambda: b"content") == b"content"
-    assert "made again" in caplog.text
+    assert cached(tmp_path, "a", lambda: b"content") == b"content"
+    assert "computed again" in caplog.text
     assert (tmp_path / "a").read_bytes() == whole
 
 
 def test_a_file_under_another_name_is_not_believed(tmp_path):
-    kept(tmp_path, "a", lambda: b"of a")
+    cached(tmp_path, "a", lambda: b"of a")
     (tmp_path / "a").rename(tmp_path / "b")
-    assert kept(tmp_path, "b", lambda: b"of b") == b"of b"
+    assert cached(tmp_path, "b", lambda: b"of b") == b"of b"
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path, caplog):
     written(tmp_path / "file", "not a folder")
-    assert kept(tmp_path / "file", "a", lambda: b"content") == b"content"
-    assert "cannot be kept" in caplog.text
+    assert cached(tmp_path / "file", "a", lambda: b"content") == b"content"
+    assert "cannot be written" in caplog.text
 
 
 def test_a_full_disk_costs_only_time_and_leaves_nothing(tmp_path):
     program = (
-        "import resource, signal, sys, pathlib; from macrobatch.train.cache import kept\n"
+        "import resource, signal, sys, pathlib; from macrobatch.train.cache import cached\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "assert len(kept(pathlib.Path(sys.argv[1]), 'a', lambda: bytes(5000))) == 5000"
+        "assert len(cached(pathlib.Path(sys.argv[1]), 'a', lambda: bytes(5000))) == 5000"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
     assert list(tmp_path.iterdir()) == []
@@ -535,14 +537,14 @@ def test_a_full_disk_costs_only_time_and_leaves_nothing(tmp_path):
 
 def test_what_failed_is_not_kept(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        kept(tmp_path, "a", lambda: bytes(1 // 0))
+        cached(tmp_path, "a", lambda: bytes(1 // 0))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_others_left_overs_are_swept_when_they_are_old(tmp_path):
     old, new = written(tmp_path / "a.1.partial", "x"), written(tmp_path / "a.2.partial", "x")
     os.utime(old, (1, 1))
-    kept(tmp_path, "b", lambda: b"")
+    cached(tmp_path, "b", lambda: b"")
     assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "b"]
 
 
@@ -559,9 +561,9 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 def test_a_kept_corpus_is_the_made_one(vocabulary, tmp_path, caplog):
     drawn = [Document(POEM), Document("the rose is red", "the violet is blue"), Document("x", "")]
-    made = Corpus.made(drawn, vocabulary, seq_len=9)
+    made = Corpus.from_documents(drawn, vocabulary, seq_len=9)
     for _ in range(2):
-        again = Corpus.made(drawn, vocabulary, seq_len=9, cache=tmp_path)
+        again = Corpus.from_documents(drawn, vocabulary, seq_len=9, cache=tmp_path)
         assert again.fingerprint == made.fingerprint
         assert again.truncated == made.truncated == 1
         assert again.parents.tolist() == made.parents.tolist()
@@ -570,8 +572,8 @@ def test_a_kept_corpus_is_the_made_one(vocabulary, tmp_path, caplog):
 
 
 def test_a_corpus_is_kept_for_what_it_was_made_of(vocabulary, tmp_path):
-    only_bytes = Vocabulary.trained([Document(POEM)], size=257)
-    Corpus.made([Document("the rose")], vocabulary, seq_len=9, cache=tmp_path)
+    only_bytes = Vocabulary.train([Document(POEM)], size=257)
+    Corpus.from_documents([Document("the rose")], vocabulary, seq_len=9, cache=tmp_path)
     for texts_in, words_in, seq_len in (
         ([Document("the rose")], vocabulary, 3),
         ([Document("the rose")], only_bytes, 9),
@@ -580,8 +582,8 @@ def test_a_corpus_is_kept_for_what_it_was_made_of(vocabulary, tmp_path):
         ([Document("the rose", "")], vocabulary, 9),
         ([Document("the"), Document(" rose")], vocabulary, 9),
     ):
-        kept_one = Corpus.made(texts_in, words_in, seq_len=seq_len, cache=tmp_path)
-        assert kept_one.fingerprint == Corpus.made(texts_in, words_in, seq_len=seq_len).fingerprint
+        kept_one = Corpus.from_documents(texts_in, words_in, seq_len=seq_len, cache=tmp_path)
+        assert kept_one.fingerprint == Corpus.from_documents(texts_in, words_in, seq_len=seq_len).fingerprint
 
 
 PREPARE = """
@@ -596,8 +598,8 @@ for _ in range(3):
         os.close(ready)
         os.read(waiting, 1)  # until all are
         texts = documents([data], cache=cache)
-        vocabulary = Vocabulary.trained(texts, 300, cache)
-        print(Corpus.made(texts, vocabulary, seq_len=32, cache=cache).fingerprint)
+        vocabulary = Vocabulary.train(texts, 300, cache)
+        print(Corpus.from_documents(texts, vocabulary, seq_len=32, cache=cache).fingerprint)
         sys.exit()
 os.close(ready)
 sys.exit(sum(os.wait()[1] for _ in range(3)) != 0)
@@ -606,13 +608,13 @@ sys.exit(sum(os.wait()[1] for _ in range(3)) != 0)
 
 def test_several_processes_prepare_at_once(tmp_path):
     data, cache = written(tmp_path / "poem.txt", POEM * 50), tmp_path / "cache"
-    vocabulary = Vocabulary.trained(documents([data]), 300, cache)
+    vocabulary = Vocabulary.train(documents([data]), 300, cache)
     (damaged,) = cache.iterdir()
     damaged.write_bytes(damaged.read_bytes()[:-7])
     command = [sys.executable, "-c", PREPARE, str(data), str(cache)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    expected = Corpus.made(documents([data]), vocabulary, seq_len=32).fingerprint
+    expected = Corpus.from_documents(documents([data]), vocabulary, seq_len=32).fingerprint
     assert done.stdout.replace("\n", "") == expected * 3  # lines of several processes may run together
     assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == ["corpus", "vocabulary"]
 
@@ -620,13 +622,13 @@ def test_several_processes_prepare_at_once(tmp_path):
 def test_nothing_is_said_where_nothing_is_wrong(vocabulary, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(2):
-        Corpus.made([Document(POEM)], vocabulary, seq_len=9, cache=tmp_path)
+        Corpus.from_documents([Document(POEM)], vocabulary, seq_len=9, cache=tmp_path)
     assert caplog.text == ""
 
 
 def test_few_widths_pad_further_with_what_counts_for_nothing():
     samples = [{"input_ids": torch.arange(1, n + 1), "labels": torch.arange(1, n + 1)} for n in (17, 5)]
-    tight, wide = collated(samples), collated(samples, few_widths=True)
+    tight, wide = collate(samples), collate(samples, few_widths=True)
     assert wide["input_ids"].shape == (2, 20)
     assert all(torch.equal(wide[name][:, :17], tight[name]) for name in tight)
     assert wide["attention_mask"].sum() == 22
@@ -641,7 +643,7 @@ def test_a_binary_file_is_not_to_be_converted(tmp_path):
     for content in (picture, picture.replace(b"\0", b"")):
         path = tmp_path / "picture.dat"
         path.write_bytes(content)
-        with pytest.raises(BatchError, match="no text, but a binary file") as raised:
+        with pytest.raises(BatchError, match="a binary file, not text") as raised:
             documents([path])
         assert "iconv" not in str(raised.value)
     path.write_bytes("für Elise\n".encode("latin1") * 20)
@@ -659,8 +661,8 @@ def test_one_file_is_one_file(tmp_path, caplog):
 
 def test_what_an_earlier_version_kept_is_made_anew_without_a_word(tmp_path, caplog):
     (tmp_path / "thing").write_bytes(b"macrobatch cache 1\n" + b"0" * 64 + b"old")
-    assert bytes(kept(tmp_path, "thing", lambda: b"new")) == b"new"
+    assert bytes(cached(tmp_path, "thing", lambda: b"new")) == b"new"
     assert not caplog.text
     (tmp_path / "thing").write_bytes(b"something else")
-    assert bytes(kept(tmp_path, "thing", lambda: b"new")) == b"new"
-    assert "damaged or not ours" in caplog.text
+    assert bytes(cached(tmp_path, "thing", lambda: b"new")) == b"new"
+    assert "damaged or foreign" in caplog.text

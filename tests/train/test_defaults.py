@@ -13,7 +13,7 @@ from macrobatch.errors import UsageError
 from macrobatch.train import adapters, models
 from macrobatch.train.cutting import micro_of
 from macrobatch.train.data import Data
-from macrobatch.train.flags import loaded
+from macrobatch.train.flags import load_config
 from macrobatch.train.settings import Settings
 from macrobatch.train.world import World
 
@@ -121,7 +121,7 @@ def test_a_run_says_what_it_chose_and_shows_what_is_learnt(tmp_path, capsys):
     assert "20 of 20 fit into 256" in " ".join(said.split())
     assert ">>>" + "la " * 5 + "<|im_end|><<<" in said
     assert "<|im_start|>user\ngo<|im_end|>\n" in said
-    chosen = loaded(tmp_path / "run" / "config.toml")
+    chosen = load_config(tmp_path / "run" / "config.toml")
     assert (chosen.seq_len, chosen.precision, chosen.steps) == (256, "float32", 1)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["seq_len"] == 256
     again = ["train", "--config", str(tmp_path / "run" / "config.toml"), "--out", str(tmp_path / "again")]

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from harness.commands import arguments, json_lines, refused, sentences
 from macrobatch.cli import main
 from macrobatch.losses import causal_lm_loss
-from macrobatch.train.corpus import collated
+from macrobatch.train.corpus import collate
 from macrobatch.train.data import Data
-from macrobatch.train.flags import parsed
-from macrobatch.train.models import made
+from macrobatch.train.flags import parse_flags
+from macrobatch.train.models import make_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -58,10 +58,10 @@ def test_one_step_has_the_gradient_of_the_whole_batch(data, config, tmp_path, ki
 
 def _of_one_batch(flags, path):
     """The weights before, and the gradient of one forward over all samples, as transformers computes the balance."""
-    samples = Data.read(parsed(flags[1:])).train
-    model = made(json.loads(path.read_text()), 0).double()
+    samples = Data.read(parse_flags(flags[1:])).train
+    model = make_model(json.loads(path.read_text()), 0).double()
     model.set_experts_implementation("eager")
-    batch = collated(list(samples))
+    batch = collate(list(samples))
     rest, _ = causal_lm_loss(model, batch)
     outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     (rest + 0.001 * outputs.aux_loss).backward()

@@ -268,7 +268,7 @@ def test_an_evaluation_that_fails_later_loses_no_step(settings, plain):
 
 
 def test_two_evaluations_are_one_too_many(settings):
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="not both"):
         train(replaced(settings, evaluate="math:sqrt"), evaluate=lambda *_: {})
 
 

@@ -18,7 +18,7 @@ from macrobatch.cli import main
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train import limits
 from macrobatch.train.documents import documents
-from macrobatch.train.limits import within
+from macrobatch.train.limits import run_within_limits
 from macrobatch.train.pretrained import check_code
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -87,8 +87,8 @@ def test_attention_of_torch_may_be_named(entry):
     ("entries", "said"),
     [
         ({"num_hidden_layers": 10**9}, "1,000,000,000 layers"),
-        ({"num_attention_heads": 0}, "cannot be made of this configuration"),
-        ({"max_position_embeddings": "many"}, "cannot be made of this configuration"),
+        ({"num_attention_heads": 0}, "cannot be made from this configuration"),
+        ({"max_position_embeddings": "many"}, "cannot be made from this configuration"),
     ],
 )
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -116,10 +116,10 @@ from macrobatch.train.chat import named_template
 file, template = sys.argv[1:]
 try:
     if template:
-        chat = Vocabulary.trained(documents([file]), 300, template=named_template(template)).chat
-        [chat.marked(document) for document in documents([file])]
+        chat = Vocabulary.train(documents([file]), 300, template=named_template(template)).chat
+        [chat.render(document) for document in documents([file])]
     else:
-        list(Vocabulary.load(file).encoded(["a" * 20_000]))
+        list(Vocabulary.load(file).encode_each(["a" * 20_000]))
 except MacrobatchError as error:
     print(error, flush=True)
 os._exit(0)
@@ -175,10 +175,10 @@ def test_a_tokenizer_without_an_end(tmp_path, made):
 
 
 def test_what_ends_in_time_is_returned_and_its_error_raised():
-    assert within(lambda: "text", "it") == "text"
+    assert run_within_limits(lambda: "text", "it") == "text"
     with pytest.raises(ZeroDivisionError):
-        within(lambda: 1 // 0, "it", is_python=True)
-    assert len(within(lambda: "x" * 10**8, "it", is_python=True)) == 10**8
+        run_within_limits(lambda: 1 // 0, "it", is_python=True)
+    assert len(run_within_limits(lambda: "x" * 10**8, "it", is_python=True)) == 10**8
 
 
 PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -218,7 +218,7 @@ def test_deep_json_in_a_run(tmp_path, run, capsys):
     assert main(["report", str(copy)]) == 0
     (copy / "run.json").write_text(deep)
     assert main(["report", str(copy)]) == 0  # of what there is
-    refused(["train", "--resume", "--out", str(copy)], capsys, "does not tell the settings of a run")
+    refused(["train", "--resume", "--out", str(copy)], capsys, "has no settings of a run")
 
 
 def test_one_record_in_a_json_file(tmp_path):

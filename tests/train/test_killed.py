@@ -372,7 +372,7 @@ def test_two_processes_in_one_folder(command, settings, undisturbed):
         for pid in started.pids:
             os.kill(pid, signal.SIGCONT)
     for one in said:
-        assert f"a run is going on in {run} (process {started.pids[0]})" in one
+        assert f"another process trains in {run} (process {started.pids[0]})" in one
     assert started.wait() == [0], started.output
     same(run, undisturbed(1))
 
@@ -412,7 +412,7 @@ def spoiled(run: Path, step: int) -> Path:
 def test_a_damaged_checkpoint_is_passed_over(command, settings, copied, undisturbed):
     file = spoiled(copied, 9)
     output = command.run(*settings, "--out", copied, "--resume")
-    assert f"passed over. {file} is damaged" in output
+    assert f"skipped. {file} is damaged" in output
     same(copied, undisturbed(1))
 
 
@@ -445,7 +445,7 @@ def test_a_foreign_checkpoint(command, settings, copied, undisturbed):
     foreign.mkdir()
     (foreign / "pytorch_model.bin").write_bytes(b"\x80\x04not to be unpickled.")
     output = command.run(*settings, "--out", copied, "--resume")
-    assert f"passed over. {foreign} is not a checkpoint" in output
+    assert f"skipped. {foreign} is not a checkpoint" in output
     same_but_names(copied, undisturbed(1))
 
 
@@ -505,7 +505,7 @@ def test_a_hostile_checkpoint_is_passed_over(command, settings, copied, undistur
     HOSTILE[name](copied / "checkpoints" / "step-00000009")
     (copied / "checkpoints" / "step-00000015.partial-0011aabb").mkdir()
     output = command.run(*settings, "--out", copied, "--resume")
-    assert output.count("A checkpoint is passed over. ") == 1, output
+    assert output.count("A checkpoint is skipped. ") == 1, output
     assert "Traceback" not in output
     same(copied, undisturbed(1))
 

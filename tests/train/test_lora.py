@@ -231,7 +231,9 @@ def test_another_base_is_another_run(copy, base, data, capsys, tmp_path):
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     try:
         save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-        refused(["train", "--resume", "--out", str(copy)], capsys, "another run", "the frozen weights are not the same")
+        refused(
+            ["train", "--resume", "--out", str(copy)], capsys, "other settings", "the frozen weights are not the same"
+        )
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
@@ -317,7 +319,7 @@ def changed(adapter: Path, **entries) -> Path:
     ("entries", "said"),
     [
         ({"base_model_name_or_path": None}, "does not name its base"),
-        ({"base_model_name_or_path": "nobody/nothing"}, "its base nobody/nothing is no folder here"),
+        ({"base_model_name_or_path": "nobody/nothing"}, "its base model nobody/nothing was not found"),
         ({"peft_type": "IA3"}, "an adapter of the type IA3"),
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -362,10 +364,10 @@ def test_files_of_adapters_that_are_not_read(adapter, begins, capsys, run):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--lora-rank", 4), "--lora-rank is for --lora"),
-        (("--lora-alpha", 4), "--lora-alpha is for --lora"),
-        (("--lora-dropout", 0), "--lora-dropout is for --lora"),
-        (("--lora-targets", "q_proj"), "--lora-targets is for --lora"),
+        (("--lora-rank", 4), "--lora-rank needs --lora"),
+        (("--lora-alpha", 4), "--lora-alpha needs --lora"),
+        (("--lora-dropout", 0), "--lora-dropout needs --lora"),
+        (("--lora-targets", "q_proj"), "--lora-targets needs --lora"),
         (("--lora", "--lora-rank", 0), "--lora-rank must be at least 1"),
         (("--lora", "--lora-dropout", 1), "--lora-dropout must be between 0 and"),
         (
@@ -397,7 +399,7 @@ def test_experts_are_no_linear_layers(begins, data, capsys, tmp_path):
 
 
 def test_an_adapter_has_its_rank(begins, run, capsys):
-    refused(begins(*LORA, model=run / "adapter"), capsys, "--lora-rank", "has its own")
+    refused(begins(*LORA, model=run / "adapter"), capsys, "--lora-rank", "with its own configuration")
 
 
 def test_named_layers_only(begins, tmp_path):

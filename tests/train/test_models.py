@@ -91,7 +91,7 @@ def test_a_tokenizer_of_another_model_is_noticed(model, begins, capsys, other_to
     assert main(begins(model, "--tokenizer", other_tokenizer)) == 0
     said = capsys.readouterr().err
     assert "seems to be that of another model" in said
-    assert "of its 300 tokens are other ones there" in said
+    assert "of its 300 tokens differ there" in said
     same = shutil.copytree(model, tmp_path / "same")
     assert main(begins(model, "--tokenizer", same, "--out", tmp_path / "again")) == 0
     assert "seems to be" not in capsys.readouterr().err
@@ -120,9 +120,9 @@ def test_an_encoder_is_not_causal(begins, capsys, tmp_path, run, has_weights):
     if has_weights:
         BertLMHeadModel(BertConfig(**BERT)).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(BERT))
-    refused(begins(folder), capsys, "BertLMHeadModel is no causal model", "is_decoder")
+    refused(begins(folder), capsys, "BertLMHeadModel is not causal as configured", "is_decoder")
     if has_weights:
-        said = refused(["generate", str(folder)], capsys, "BertLMHeadModel is no causal model")
+        said = refused(["generate", str(folder)], capsys, "BertLMHeadModel is not causal as configured")
         assert "--model" not in said
     (folder / "config.json").write_text(json.dumps(BERT | {"is_decoder": True}))
     assert main(begins(folder)) == 0
@@ -144,7 +144,9 @@ def test_the_table_says_where_the_weights_are_from(model, begins, capsys, tmp_pa
 
 
 def test_a_model_that_is_not_on_the_hub_is_not_a_missing_tokenizer(begins, capsys):
-    refused(begins("nobody/nothing"), capsys, "--model nobody/nothing: this is no size", "no model on the hub")
+    refused(
+        begins("nobody/nothing"), capsys, "--model nobody/nothing: this is neither a size", "nor a model on the hub"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- a run is a model
@@ -309,7 +311,7 @@ def test_code_that_is_not_needed_is_told_once_and_not_exported(model, begins, ca
     assert main(begins(model)) == 0
     said = capsys.readouterr().err
     assert said.count("is not executed") == 1
-    assert f"{model} holds code (mine.py)" in said
+    assert f"{model} contains code (mine.py)" in said
     exported = tmp_path / "out" / "model"
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in json.loads((exported / name).read_text())

@@ -20,10 +20,10 @@ from macrobatch._cut.samples import samples_of
 from macrobatch.errors import FitError, UsageError
 from macrobatch.losses import causal_lm_loss
 from macrobatch.train import varlen
-from macrobatch.train.corpus import Sample, collated
-from macrobatch.train.flags import parsed
+from macrobatch.train.corpus import Sample, collate
+from macrobatch.train.flags import parse_flags
 from macrobatch.train.models import _widen_norms
-from macrobatch.train.packing import Packer, bounded, inputs_for, mask_for, masked
+from macrobatch.train.packing import Packer, add_bounds, add_mask, inputs_for, mask_for
 from macrobatch.train.suitable import states_of
 from macrobatch.train.trainer import train
 
@@ -91,11 +91,11 @@ def test_packed_losses_and_gradients_are_those_of_the_samples_alone(kind, attent
     given = samples(9, 3, 14, 2, 7, 5, 1, 11)
     losses, gradients = [], []
     for packer in (None, Packer(14), Packer(16, whole=True)):
-        batch = collated(given) if packer is None else masked(packer(given), dtypes[attention])
+        batch = collate(given) if packer is None else add_mask(packer(given), dtypes[attention])
         loss, items = causal_lm_loss(model, batch)
         losses.append((loss.item(), items.item()))
         gradients.append(dict(zip(range(99), torch.autograd.grad(loss, list(model.parameters())), strict=False)))
-    alone = [causal_lm_loss(model, collated([sample])) for sample in given]
+    alone = [causal_lm_loss(model, collate([sample])) for sample in given]
     by_hand = sum((loss * items).item() for loss, items in alone) / sum(items.item() for _, items in alone)
     for (loss, items), gradient in zip(losses, gradients, strict=True):
         assert loss == pytest.approx(by_hand, rel=tolerance)
@@ -108,12 +108,12 @@ def test_a_window_of_packed_rows_is_that_of_the_samples(micro):
     weights = []
 
     def packed_loss(model, batch):
-        return causal_lm_loss(model, masked(batch))
+        return causal_lm_loss(model, add_mask(batch))
 
-    ways = ((1, collated, causal_lm_loss), (PackedRows(micro, width=14), Packer(14), packed_loss))
-    for policy, collate, loss in ways:
+    ways = ((1, collate, causal_lm_loss), (PackedRows(micro, width=14), Packer(14), packed_loss))
+    for policy, layout, loss in ways:
         model = model_of("llama").double()
-        step = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro=policy, collate=collate)
+        step = MacroStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro=policy, collate=layout)
         for seed in range(2):
             step(samples(9, 3, 14, 2, 7, 5, 1, 11, 4, 4, 6)[seed:])
         weights.append({name: p.detach() for name, p in model.named_parameters()})
@@ -153,10 +153,10 @@ def kernels(monkeypatch):
 def test_kernels_that_know_the_bounds_compute_the_same(kind):
     model = model_of(kind).double()
     inputs = inputs_for(model, Packer(14), CPU, None)
-    assert inputs is bounded
+    assert inputs is add_bounds
     given = samples(9, 3, 14, 2, 7, 5, 1, 11)
     found = []
-    for batch in (collated(given), bounded(Packer(14)(given)), masked(Packer(14)(given))):
+    for batch in (collate(given), add_bounds(Packer(14)(given)), add_mask(Packer(14)(given))):
         loss, _ = causal_lm_loss(model, batch)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         found.append((loss.item(), dict(enumerate(gradients))))
@@ -169,7 +169,7 @@ def test_kernels_that_know_the_bounds_compute_the_same(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_under_autocast(kind):
     """Where queries and keys may come in float32, and values in bfloat16."""
-    assert inputs_for(model_of(kind), Packer(14), CPU, torch.bfloat16) is bounded
+    assert inputs_for(model_of(kind), Packer(14), CPU, torch.bfloat16) is add_bounds
 
 
 @pytest.mark.usefixtures("kernels")
@@ -183,7 +183,7 @@ def test_otherwise_there_is_a_mask(why, monkeypatch):
     model.train()
     before = torch.get_rng_state()
     inputs = inputs_for(model, Packer(14, whole=why == "few shapes"), CPU, None)
-    assert inputs is not bounded
+    assert inputs is not add_bounds
     assert model.config._attn_implementation == "sdpa"
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
@@ -193,7 +193,7 @@ def test_otherwise_there_is_a_mask(why, monkeypatch):
 @pytest.mark.usefixtures("kernels")
 def test_a_model_is_saved_with_its_usual_attention(tmp_path):
     model = model_of("llama")
-    assert inputs_for(model, Packer(14), CPU, None) is bounded
+    assert inputs_for(model, Packer(14), CPU, None) is add_bounds
     model.save_pretrained(tmp_path)
     assert varlen.NAME not in (tmp_path / "config.json").read_text()
 
@@ -212,7 +212,7 @@ def test_a_sliding_window_is_refused_where_it_is_shorter_than_a_row(width):
     if width <= 24:
         mask_for(model, Packer(width), CPU)
     else:
-        with pytest.raises(UsageError, match="looks back over a limited number"):
+        with pytest.raises(UsageError, match="attends to a limited number"):
             mask_for(model, Packer(width), CPU)
 
 
@@ -285,7 +285,7 @@ class Deaf(nn.Module):
 
 
 def test_a_model_that_ignores_the_mask_is_refused():
-    with pytest.raises(UsageError, match="computes something else"):
+    with pytest.raises(UsageError, match="gives another result"):
         mask_for(Deaf(), Packer(12), CPU)
 
 
@@ -304,7 +304,7 @@ def run(data, out, *more: str) -> list[dict]:
     """The lines of a run's metrics."""
     flags = ["--model", "tiny", "--data", str(data), "--steps", "6", "--seq-len", "48", "--precision", "float64"]
     flags += ["--vocabulary-size", "300", "--sample-tokens", "0", "--out", str(out)]
-    assert train(parsed([*flags, *more])) == 0
+    assert train(parse_flags([*flags, *more])) == 0
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -335,8 +335,8 @@ def little_memory(monkeypatch):
 @pytest.mark.parametrize("more", [(), ("--pack",)])
 def test_layers_are_computed_again_where_a_sample_does_not_fit(data, tmp_path, little_memory, caplog, more):
     found = run(data, tmp_path / "auto", "--micro", "auto", "--checkpoint-activations", "auto", *more)
-    assert "each layer is computed again in the backward, for otherwise not even one sample fits" in caplog.text
-    assert caplog.text.count("computed again") == 1
+    assert "recomputed in the backward from now on, because otherwise not even one sample fits" in caplog.text
+    assert caplog.text.count("recomputed") == 1
     assert {row["micro_batches"] for row in found} == {1}  # the sizes that did not fit before are forgotten
     kept = run(data, tmp_path / "yes", "--checkpoint-activations", "yes", *more)
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in kept], rel=1e-10)

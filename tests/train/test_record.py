@@ -232,7 +232,7 @@ def test_a_log_file_gets_a_line_now_and_then(tmp_path):
 def test_what_was_derived_is_printed_as_it_is(tmp_path):
     log = io.StringIO()
     with Recorder(tmp_path, total_steps=1, resume_step=None, console=Console(file=log, width=100)) as recorder:
-        recorder.derived({"parameters": "2,345,678", "data": "[/tmp/a folder]"})
+        recorder.show_derived({"parameters": "2,345,678", "data": "[/tmp/a folder]"})
         recorder.say("[bold] stays")
     assert "parameters  2,345,678" in log.getvalue()
     assert "[/tmp/a folder]" in log.getvalue()
@@ -242,7 +242,7 @@ def test_what_was_derived_is_printed_as_it_is(tmp_path):
 def test_nothing_that_is_printed_commands_the_terminal(tmp_path):
     log = io.StringIO()
     with Recorder(tmp_path, total_steps=1, resume_step=None, console=Console(file=log, width=100)) as recorder:
-        recorder.derived({"model": "a\x1b]0;title\x07b"})
+        recorder.show_derived({"model": "a\x1b]0;title\x07b"})
         recorder.say("c\x1b[2Jd\te\nf")
     assert "\x1b" not in log.getvalue()
     assert "c\\x1b[2Jd" in log.getvalue()
@@ -337,7 +337,7 @@ def output_of(terminal):
 
 def test_other_ranks_leave_nothing(tmp_path, capsys):
     with Silent() as recorder:
-        recorder.derived({"a": "b"})
+        recorder.show_derived({"a": "b"})
         recorder.step(row(1))
         recorder.validation(1, {"loss": 1.0})
         recorder.flush()

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macrobatch.errors import UsageError
-from macrobatch.train.charts import Scale, smoothed, thinned
-from macrobatch.train.events import numbers_in
-from macrobatch.train.report import written
+from macrobatch.train.charts import Scale, moving_average, thinned_points
+from macrobatch.train.record import numbers_in
+from macrobatch.train.report import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SECONDS = 60  # that a browser may take to answer
@@ -80,7 +80,7 @@ class Text(HTMLParser):
 
 
 def text_of(folder):
-    return " ".join(" ".join(Text(written(folder).read_text()).text).split())
+    return " ".join(" ".join(Text(write_report(folder).read_text()).text).split())
 
 
 # ------------------------------------------------------------------------------------------------------ what it says
@@ -173,19 +173,21 @@ def test_memory_does_not_fall_where_a_run_was_resumed(tmp_path):
     for row, size in zip(rows, (500, 600, 300, 400), strict=True):
         row["memory_bytes"] = size * 2**20
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = written(folder).read_text().partition('id="data">')[2].partition("</script>")[0]
+    data = write_report(folder).read_text().partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(data)[-1]["lines"][0]["points"] == [[1, 500], [2, 600], [3, 600], [4, 600]]
 
 
-@pytest.mark.parametrize(("out", "said"), [("gone/x.html", "no folder"), ("", "is a folder"), ("notes.txt", "lost")])
+@pytest.mark.parametrize(
+    ("out", "said"), [("gone/x.html", "no folder"), ("", "is a folder"), ("notes.txt", "not overwritten")]
+)
 def test_where_a_report_cannot_go(tmp_path, out, said):
     folder = a_run(tmp_path / "run")
     (tmp_path / "notes.txt").write_text("mine")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match=said):
-        written(folder, out=tmp_path / out)
+        write_report(folder, out=tmp_path / out)
     with pytest.raises(UsageError, match="there is no folder"):
-        written(tmp_path / "nowhere")
+        write_report(tmp_path / "nowhere")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -195,17 +197,17 @@ def test_numbers_of_ones_own(tmp_path):
     own, plain = a_run(tmp_path / "own"), a_run(tmp_path / "plain")
     rows = [{"step": step, "loss": 5.0, "perplexity": 148.4, "<i>accuracy": step / 256} for step in (0, 64)]
     (own / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = written(own).read_text()
+    page = write_report(own).read_text()
     assert "&lt;i&gt;accuracy</span><b>0.25</b><small>of the validation at step 64" in page
     assert "<i>accuracy" not in page
-    both = written(own, plain).read_text()
+    both = write_report(own, plain).read_text()
     assert "<th>&lt;i&gt;accuracy</th><td>0.25</td><td>-</td>" in both
 
 
 def test_several_runs_in_one_report(tmp_path):
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "<other>", steps=60)
     with_facts(other, settings={"lr": 0.002, "model": {"layers": 4}, "data": ["/a/very/long/path" * 20]})
-    path = written(one, other)
+    path = write_report(one, other)
     assert path == tmp_path / "report.html"
     text = " ".join(" ".join(Text(path.read_text()).text).split())
     assert "one · <other>" in text
@@ -213,14 +215,14 @@ def test_several_runs_in_one_report(tmp_path):
     assert "--lr 0.001 0.002" in text
     assert "model.layers" not in text  # it is the same
     assert "<other>" not in path.read_text()
-    assert written(one, other, out=tmp_path / "x.html") == tmp_path / "x.html"
+    assert write_report(one, other, out=tmp_path / "x.html") == tmp_path / "x.html"
 
 
 def test_settings_do_not_hide_the_numbers_of_the_same_name(tmp_path):
     runs = [
         with_facts(a_run(tmp_path / str(n), steps=n), settings={"steps": set_}) for n, set_ in ((80, None), (60, 60))
     ]
-    text = " ".join(" ".join(Text(written(*runs).read_text()).text).split())
+    text = " ".join(" ".join(Text(write_report(*runs).read_text()).text).split())
     assert "80 60 steps 80 60 " in text  # after the names of the runs
     assert "--steps default 60" in text
 
@@ -232,12 +234,12 @@ def test_settings_without_effect_are_no_difference(tmp_path):
     for run in runs[1:]:
         with_facts(run, unused=["vocabulary_size"])
         assert "vocabulary_size" not in text_of(run).partition("All settings")[0]
-    assert "vocabulary-size" not in " ".join(Text(written(*runs).read_text()).text)
+    assert "vocabulary-size" not in " ".join(Text(write_report(*runs).read_text()).text)
 
 
 def test_a_folder_without_steps_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no steps of a run"):
-        written(tmp_path)
+        write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -245,7 +247,7 @@ def test_settings_cannot_become_a_part_of_the_page(tmp_path):
     folder = a_run(tmp_path / "<b>run")
     attack = "</td><script>throw 1</script>&amp;"
     (folder / "run.json").write_text(json.dumps({"settings": {attack: attack}}))
-    page = written(folder).read_text()
+    page = write_report(folder).read_text()
     assert "<script>throw" not in page
     assert "<b>run" not in page
     assert attack in " ".join(Text(page).text)
@@ -253,7 +255,7 @@ def test_settings_cannot_become_a_part_of_the_page(tmp_path):
 
 def test_the_same_run_has_the_same_report(tmp_path):
     folder = a_run(tmp_path / "run")
-    assert written(folder).read_bytes() == written(folder).read_bytes()
+    assert write_report(folder).read_bytes() == write_report(folder).read_bytes()
     assert sorted(path.name for path in folder.iterdir()) == [
         "metrics.jsonl",
         "report.html",
@@ -263,7 +265,7 @@ def test_the_same_run_has_the_same_report(tmp_path):
 
 
 def test_a_long_run_has_a_small_report(tmp_path):
-    assert written(a_run(tmp_path / "run", steps=20_000)).stat().st_size < 500_000
+    assert write_report(a_run(tmp_path / "run", steps=20_000)).stat().st_size < 500_000
 
 
 # ------------------------------------------------------------------------------------------------------ charts
@@ -274,7 +276,7 @@ NUMBERS = st.floats(-1e6, 1e6, allow_subnormal=False)
 @given(st.lists(NUMBERS, min_size=30, max_size=200), st.integers(4, 30))
 def test_thinning_keeps_peaks_and_ends(numbers, most):
     points = list(enumerate(numbers))
-    kept = thinned(points, most)
+    kept = thinned_points(points, most)
     assert kept == sorted(set(kept) & set(points))
     assert {points[0], points[-1]} <= set(kept)
     assert len(kept) <= most + 4
@@ -284,7 +286,7 @@ def test_thinning_keeps_peaks_and_ends(numbers, most):
 
 @given(st.lists(NUMBERS, min_size=60, max_size=300))
 def test_smoothing_stays_between_the_extremes(numbers):
-    points = smoothed(list(enumerate(numbers)))
+    points = moving_average(list(enumerate(numbers)))
     assert [step for step, _ in points] == list(range(len(numbers)))
     slack = 1e-6 * max(map(abs, numbers)) + 1e-9
     assert all(min(numbers) - slack <= value <= max(numbers) + slack for _, value in points)
@@ -294,7 +296,7 @@ def test_the_last_number_alone_does_not_bend_a_smooth_line():
     """At the beginning it does: there a loss falls steeply."""
     numbers = [5.0] * 120
     numbers[0], numbers[-1] = 9.0, 1.0
-    heights = [value for _, value in smoothed(list(enumerate(numbers)))]
+    heights = [value for _, value in moving_average(list(enumerate(numbers)))]
     assert heights[0] == 9
     assert 3.5 < heights[-1] < 5
 
@@ -442,7 +444,7 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def page(browser, tmp_path):
     browser.size(1200, 900)
-    report = written(a_run(tmp_path / "run"))
+    report = write_report(a_run(tmp_path / "run"))
     browser.open(report.as_uri())
     return report
 
@@ -475,7 +477,7 @@ def test_a_single_validation_can_be_seen(browser, tmp_path):
     folder = a_run(tmp_path / "run")
     (folder / "validation.jsonl").write_text('{"step": 120, "loss": 5.0}\n')
     browser.size(1200, 900)
-    browser.open(written(folder).as_uri())
+    browser.open(write_report(folder).as_uri())
     dots = browser.value(
         """[...document.querySelectorAll(".first .dots.validation")].map((dot) => [
             getComputedStyle(dot).strokeWidth, getComputedStyle(dot).strokeLinecap, dot.getAttribute("d"),

@@ -185,13 +185,13 @@ def test_a_text_in_parts_makes_the_samples_of_the_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text(text)
     monkeypatch.setattr(sources, "BLOCK", 100)
-    vocabulary = Vocabulary.trained([Document(text)], size=300)
+    vocabulary = Vocabulary.train([Document(text)], size=300)
     found = documents([path, path])
     assert len(found) == 2
     assert len(list(found)) > 20
-    assert Vocabulary.trained(documents([path]), size=300).fingerprint == vocabulary.fingerprint
-    corpus = Corpus.made(found, vocabulary, seq_len=32)
-    whole = Corpus.made([Document(text), Document(text)], vocabulary, seq_len=32)
+    assert Vocabulary.train(documents([path]), size=300).fingerprint == vocabulary.fingerprint
+    corpus = Corpus.from_documents(found, vocabulary, seq_len=32)
+    whole = Corpus.from_documents([Document(text), Document(text)], vocabulary, seq_len=32)
     assert corpus.fingerprint == whole.fingerprint
     assert corpus.parents.tolist() == whole.parents.tolist()
 
@@ -206,10 +206,10 @@ def test_a_place_that_is_not_utf_8_is_found_in_a_long_text(tmp_path, monkeypatch
 def test_data_that_changes_while_it_is_read_is_not_believed(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": "the rose"}]))
     found = documents([tmp_path / "a.jsonl"])
-    vocabulary = Vocabulary.trained(found, 257)
+    vocabulary = Vocabulary.train(found, 257)
     (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": "the nose"}]))
     with pytest.raises(BatchError, match="has changed while it was read"):
-        Corpus.made(found, vocabulary, seq_len=8, cache=tmp_path / "cache")
+        Corpus.from_documents(found, vocabulary, seq_len=8, cache=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -217,11 +217,11 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
     path: Path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines([{"text": "rose"}] * 4))
     said: list[str] = []
-    vocabulary = Vocabulary.trained([Document("rose")], 257)
-    Corpus.made(documents([path], say=said.append), vocabulary, seq_len=8)
+    vocabulary = Vocabulary.train([Document("rose")], 257)
+    Corpus.from_documents(documents([path], say=said.append), vocabulary, seq_len=8)
     assert said == [], "it was quick"
     monkeypatch.setattr(reading, "_SILENT", 0.0)
-    Corpus.made(documents([path], say=said.append), vocabulary, seq_len=8)
+    Corpus.from_documents(documents([path], say=said.append), vocabulary, seq_len=8)
     assert "read 3 documents" in said
     assert "encoded 3 documents, 75% of the text" in said
 

@@ -50,7 +50,7 @@ def test_a_mixture_takes_its_shares_and_no_sample_twice_before_all_others(sizes,
         assert abs(count - total * weight / sum(weights)) < 1
     seen = Counter()
     for epoch in range(3):
-        drawn = mixture.drawn(epoch, seed)
+        drawn = mixture.draw(epoch, seed)
         counted = Counter(drawn)
         assert [sum(counted[sample] for sample in part) for part in members] == mixture.counts
         seen.update(drawn)
@@ -195,11 +195,11 @@ def test_the_state_is_plain_numbers():
         ({}, "not what a stream's state_dict returned"),
         ({"epoch": 0, "position": 1.0, "seed": 0, "num_samples": 3}, "not what a stream's state_dict returned"),
         ({"epoch": 0, "position": True, "seed": 0, "num_samples": 3}, "not what a stream's state_dict returned"),
-        ({"epoch": 0, "position": 4, "seed": 0, "num_samples": 3}, "stands outside of its 3 samples"),
-        ({"epoch": -1, "position": 0, "seed": 0, "num_samples": 3}, "stands outside of its 3 samples"),
-        ({"epoch": 0, "position": -1, "seed": 0, "num_samples": 3}, "stands outside of its 3 samples"),
-        ({"epoch": 0, "position": 0, "seed": 1, "num_samples": 3}, "has seed 1, this one 0"),
-        ({"epoch": 0, "position": 0, "seed": 0, "num_samples": 4}, "has num_samples 4, this one 3"),
+        ({"epoch": 0, "position": 4, "seed": 0, "num_samples": 3}, "past the end of the 3 samples"),
+        ({"epoch": -1, "position": 0, "seed": 0, "num_samples": 3}, "past the end of the 3 samples"),
+        ({"epoch": 0, "position": -1, "seed": 0, "num_samples": 3}, "past the end of the 3 samples"),
+        ({"epoch": 0, "position": 0, "seed": 1, "num_samples": 3}, "has seed 1, this run 0"),
+        ({"epoch": 0, "position": 0, "seed": 0, "num_samples": 4}, "has num_samples 4, this run 3"),
     ],
 )
 def test_a_state_of_something_else_is_refused_and_changes_nothing(state, message):
@@ -214,8 +214,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(state, message
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Give one of them"),
-        ({"batch_size": 2, "batch_tokens": 2}, "Give one of them"),
+        ({}, "not both: got"),
+        ({"batch_size": 2, "batch_tokens": 2}, "not both: got"),
         ({"batch_size": 0}, "batch_size must be a whole number, 1 or more: got 0"),
         ({"batch_size": True}, "batch_size must be"),
         ({"batch_size": 2.0}, "batch_size must be"),

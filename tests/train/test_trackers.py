@@ -16,7 +16,7 @@ import pytest
 from harness.commands import arguments, losses, metrics, refused
 from macrobatch.cli import main
 from macrobatch.train import Settings, trackers, train
-from macrobatch.train.trackers import KINDS, Tracked, Trackers, open_trackers
+from macrobatch.train.trackers import KINDS, TrackedRun, Trackers, open_trackers
 
 pytestmark = pytest.mark.usefixtures("own_cache", "_offline")
 LIBRARIES = ("wandb", "mlflow", "trackio")
@@ -159,7 +159,7 @@ def test_tensorboard_has_the_settings_and_the_end(run):
 def test_a_resumed_run_goes_on_where_it_was(run, tmp_path):
     """Also where another run of that name began elsewhere."""
     copy = Path(shutil.copytree(run, tmp_path / run.name))
-    open_trackers(["trackio"], Tracked(folder=made(tmp_path / "elsewhere" / run.name))).close("finished")
+    open_trackers(["trackio"], TrackedRun(folder=made(tmp_path / "elsewhere" / run.name))).close("finished")
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     assert main(["train", "--resume", "--out", str(copy)]) == 0
     assert ids_of(copy) == ids_of(run)
@@ -183,7 +183,7 @@ def made(folder: Path) -> Path:
 @pytest.mark.parametrize(("state", "code", "status"), [("interrupted", 130, "KILLED"), ("failed", 1, "FAILED")])
 def test_how_a_run_has_ended(tmp_path, state, code, status):
     folder = made(tmp_path / "ended")
-    open_trackers(LIBRARIES, Tracked(folder=folder, config={"lr": 1.0})).close(state)
+    open_trackers(LIBRARIES, TrackedRun(folder=folder, config={"lr": 1.0})).close(state)
     assert in_wandb(folder)[2] == [code]
     assert in_mlflow(folder)[2] == status
     assert in_trackio(folder)[2] == [state]
@@ -271,7 +271,7 @@ def test_one_that_cannot_be_opened(data, tmp_path, monkeypatch, capsys, caplog):
     as_kind(monkeypatch, ConnectionError("no route"))
     out = tmp_path / "run"
     command = arguments(data, out, "--track", "wandb", "--steps", 2, "--validation", 0)
-    refused(command, capsys, "--track wandb: W could not be opened: no route. Log in.", "left nothing behind")
+    refused(command, capsys, "--track wandb: W could not be opened: no route. Log in.", "No run was started")
     assert not out.exists()
     assert main(arguments(data, out, "--steps", 2, "--validation", 0, "--track", "none")) == 0
     assert main(["train", "--resume", "--out", str(out), "--steps", "3", "--track", "wandb"]) == 0
@@ -307,12 +307,14 @@ def test_mlflow_without_a_database(data, tmp_path, capsys, monkeypatch):
 def test_none_at_all(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path / "run", "--track", "none", "--steps", 1)) == 0
     assert not (tmp_path / "run" / "tensorboard").exists()
-    refused(arguments(data, tmp_path / "both", "--track", "none", "wandb"), capsys, "--track none stands alone")
+    refused(
+        arguments(data, tmp_path / "both", "--track", "none", "wandb"), capsys, "--track none excludes other trackers"
+    )
 
 
 def test_a_server_of_mlflow_that_is_gone_holds_nothing_up(tmp_path, monkeypatch, caplog):
     """The run takes its steps while the library tries again; then there is one warning."""
-    tracker = open_trackers(["mlflow"], Tracked(folder=made(tmp_path / "run")))
+    tracker = open_trackers(["mlflow"], TrackedRun(folder=made(tmp_path / "run")))
     released = threading.Event()
 
     def unreachable(*_: object, **__: object) -> None:
@@ -351,8 +353,8 @@ WITHOUT_A_LOGIN = """
 import sys
 import threading
 from pathlib import Path
-from macrobatch.train.trackers import Tracked, open_trackers
-open_trackers(["wandb"], Tracked(folder=Path(sys.argv[1])))
+from macrobatch.train.trackers import TrackedRun, open_trackers
+open_trackers(["wandb"], TrackedRun(folder=Path(sys.argv[1])))
 """
 
 

@@ -351,7 +351,7 @@ def test_the_run_stops_when_validations_get_no_better(overfitting, tmp_path, cap
 
 def test_few_samples_to_validate_on_are_told(data, tmp_path, caplog):
     assert main(arguments(data, tmp_path / "run", "--steps", 1)) == 0
-    assert "the validation has only 4 samples: its loss says little" in caplog.text
+    assert "the validation has only 4 samples: its loss is unreliable" in caplog.text
 
 
 def test_the_last_line_has_the_last_numbers(data, tmp_path, capsys):
@@ -416,7 +416,7 @@ def test_a_run_does_not_get_shorter(copy, capsys, taken):
         shutil.rmtree(copy / "checkpoints" / "step-00000006")
     for steps in (5, 3):
         said = refused(["train", "--resume", "--out", str(copy), "--steps", str(steps)], capsys, f"--steps {steps}")
-        assert "has 6 steps and cannot be made shorter" in said
+        assert "has 6 steps and cannot be shortened" in said
         assert "extended" not in said
 
 
@@ -430,7 +430,7 @@ def test_checkpoints_that_are_gone(copy, capsys, is_empty):
     if is_empty:
         (copy / "checkpoints").mkdir()
     before = files(copy)
-    refused(["train", "--resume", "--out", str(copy)], capsys, "holds none", "mounted")
+    refused(["train", "--resume", "--out", str(copy)], capsys, "has lost its checkpoints", "mounted")
     assert files(copy) == before
 
 
@@ -453,7 +453,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(data, run, copy, tmp_path, c
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     foreign = shutil.copytree(other / "checkpoints" / "step-00000009", copy / "checkpoints" / "step-00000009")
     assert main(["train", "--resume", "--out", str(copy)]) == 0
-    assert f"passed over. {foreign} belongs to another run" in capsys.readouterr().err
+    assert f"skipped. {foreign} belongs to another run" in capsys.readouterr().err
     assert losses(copy) == losses(run)
 
 
@@ -482,12 +482,12 @@ def test_other_micro_batches_are_the_same_run(copy):
 @pytest.mark.parametrize(
     ("flags", "differs"),
     [
-        (["--seed", "1"], "run: seed was 0, now 1. "),
+        (["--seed", "1"], "settings: seed was 0, now 1. "),
         (["--batch-size", "25"], "batch-size was 24, now 25"),
-        (["--lr", "1"], "run: lr was 0.005, now 1. "),
-        (["--schedule", "linear"], "run: schedule was cosine, now linear. "),
-        (["--beta2", "0.5", "--lr", "2"], "run: lr was 0.005, now 2; beta2 was 0.95, now 0.5. "),
-        (["--batch-ramp", "3"], "run: batch-ramp was 0, now 3. "),
+        (["--lr", "1"], "settings: lr was 0.005, now 1. "),
+        (["--schedule", "linear"], "settings: schedule was cosine, now linear. "),
+        (["--beta2", "0.5", "--lr", "2"], "settings: lr was 0.005, now 2; beta2 was 0.95, now 0.5. "),
+        (["--batch-ramp", "3"], "settings: batch-ramp was 0, now 3. "),
         (["--seq-len", "32"], "data is not the same"),
         (["--precision", "bf16"], "precision was float32, now bf16"),
         (["--vocabulary-size", "290"], "vocabulary is not the same"),
@@ -498,7 +498,7 @@ def test_resuming_another_run_is_refused(copy, capsys, flags, differs):
     before = files(copy)
     assert main(["train", "--resume", "--out", str(copy), *flags]) == 2
     said = capsys.readouterr().err
-    assert f"{copy} is another run: " in said
+    assert f"{copy} was run with other settings: " in said
     assert differs in said
     assert files(copy) == before
 
@@ -547,7 +547,7 @@ def test_no_such_data(tmp_path, capsys):
         (("--model", "nobody/nothing"), "--model nobody/nothing: "),
         (("--tokenizer", "./nowhere.json"), "nowhere.json"),
         (("--out", "data.jsonl"), "is a file"),
-        (("--parallel", "fsdp"), "there is one"),
+        (("--parallel", "fsdp"), "there is only one"),
         (("--micro", "many"), "--micro must be"),
         (("--steps", "0"), "--steps must be at least 1"),
         (("--warmup", "5", "--data", "nowhere"), "--warmup 5 is longer than the run of 4 steps"),
@@ -592,7 +592,7 @@ def test_a_folder_that_holds_something_else(data, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     for more in ([], ["--resume"]):
-        refused([*arguments(data, tmp_path / "run"), *more], capsys, "it holds thesis.tex")
+        refused([*arguments(data, tmp_path / "run"), *more], capsys, "it contains thesis.tex")
     assert files(tmp_path / "run") == {"thesis.tex": b"years of work"}
 
 

@@ -26,7 +26,7 @@ TEXTS = [Document(POEM * 3), Document("roses", " are red")]
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary.trained(TEXTS, size=300)
+    return Vocabulary.train(TEXTS, size=300)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_texts_are_encoded_alike_alone_and_together(vocabulary, texts, at_once):
     alone = [vocabulary.encode([text])[0] for text in texts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_AT_ONCE", at_once)
-        assert list(vocabulary.encoded(iter(texts))) == alone
+        assert list(vocabulary.encode_each(iter(texts))) == alone
 
 
 def test_the_same_text_whatever_else_was_asked_for(vocabulary):
@@ -104,7 +104,7 @@ def test_blocks_make_one_list_of_ids(vocabulary, monkeypatch):
 
 
 def test_prompts_and_completions_are_trained_on_too():
-    assert Vocabulary.trained([Document("", "zyzzyva " * 9)], 300).encode([" zyzzyva"])[0].__len__() == 1
+    assert Vocabulary.train([Document("", "zyzzyva " * 9)], 300).encode([" zyzzyva"])[0].__len__() == 1
 
 
 def test_of_very_much_text_some_is_enough(monkeypatch):
@@ -120,7 +120,7 @@ from macrobatch.train.vocabulary import Vocabulary
 for threads in ("1", "4"):
     if os.fork() == 0:
         os.environ["RAYON_NUM_THREADS"] = threads
-        print(Vocabulary.trained(documents(sys.argv[1:]), 400).fingerprint)
+        print(Vocabulary.train(documents(sys.argv[1:]), 400).fingerprint)
         sys.exit()
     os.wait()
 """
@@ -129,7 +129,7 @@ for threads in ("1", "4"):
 def test_the_same_texts_make_the_same_vocabulary_in_every_process(tmp_path):
     # Many words that are equally frequent: which of them are merged first must not follow from a table's order.
     (tmp_path / "a.txt").write_text(" ".join(f"{a}{b}{c}" for a in "abcdef" for b in "ghijkl" for c in "mnopqr") * 2)
-    here = Vocabulary.trained(documents([tmp_path / "a.txt"]), 400)
+    here = Vocabulary.train(documents([tmp_path / "a.txt"]), 400)
     assert here.size == 400
     command = [sys.executable, "-c", TRAIN, str(tmp_path / "a.txt")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -138,24 +138,24 @@ def test_the_same_texts_make_the_same_vocabulary_in_every_process(tmp_path):
 
 def test_a_kept_vocabulary_is_the_trained_one(vocabulary, tmp_path):
     for _ in range(2):
-        assert Vocabulary.trained(TEXTS, 300, tmp_path).fingerprint == vocabulary.fingerprint
+        assert Vocabulary.train(TEXTS, 300, tmp_path).fingerprint == vocabulary.fingerprint
     assert len(list(tmp_path.iterdir())) == 1
-    assert Vocabulary.trained(TEXTS, 280, tmp_path).size == 280
-    assert Vocabulary.trained(TEXTS[:1], 300, tmp_path).fingerprint != vocabulary.fingerprint
+    assert Vocabulary.train(TEXTS, 280, tmp_path).size == 280
+    assert Vocabulary.train(TEXTS[:1], 300, tmp_path).fingerprint != vocabulary.fingerprint
 
 
 def test_a_kept_vocabulary_that_was_damaged_is_trained_again(vocabulary, tmp_path, caplog):
-    Vocabulary.trained(TEXTS, 300, tmp_path)
+    Vocabulary.train(TEXTS, 300, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes().replace(b'"rose"', b'"nose"').replace(b"the", b"teh"))
-    assert Vocabulary.trained(TEXTS, 300, tmp_path).fingerprint == vocabulary.fingerprint
-    assert "made again" in caplog.text
+    assert Vocabulary.train(TEXTS, 300, tmp_path).fingerprint == vocabulary.fingerprint
+    assert "computed again" in caplog.text
 
 
 @pytest.mark.parametrize("size", [256, 0, -1, True, 300.0])
 def test_a_size_that_makes_no_sense_is_refused(size):
     with pytest.raises(UsageError, match="at least 257 ids"):
-        Vocabulary.trained([Document(POEM)], size)
+        Vocabulary.train([Document(POEM)], size)
 
 
 def test_half_a_character_is_refused(vocabulary):
@@ -269,7 +269,7 @@ def test_a_word_without_an_end_does_not_stall(alphabet):
     """Its merges would take time by the square of its length."""
     draw = random.Random(0)
     endless = "".join(draw.choice(alphabet) for _ in range(250_000))
-    vocabulary = Vocabulary.trained([Document(endless), Document("to be or not to be " * 50)], size=400)
+    vocabulary = Vocabulary.train([Document(endless), Document("to be or not to be " * 50)], size=400)
     (ids,) = vocabulary.encode([endless])
     assert vocabulary.decode(ids) == endless
 
@@ -282,5 +282,5 @@ def test_long_words_change_nothing_for_others():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     options = {"vocab_size": 300, "min_frequency": 2, "special_tokens": [END], "show_progress": False}
     plain.train_from_iterator(texts, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
-    vocabulary = Vocabulary.trained([Document(text) for text in texts], size=300)
+    vocabulary = Vocabulary.train([Document(text) for text in texts], size=300)
     assert vocabulary.encode(texts) == [plain.encode(text).ids for text in texts]

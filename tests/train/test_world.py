@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 
 from macrobatch.errors import BackendError
 from macrobatch.train.settings import Settings
-from macrobatch.train.world import agree_on_space, joined
+from macrobatch.train.world import agree_on_space, join_ranks
 
 RANKS = 3
 SOON = timedelta(seconds=20)
@@ -51,7 +51,7 @@ def test_what_a_launcher_left_in_the_environment_is_no_launch(monkeypatch, left)
         monkeypatch.delenv(name, raising=False)
     for name in left:
         monkeypatch.setenv(name, "1")
-    with joined(Settings(device="cpu")) as world:
+    with join_ranks(Settings(device="cpu")) as world:
         assert (world.rank, world.size) == (0, 1)
 
 

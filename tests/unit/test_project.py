@@ -188,3 +188,33 @@ def test_the_slowest_files_have_their_reasons():
     assert set(list(measured["files"])[:10]) <= set(durations.REASONS), "say why in tests/durations.py"
     named = {name.partition("::")[0] for kind in measured.values() for name in kind} | set(durations.REASONS)
     assert sorted(file for file in named if not (ROOT / file).exists()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+IRREGULAR = "begun built chosen done drawn found given gone held kept known left made meant said seen shown taken told"
+PARTICIPLE = rf"(?!need|feed|seed|speed|embed)[a-z]+ed|written|{'|'.join(IRREGULAR.split())}"
+NAMELESS = re.compile(rf"_*(not_)?({PARTICIPLE})(_(after|at|by|for|from|in|of|on|to|with)(_\w+)?)?")
+NAMED_SO_ELSEWHERE = {"cached"}  # like functools.cached_property
+
+
+def nameless(source: str) -> list[str]:
+    """The functions whose names are past participles, which say neither what they do nor what they return."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = [node.name for node in nodes if not any("property" in ast.unparse(d) for d in node.decorator_list)]
+    return [name for name in names if NAMELESS.fullmatch(name) and name not in NAMED_SO_ELSEWHERE]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src/macrobatch/train").glob("*.py")), ids=lambda path: path.stem)
+def test_a_function_has_the_name_of_what_it_does_or_returns(path):
+    assert nameless(path.read_text()) == []
+
+
+@pytest.mark.parametrize("name", ["made", "_kept", "written", "_not_made", "_handled_by", "held_at_last"])
+def test_a_name_that_is_a_participle_is_seen(name):
+    assert nameless(f"class A:\n def {name}(self): ...") == [name]
+
+
+@pytest.mark.parametrize("name", ["make", "load_merged", "named_template", "is_packed", "known_ids", "seed"])
+def test_a_name_that_is_none_is_left_alone(name):
+    assert nameless(f"def {name}(): ...") == []

@@ -62,7 +62,8 @@ ROOMS["auditing"] = {"errors", "_torch", "_loss", "_ranks", "_io", "_engine", "_
 ROOMS["cli"] = CORE | {"train", "verify", "demo", "auditing", "__init__"}
 ROOMS["__init__"] = CORE | FACES | {"verify", "verification", "auditing"}
 ROOMS["__main__"] = {"cli"}
-TRAIN = {"transformers", "tokenizers", "safetensors", "peft", "rich", "yaml", "datasets", "wandb", "mlflow", "trackio"}
+TRAIN = {"transformers", "tokenizers", "safetensors", "peft", "rich", "yaml", "jinja2", "psutil", "datasets"}
+TRAIN |= {"wandb", "mlflow", "trackio"}
 EXTRAS = {name: {name} for name in ("accelerate", "transformers", "lightning")} | {"train": TRAIN}
 EXTRAS["auditing"] = {"pytest"}  # its plugin, which pytest imports
 

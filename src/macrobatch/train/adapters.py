@@ -31,34 +31,16 @@ NAME = "default"  # the name that peft gives to the only adapter
 PREFIX = "base_model.model."  # prefix of the names in files that peft reads
 OWN = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of the adapter's tensors in the model
 
-# The entries of an adapter's configuration that have an effect here. An entry in neither this tuple nor WITHOUT_EFFECT
+# The entries of an adapter's configuration that have an effect here. An entry in neither this list nor WITHOUT_EFFECT
 # must be empty, or have its value in PLAIN.
-USED = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "fan_in_fan_out",
-)
+USED = [
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out",
+]  # fmt: skip
 WITHOUT_EFFECT = {
-    "peft_type",
-    "task_type",
-    "base_model_name_or_path",
-    "inference_mode",
-    "revision",
-    "auto_mapping",
-    "peft_version",
-    "init_lora_weights",  # only for new adapters
-    "megatron_core",  # only used with megatron_config
-    "qalora_group_size",  # only used with use_qalora
-    "runtime_config",
-}
+    "peft_type", "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version",
+    "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config",
+}  # for new adapters only, or with other entries that are refused  # fmt: skip
 PLAIN: dict[str, Any] = {"bias": "none"}
 KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # initializations that do not change the frozen weights
 
@@ -66,15 +48,17 @@ KEEPS_BASE = (None, True, False, "gaussian", "orthogonal")  # initializations th
 def check(settings: Settings, origin: Origin) -> None:
     """Refuse settings that are wrong, as far as that is known before any weights are read."""
     if origin.adapter is not None:
-        config_in(origin.adapter, origin.said)
+        config_in(origin.adapter, origin.label)
         named = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout")
         if given := [name for name in named if getattr(settings, name) not in (None, ())]:
-            raise UsageError(f"{flag_of(given[0])}: {origin.said} is an adapter, which has its own. Leave it out.")
+            raise UsageError(
+                f"{flag_of(given[0])}: {origin.label} is an adapter with its own configuration. Leave this flag out."
+            )
     if not settings.lora:
         return
     if not origin.has_weights:
         raise UsageError(
-            f"--lora trains adapters of existing weights, and {origin.said} makes new ones. Name a folder with "
+            f"--lora needs existing weights, and {origin.label} has none. Name a folder with "
             "weights, the folder of a run, or a model on the hub."
         )
     _peft()
@@ -94,7 +78,7 @@ def _peft() -> Any:
 def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: Origin) -> None:
     """Add the adapter to train, a new one or the one that `origin` names, and freeze the rest of the model."""
     if origin.adapter is not None:
-        _load(model, origin.adapter, origin.said)
+        _load(model, origin.adapter, origin.label)
         return
     rank = settings.lora_rank or RANK
     config = _peft().LoraConfig(
@@ -106,14 +90,14 @@ def add(model: nn.Module, blocks: list[nn.Module], settings: Settings, origin: O
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        _inject(model, config, origin.said, " Name other layers with --lora-targets.")
+        _inject(model, config, origin.label, " Name other layers with --lora-targets.")
 
 
 def merge(model: nn.Module, folder: Path, said: str) -> None:
     """Add the adapter in a folder to the weights of its model, so that the model is a plain one."""
     trained = [p for p in model.parameters() if p.requires_grad]
     _load(model, folder, said)
-    for name, layer in list(_adapted(model)):
+    for name, layer in list(_adapted_layers(model)):
         layer.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
@@ -150,7 +134,7 @@ def _load(model: nn.Module, folder: Path, said: str) -> None:
     if others := sorted(saved.keys() - own.keys()):
         raise UsageError(f"{said}: {others[0]} in {ADAPTER_WEIGHTS} is not in the model with this adapter.")
     if missing := sorted(own.keys() - saved.keys()):
-        raise UsageError(f"{said}: its weights lack {len(missing)} tensors, {missing[0]} for one.")
+        raise UsageError(f"{said}: its weights lack {len(missing)} tensors, for example {missing[0]}.")
     for name, parameter in own.items():
         if saved[name].shape != parameter.shape:
             raise UsageError(
@@ -169,7 +153,7 @@ def _inject(model: nn.Module, config: Any, said: str, hint: str = "") -> None:
             peft.inject_adapter_in_model(config, model, adapter_name=NAME)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             raise UsageError(f"{said}: the adapter cannot be added to the model: {reason(error)}{hint}") from error
-    for name, layer in _adapted(model):
+    for name, layer in _adapted_layers(model):
         if not isinstance(layer, peft.tuners.lora.Linear):
             raise UsageError(
                 f"{said}: the adapter cannot be added to the model: peft would put it beside {name}, which is no "
@@ -210,7 +194,9 @@ def _require_untied(model: nn.Module, target: str, layer: nn.Module) -> None:
     others = [name for name, p in model.named_parameters() if p is layer.weight]
     if others and others[0].removesuffix(".weight").rpartition(".")[2] != target.rpartition(".")[2]:
         name = others[0].removesuffix(".weight").rpartition(".")[2]
-        raise UsageError(f"--lora-targets: {target!r} shares its weights with {name}: merged, both would change.")
+        raise UsageError(
+            f"--lora-targets: {target!r} shares its weights with {name}, so merging the adapter would change both."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ while training
@@ -221,7 +207,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def described(model: nn.Module) -> dict[str, Any] | None:
+def adapter_summary(model: nn.Module) -> dict[str, Any] | None:
     """The adapter that a run trains, as JSON, for the identity of the run; None if there is no adapter."""
     if not is_adapted(model):
         return None
@@ -284,10 +270,10 @@ def _of_linear_layers(model: nn.Module) -> list[nn.Parameter]:
 # ----------------------------------------------------------------------------------------------------------- exporting
 
 
-def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the plain model, computed from all weights of the adapted one, e.g. after gathering all shards."""
     own = {name: tensor for name, tensor in weights.items() if not OWN.search(name)}
-    for name, layer in _adapted(model):
+    for name, layer in _adapted_layers(model):
         for part in [part for part in own if part.startswith(f"{name}.base_layer.")]:
             own[part.replace(f"{name}.base_layer.", f"{name}.")] = own.pop(part)
         a, b = (weights[f"{name}.lora_{letter}.{NAME}.weight"] for letter in "AB")
@@ -312,7 +298,7 @@ def write(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Pa
         config.base_model_name_or_path, config.inference_mode = before
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that have an adapter, with their names."""
     layers = model.named_modules() if is_adapted(model) else ()
     return ((name, layer) for name, layer in layers if NAME in getattr(layer, "lora_A", ()))

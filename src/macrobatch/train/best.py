@@ -15,20 +15,13 @@ class Best:
     >>> best = Best()
     >>> best.is_improved(100, 4.0), best.is_improved(200, 5.0), best.step, best.is_over(1)
     (True, False, 100, True)
-
-    Attributes:
-        name: the name of the number.
-        is_higher_better: whether the highest value is the best one. Otherwise it is the lowest.
-        step: the step of the best validation.
-        value: its value; None: there was no validation with a finite value.
-        since: the number of validations after it.
     """
 
-    name: str = "loss"
-    is_higher_better: bool = False
-    step: int = 0
-    value: float | None = None
-    since: int = 0
+    name: str = "loss"  # the name of the number
+    is_higher_better: bool = False  # whether the highest value is the best one. Otherwise it is the lowest
+    step: int = 0  # the step of the best validation
+    value: float | None = None  # its value; None: there was no validation with a finite value
+    since: int = 0  # the number of validations after it
 
     def is_improved(self, step: int, value: float) -> bool:
         """Record a validation, and return whether it is the best one so far."""

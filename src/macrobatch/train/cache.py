@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from macrobatch._io.files import replacing
 from macrobatch.errors import UsageError
@@ -33,16 +33,6 @@ _ABANDONED = 3600.0  # seconds after which a temporary file is no longer being w
 Put = Callable[[bytes], None]
 
 
-class Checksum(Protocol):
-    """A hash object of hashlib."""
-
-    def update(self, data: bytes, /) -> None:
-        """Add bytes."""
-
-    def hexdigest(self) -> str:
-        """The checksum of all bytes so far."""
-
-
 def cache_folder() -> Path | None:
     """The default folder: ``$MACROBATCH_CACHE``, or ``macrobatch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; None without
     a home.
@@ -55,25 +45,19 @@ def cache_folder() -> Path | None:
         return None
 
 
-def kept(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
+def cached(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
     """Return what `make` returns, from a file in `folder` if an earlier call has left a complete one.
 
-    Args:
-        folder: the folder of the files, which is created if needed; None: nothing is kept.
-        name: the name of the file. It must change with everything that the result depends on: see `digest`.
-        make: computes the result if there is no such file.
+    The name must change with everything that the result depends on: see `digest`.
     """
     if folder is None:
         return make()
     path = folder / name
-    found = _read(path)
-    if found is not None:
-        return found
+    if (found := _map(path)) is not None:
+        return bytes(found)
     content = make()
-    try:
-        _write(path, content)
-    except OSError as error:
-        logger.warning("%s cannot be kept, so the next run will make it again: %s", path, error.strerror or error)
+    with contextlib.suppress(OSError), _new_file(path) as file:
+        _write_view(file, name, lambda put: put(content))
     return content
 
 
@@ -91,38 +75,30 @@ def digest(parts: Iterable[str | bytes]) -> str:
     return total.hexdigest()
 
 
-def mapped(folder: Path | None, name: str, make: Callable[[Put], None]) -> memoryview:
+def cached_view(folder: Path | None, name: str, make: Callable[[Put], None]) -> memoryview:
     """A read-only view of what `make` writes, for data that should not be in memory: it is read from the disk when
     used.
 
-    Args:
-        folder: as for `kept`. If it is None or cannot be written, a temporary file is used, for this process only.
-        name: as for `kept`.
-        make: is called with a function that writes the next bytes.
+    Without a folder that can be written, it is a temporary file of this process only.
     """
     if folder is not None:
         path = folder / name
-        found = _map(path)
-        if found is not None:
+        if (found := _map(path)) is not None:
             return found
-        try:
-            _sweep(folder)
-            with replacing(path, "w+b") as file:
-                return _written(file, name, make)
-        except OSError as error:
-            logger.warning("%s cannot be kept, so the next run will make it again: %s", path, error.strerror or error)
+        with contextlib.suppress(OSError), _new_file(path) as file:
+            return _write_view(file, name, make)
     try:
         with tempfile.TemporaryFile(prefix="macrobatch-") as file:
-            return _written(file, name, make)
+            return _write_view(file, name, make)
     except OSError as error:
         raise UsageError(
-            f"there is no room for the data in {tempfile.gettempdir()}: {error.strerror or error}. Make some, or name "
-            "a folder on another disk with MACROBATCH_CACHE."
+            f"there is no space for the data in {tempfile.gettempdir()}: {error.strerror or error}. Free some, or set "
+            "MACROBATCH_CACHE to a folder on another disk."
         ) from error
 
 
-def _written(file: IO[bytes], name: str, make: Callable[[Put], None]) -> memoryview:
-    total = _begun(name)
+def _write_view(file: IO[bytes], name: str, make: Callable[[Put], None]) -> memoryview:
+    total = _new_checksum(name)
 
     def put(content: bytes) -> None:
         file.write(content)
@@ -142,58 +118,33 @@ def _view(file: IO[bytes]) -> memoryview:
 
 def _map(path: Path) -> memoryview | None:
     """A view of a file, if it exists and is complete."""
-    try:
-        with path.open("rb") as file:
-            if _is_whole(file, path.name):
-                return _view(file)
-    except OSError:
-        return None
-    if not _is_of_another_version(path):
-        logger.warning("%s is damaged or not ours: it is made again.", path)
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        head, total = file.read(_HEAD), _new_checksum(path.name)
+        while block := file.read(_BLOCK):
+            total.update(block)
+        if head == _MAGIC + total.hexdigest().encode("ascii"):
+            return _view(file)
+        kind, _, _ = head.partition(b"\n")
+        if kind == _MAGIC.strip() or not kind.startswith(_MAGIC.strip()[:-1]):  # not of another version
+            logger.warning("%s is damaged or foreign, so it is computed again.", path)
     return None
 
 
-def _is_of_another_version(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        first = file.readline(len(_MAGIC)).strip()
-        return first != _MAGIC.strip() and first.startswith(_MAGIC.strip()[:-1])
-    return False
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write. If it cannot be written, warn. Removes temporary files of processes that were killed."""
+    try:
+        for aside in path.parent.glob("*.partial"):
+            with contextlib.suppress(OSError):
+                if time.time() - aside.stat().st_mtime > _ABANDONED:
+                    aside.unlink()
+        with replacing(path, "w+b") as file:
+            yield file
+    except OSError as error:
+        logger.warning("%s cannot be written, so the next run computes it again: %s", path, error.strerror or error)
+        raise
 
 
-def _is_whole(file: IO[bytes], name: str) -> bool:
-    head, total = file.read(_HEAD), _begun(name)
-    for block in _blocks(file):
-        total.update(block)
-    return head == _MAGIC + total.hexdigest().encode("ascii")
-
-
-def _begun(name: str) -> Checksum:
+def _new_checksum(name: str) -> hashlib._Hash:
     """A checksum that includes the file's name, so that a file that was copied to another name is not used."""
     return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while block := file.read(_BLOCK):
-        yield block
-
-
-def _read(path: Path) -> bytes | None:
-    found = _map(path)
-    return None if found is None else bytes(found)
-
-
-def _write(path: Path, content: bytes) -> None:
-    _sweep(path.parent)
-    total = _begun(path.name)
-    total.update(content)
-    with replacing(path, "wb") as file:
-        file.write(_MAGIC + total.hexdigest().encode("ascii"))
-        file.write(content)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove temporary files of processes that were killed while writing."""
-    for aside in folder.glob("*.partial"):
-        with contextlib.suppress(OSError):
-            if time.time() - aside.stat().st_mtime > _ABANDONED:
-                aside.unlink()

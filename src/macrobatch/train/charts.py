@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 POINTS = 800  # at most in a line: about one per pixel of its width
 DOTS = 30  # a line with at most so many points has a dot at each
 SIZE = 1000  # width and height of a chart, in SVG units
 
 Points = list[tuple[int, float]]
+Row = Mapping[str, Any]  # a line of metrics
 
 
-def smoothed(points: Points) -> Points:
+def moving_average(points: Points) -> Points:
     """The moving average of some points; an empty list if there are too few points to smooth.
 
     The window is symmetric, so that the average does not lag when a loss falls steeply. Only at the end it keeps its
@@ -44,23 +44,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps.
-
-    Attributes:
-        title: what is drawn.
-        unit: the unit, or how to read the values.
-        lines: the lines. At least one of them has a point.
-        zero: whether the scale begins at zero.
-        may_be_log: whether the scale is logarithmic if values differ by orders of magnitude.
-        switch: whether the reader can switch to a logarithmic scale.
-    """
+    """Lines over the steps."""
 
     title: str
     unit: str
     lines: Sequence[Line]
-    zero: bool = False
-    may_be_log: bool = False
-    switch: bool = False
+    zero: bool = False  # whether the scale begins at zero
+    may_be_log: bool = False  # whether the scale is logarithmic if values differ by orders of magnitude
+    switch: bool = False  # whether the reader can switch to a logarithmic scale
 
     @property
     def steps(self) -> Scale:
@@ -86,52 +77,26 @@ class Chart:
             return None
         return Scale(min(found) / 1.05, max(found) * 1.05, log=True)
 
-    def html(self, number: int) -> str:
-        """The HTML of the chart."""
-        other = self.logarithmic
-        switch = '<label class="switch"><input type="checkbox"> log scale</label>' if other else ""
-        frames = self._frame(self.heights, "first") + (self._frame(other, "second") if other else "")
-        return (
-            f'<figure class="chart" data-chart="{number}">\n'
-            f"<figcaption><b>{html.escape(self.title)}</b> <small>{html.escape(self.unit)}</small>{switch}"
-            f"{self._legend()}</figcaption>\n{frames}</figure>\n"
-        )
-
-    def _frame(self, heights: Scale, name: str) -> str:
+    def frame(self, heights: Scale, name: str) -> dict[str, Any]:
+        """What the page draws of this chart on a scale: paths of SVG, and labels with their places."""
         steps = self.steps
-        across, up = steps.ticks(whole=True), heights.ticks()
-        grid = "".join(f"M0 {SIZE - SIZE * heights.share(tick):.1f}H{SIZE}" for tick in up)
-        lines = "".join(f'<path class="line {line.style}" d="{_path(line, steps, heights)}"/>' for line in self.lines)
-        lines += "".join(
-            f'<path class="dots {line.style}" d="{_dots(line, steps, heights)}"/>'
-            for line in self.lines
-            if len(line.points) <= DOTS
-        )
-        labels = "".join(f'<span style="bottom:{heights.share(tick):.2%}">{heights.label(tick)}</span>' for tick in up)
-        feet = "".join(
-            f'<span style="left:{steps.share(tick):.2%}">{steps.label(tick, whole=True)}</span>' for tick in across
-        )
-        return (
-            f'<div class="frame {name}"><div class="up">{labels}</div><div class="plot">'
-            f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" '
-            f'aria-label="{html.escape(self.title)} over optimizer steps">'
-            f'<path class="grid" d="{grid}"/>{lines}</svg>'
-            f'<div class="cursor" hidden></div><output class="readout" hidden></output></div>'
-            f'<small class="step">step</small><div class="across">{feet}</div></div>\n'
-        )
-
-    def _legend(self) -> str:
-        if len(self.lines) < 2:
-            return ""
-        entries = "".join(f'<li class="{line.style}">{html.escape(line.name)}</li>' for line in self.lines)
-        return f'<ul class="legend">{entries}</ul>'
+        up = heights.ticks()
+        return {
+            "name": name,
+            "title": self.title,
+            "up": [(f"{heights.share(tick):.2%}", heights.label(tick)) for tick in up],
+            "across": [(f"{steps.share(tick):.2%}", steps.label(tick, whole=True)) for tick in steps.ticks(whole=True)],
+            "grid": "".join(f"M0 {SIZE - SIZE * heights.share(tick):.1f}H{SIZE}" for tick in up),
+            "lines": [(line.style, _path(line, steps, heights)) for line in self.lines],
+            "dots": [(one.style, _dots(one, steps, heights)) for one in self.lines if len(one.points) <= DOTS],
+        }
 
     def data(self) -> dict[str, Any]:
         """The numbers that the page shows under the cursor."""
         return {
             "steps": [self.steps.low, self.steps.high],
             "lines": [
-                {"name": line.name, "points": [[step, _rounded(value)] for step, value in thinned(line.points)]}
+                {"name": line.name, "points": [[step, _round(value)] for step, value in thinned_points(line.points)]}
                 for line in self.lines
             ],
         }
@@ -200,7 +165,7 @@ class Scale:
 def _path(line: Line, steps: Scale, heights: Scale) -> str:
     points = [
         f"{SIZE * steps.share(step):.1f} {SIZE - SIZE * heights.share(value):.1f}"
-        for step, value in thinned(line.points)
+        for step, value in thinned_points(line.points)
     ]
     return "M" + "L".join(points) if points else ""
 
@@ -212,10 +177,10 @@ def _dots(line: Line, steps: Scale, heights: Scale) -> str:
     )
 
 
-def thinned(points: Points, most: int = POINTS) -> Points:
+def thinned_points(points: Points, most: int = POINTS) -> Points:
     """About `most` of these points: both ends, and the lowest and the highest point of each interval.
 
-    >>> thinned([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
+    >>> thinned_points([(1, 5.0), (2, 9.0), (3, 4.0), (4, 6.0), (5, 6.0), (6, 7.0), (7, 6.5), (8, 5.0)], most=4)
     [(1, 5.0), (2, 9.0), (3, 4.0), (6, 7.0), (8, 5.0)]
     """
     if len(points) <= most:
@@ -247,11 +212,136 @@ def short(number: float) -> str:
 def in_bytes(size: float) -> str:
     """A number of bytes.
 
-    >>> in_bytes(300 * 2**20), in_bytes(5 * 2**30)
-    ('300 MiB', '5.00 GiB')
+    >>> in_bytes(300 * 2**20), in_bytes(5.25 * 2**30)
+    ('300 MiB', '5.25 GiB')
     """
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+    power = min(int(math.log(max(size, 1), 1024)), 4)
+    return f"{size / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+# ----------------------------------------------------------------------------------------------------------- of runs
+
+
+def values(steps: Iterable[Row], name: str) -> Points:
+    """The value of a number at each step for which it is known.
+
+    >>> values([{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 2}], "loss")
+    [(1, 2.5), (3, 2.0)]
+    """
+    found = ((row["step"], row.get(name)) for row in steps)
+    return [(step, float(value)) for step, value in found if is_number(value)]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number, so that it can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def total(steps: Iterable[Row], name: str) -> float:
+    """The sum of a number over the steps for which it is known."""
+    return sum(value for _, value in values(steps, name))
+
+
+def own_numbers(validations: Iterable[Row]) -> list[str]:
+    """The names of the numbers in validations besides loss and perplexity: those of the user's own evaluation.
+
+    >>> own_numbers([{"step": 1, "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5}])
+    ['accuracy']
+    """
+    names = dict.fromkeys(name for row in validations for name in row)
+    return [name for name in names if name not in ("step", "loss", "perplexity")]
+
+
+def charts_of_run(steps: Sequence[Row], validations: Sequence[Row]) -> list[Chart]:
+    """The charts of one run."""
+    losses = values(steps, "loss")
+    smooth = moving_average(losses)
+    lines = [Line("train", losses, "train faint" if smooth else "train")]
+    if smooth:
+        lines.append(Line("train, smoothed", smooth, "train"))
+    if measured := values(validations, "loss"):
+        lines.append(Line("validation", measured, "validation"))
+    own = own_numbers(validations)
+    charts = [
+        Chart("Loss", "nats a token", lines, switch=True),
+        Chart("Terms", "the mean of each, which add up to the loss", terms(steps), switch=True),
+        Chart("Perplexity", "of the validation", [Line("perplexity", values(validations, "perplexity"), "validation")]),
+        *(Chart(name, "of the validation", [Line(name, values(validations, name), "validation")]) for name in own),
+        Chart("Gradient norm", "before clipping", [Line("norm", values(steps, "grad_norm"), "train")], may_be_log=True),
+        Chart(
+            "Throughput", "tokens a second", [Line("tokens/s", values(steps, "tokens_per_second"), "train")], zero=True
+        ),
+        Chart("Padding", "share of the tokens computed, in %", _padding(steps), zero=True),
+        Chart("Learning rate", "", [Line("lr", values(steps, "lr"), "train")], zero=True),
+        _memory(values(steps, "memory_bytes")),
+    ]
+    return _non_empty(charts)
+
+
+def terms(steps: Sequence[Row]) -> list[Line]:
+    """A line with the mean of each term, if the loss has several terms.
+
+    >>> [line.points for line in terms([{"step": 1, "losses": {"policy": 2.0, "kl": None}}])]
+    [[(1, 2.0)], []]
+    """
+    names = dict.fromkeys(name for row in steps for name in row.get("losses") or ())
+    rows = {name: [{"step": row["step"], name: (row.get("losses") or {}).get(name)} for row in steps] for name in names}
+    return [Line(name, values(rows[name], name), f"run{number % 8}") for number, name in enumerate(names)]
+
+
+def _padding(steps: Sequence[Row]) -> list[Line]:
+    def share(name: str) -> Points:
+        both = ((row["step"], row.get("tokens"), row.get(name)) for row in steps)
+        return [
+            (step, 100 * (1 - tokens / padded))
+            for step, tokens, padded in both
+            if is_number(tokens) and is_number(padded) and padded > 0
+        ]
+
+    lines = [
+        Line("in the usual order", share("padded_in_order"), "validation"),
+        Line("here", share("padded_tokens"), "train"),
+    ]
+    return [line for line in lines if line.points]
+
+
+def _memory(points: Points) -> Chart:
+    unit, name = (2**30, "GiB") if max((size for _, size in points), default=0) >= 2**30 else (2**20, "MiB")
+    peaks = accumulate((size for _, size in points), max)  # the peak of a process that resumed the run starts from 0
+    line = Line("peak", [(step, size / unit) for (step, _), size in zip(points, peaks, strict=True)], "train")
+    return Chart("Memory", f"peak so far, {name}", [line], zero=True)
+
+
+def charts_of_runs(runs: Sequence[tuple[str, Sequence[Row], Sequence[Row]]]) -> list[Chart]:
+    """The charts of several runs, each with its name, steps and validations. Each run has its own colour."""
+
+    def lines(name: str, *, smooth: bool = False) -> list[Line]:
+        every = [values(steps, name) for _, steps, _ in runs]
+        found = [moving_average(points) or points for points in every] if smooth else every
+        return [
+            Line(run, points, f"run{number}")
+            for number, ((run, _, _), points) in enumerate(zip(runs, found, strict=True))
+        ]
+
+    def validation_lines(name: str) -> list[Line]:
+        return [Line(run, values(rows, name), f"run{number}") for number, (run, _, rows) in enumerate(runs)]
+
+    own = dict.fromkeys(name for _, _, rows in runs for name in own_numbers(rows))
+    charts = [
+        Chart("Loss", "smoothed, nats a token", lines("loss", smooth=True), switch=True),
+        Chart("Validation", "nats a token", validation_lines("loss"), switch=True),
+        *(Chart(name, "of the validation", validation_lines(name)) for name in own),
+        Chart("Throughput", "smoothed, tokens a second", lines("tokens_per_second", smooth=True), zero=True),
+        Chart("Learning rate", "", lines("lr"), zero=True),
+        Chart("Gradient norm", "smoothed, before clipping", lines("grad_norm", smooth=True), may_be_log=True),
+    ]
+    return _non_empty(charts)
+
+
+def _non_empty(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts that have at least one point."""
+    return [chart for chart in charts if any(line.points for line in chart.lines)]

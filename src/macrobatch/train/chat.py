@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from macrobatch.errors import BatchError, UsageError
 from macrobatch.train.cache import digest
 from macrobatch.train.formats import ASSISTANT, Document, Message
-from macrobatch.train.limits import within
+from macrobatch.train.limits import run_within_limits
 
 STOP = "<|im_end|>"
 CHATML = (
@@ -42,28 +42,20 @@ Span = tuple[int, int]  # positions of the first character, and of the one after
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """A text of which the model learns only a part.
+class MarkedText:
+    """A text of which the model learns only a part."""
 
-    Attributes:
-        text: the whole text.
-        spans: the characters to learn.
-        needs_end: whether the text does not end with a special token after the last answer, so that the tokenizer's end
-            token is added.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
+    text: str  # the whole text
+    spans: tuple[Span, ...]  # the characters to learn
+    # whether the text does not end with a special token after the last answer, so that the tokenizer's end token
+    # is added
     needs_end: bool = False
 
 
 class ChatTemplate:
     """Writes conversations as text, in the way that a model expects.
 
-    Args:
-        tokenizer: the tokenizer that will encode the text.
-        templates: one Jinja template, or several by name, as in transformers.
-        tokens: the special tokens that a template may use, by name: ``bos_token`` and the like.
+    `templates` is one Jinja template, or several by name; `tokens` are the special tokens, such as ``bos_token``.
     """
 
     def __init__(self, tokenizer: Tokenizer, templates: str | Mapping[str, str], tokens: Mapping[str, str]) -> None:
@@ -82,7 +74,7 @@ class ChatTemplate:
         """Whether the text depends on the date."""
         return "strftime_now" in str(self.templates)
 
-    def marked(self, document: Document) -> Marked:
+    def render(self, document: Document) -> MarkedText:
         """The conversation of a document as text, with the spans to learn."""
         assert document.messages, "a conversation has a message"
         messages = [{name: v for name, v in m.items() if name != "weight"} for m in document.messages]
@@ -92,19 +84,19 @@ class ChatTemplate:
         self._check_place(document, source)
         by = self._by_marks if _MARKS.search(source) else self._by_prefixes
         what = f"{document.where}: the chat template"
-        text, spans = within(lambda: by(messages, learns, tools, document.where), what, is_python=True)
-        return Marked(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
+        text, spans = run_within_limits(lambda: by(messages, learns, tools, document.where), what, is_python=True)
+        return MarkedText(text, tuple(spans), needs_end=learns[-1] and not text.rstrip().endswith(self._special))
 
     def question(self, asked: Sequence[Message]) -> tuple[str, str]:
         """A conversation with the prompt for an answer; and the text that the template writes after an answer."""
 
-        def rendered() -> tuple[str, str]:
+        def render() -> tuple[str, str]:
             answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _STAND_IN}]
             opening = self._text(asked, None, "the prompt", asks=True)
             *_, after = self._text(answered, None, "the prompt").partition(_STAND_IN)
             return opening, after.strip()
 
-        return within(rendered, "the chat template", is_python=True)
+        return run_within_limits(render, "the chat template", is_python=True)
 
     # ------------------------------------------------------------------------------------------------------- spans
 
@@ -121,7 +113,7 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # whatever a template raises
-            raise _not_rendered(error, where) from error
+            raise _rendering_error(error, where) from error
         spans: list[Span] = [(first, last) for first, last in found[0]]
         answers = [one for one, message in zip(learns, messages, strict=True) if message["role"] == ASSISTANT]
         if all(answers):
@@ -129,7 +121,7 @@ class ChatTemplate:
         if len(spans) != len(answers):
             raise BatchError(
                 f"{where}: an assistant's message has weight 0, and the chat template marks {len(spans)} spans for "
-                f"{len(answers)} such messages: which is which cannot be told."
+                f"{len(answers)} such messages, so they cannot be matched."
             )
         return texts[0], [span for span, is_learnt in zip(spans, answers, strict=True) if is_learnt]
 
@@ -148,8 +140,8 @@ class ChatTemplate:
                     spans.append(span)
                     continue
                 raise BatchError(
-                    f"{where}: the chat template writes the beginning of this conversation otherwise when it goes on "
-                    f"(at message {number + 1}), so it cannot be told what the assistant said. {_WITH_MARKS} Or make a "
+                    f"{where}: the chat template changes the beginning of this conversation when later messages follow "
+                    f"(at message {number + 1}), so the assistant's part cannot be found. {_WITH_MARKS} Or make a "
                     "record of each answer, with messages in prompt and completion."
                 )
             turn = until[len(before) :]
@@ -158,7 +150,7 @@ class ChatTemplate:
                     f"{where}: the chat template writes nothing of what the assistant says (message {number + 1}). "
                     "Name another one with --chat-template."
                 )
-            spans.append((len(before), len(before) + self._learnt(turn)))
+            spans.append((len(before), len(before) + self._learnt_length(turn)))
         return whole, spans
 
     def _verbatim(
@@ -178,7 +170,7 @@ class ChatTemplate:
                 return len(before), len(before) + len(answer) + ending
         return None
 
-    def _learnt(self, turn: str) -> int:
+    def _learnt_length(self, turn: str) -> int:
         """How many characters of a turn to learn: not the white space after the token that ends it."""
         bare = turn.rstrip()
         return len(bare) if bare.endswith(self._special) else len(turn)
@@ -206,7 +198,7 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # whatever a template raises
-            raise _not_rendered(error, where) from error
+            raise _rendering_error(error, where) from error
         return text
 
     def _check_place(self, document: Document, source: str) -> None:
@@ -220,7 +212,7 @@ class ChatTemplate:
                 )
 
 
-def _not_rendered(error: Exception, where: str) -> BatchError:
+def _rendering_error(error: Exception, where: str) -> BatchError:
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     return BatchError(f"{where}: the chat template cannot write this conversation: {said}")
 

@@ -42,10 +42,10 @@ from macrobatch.train.storage import (
     DTYPES,
     NAMED,
     Json,
-    agreed,
-    by_the_first,
+    agree,
     flat,
     flush,
+    on_first_rank,
     rank,
     read,
     world_size,
@@ -72,11 +72,8 @@ class Checkpoints:
     >>> weight
     tensor([1., 1.])
 
-    Args:
-        folder: the folder of the checkpoints, which is created if needed.
-        keep: how many checkpoints to keep.
-        owners: names of the run. New checkpoints have the first one as owner, and checkpoints of any other owner are
-            not used. Empty: the owner is not checked.
+    New checkpoints have the first of `owners` as owner; those of any other owner are not used. Without owners,
+    nothing is checked.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, owners: Sequence[str] = ()) -> None:
@@ -96,9 +93,9 @@ class Checkpoints:
         owner = self.owners[0] if self.owners else ""
         partial: Path | None = None
         try:
-            partial = begun = by_the_first(lambda: self._begun(step))
+            partial = begun = on_first_rank(lambda: self._begin(step))
             held, files = write(partial, named)
-            path = by_the_first(lambda: self._finished(begun, manifest.contents(step, owner, facts, held, files)))
+            path = on_first_rank(lambda: self._finish(begun, manifest.contents(step, owner, facts, held, files)))
         except CheckpointError as error:
             if partial is not None and rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -112,7 +109,7 @@ class Checkpoints:
 
     def of_step(self, step: int) -> Path | None:
         """The newest checkpoint of a step, without a check of its files; None if there is none."""
-        return next((path for path in by_the_first(self._found) if _numbers(path)[0] == step), None)
+        return next((path for path in on_first_rank(self._folders) if _numbers(path)[0] == step), None)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is complete; None if there has never been one.
@@ -120,7 +117,7 @@ class Checkpoints:
         A warning names each damaged checkpoint, and the next older one is tried. If all are damaged, that is an error:
         somebody who resumes a run does not want to start again from the first step.
         """
-        candidates = by_the_first(self._found)
+        candidates = on_first_rank(self._folders)
         for path in candidates:
             if path in self._damaged:
                 continue
@@ -133,7 +130,7 @@ class Checkpoints:
         if candidates:
             raise CheckpointError(
                 f"None of the {len(candidates)} checkpoints in {self.folder} can be used. "
-                "Bring one back from a copy, or begin another run in a new folder."
+                "Restore one from a copy, or start another run in a new folder."
             )
         return None
 
@@ -141,7 +138,7 @@ class Checkpoints:
         """Treat a checkpoint as damaged: it is not used, and not removed either. `why` goes into a warning."""
         self._damaged.add(path)
         if rank() == 0:
-            warnings.warn(f"A checkpoint is passed over. {why}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"A checkpoint is skipped. {why}", RuntimeWarning, stacklevel=3)
 
     def sweep(self) -> None:
         """Remove incomplete checkpoints of killed processes. Call it only if no other process writes to the folder."""
@@ -157,7 +154,7 @@ class Checkpoints:
         """
         named = flat(tensors)
         held = self._verify(path)["tensors"]
-        agreed(_misfit(path, held, named))
+        agree(_misfit(path, held, named))
         read(path, held, named)
         return self.facts(path)
 
@@ -166,14 +163,14 @@ class Checkpoints:
         facts: Json = self._verify(path)["facts"]
         return facts
 
-    def held(self, path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    def specs(self, path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """The tensors in a checkpoint: dtype and global shape by name."""
         tensors = self._verify(path)["tensors"]
         return {name: (NAMED[one["dtype"]], torch.Size(one["shape"])) for name, one in tensors.items()}
 
     # ------------------------------------------------------------------------------------------ folders, on one rank
 
-    def _begun(self, step: int) -> Path:
+    def _begin(self, step: int) -> Path:
         """A new folder to write into. Removes incomplete checkpoints of killed processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.sweep()
@@ -181,25 +178,25 @@ class Checkpoints:
         partial.mkdir()
         return partial
 
-    def _finished(self, partial: Path, contents: Json) -> Path:
+    def _finish(self, partial: Path, contents: Json) -> Path:
         """Write the manifest, after all other files, and give the folder the name of a checkpoint."""
         with (partial / MANIFEST).open("wb") as opened:
-            opened.write(manifest.encoded(contents))
+            opened.write(manifest.to_bytes(contents))
             flush(opened)
         _flush_folder(partial)
-        path = self._unused(contents["step"])
+        path = self._new_name(contents["step"])
         partial.rename(path)
         _flush_folder(self.folder)
         return path
 
-    def _unused(self, step: int) -> Path:
+    def _new_name(self, step: int) -> Path:
         """A new name for a checkpoint of this step. Replacing an old one would leave none for a moment."""
-        times = [time for number, time in map(_numbers, self._found()) if number == step]
+        times = [time for number, time in map(_numbers, self._folders()) if number == step]
         return self.folder / (f"step-{step:08d}-{max(times) + 1}" if times else f"step-{step:08d}")
 
     def _prune(self, newest: Path, spared: int | None) -> None:
         """Remove all but the newest checkpoints. A failure to remove one is ignored."""
-        others = [path for path in self._found() if path not in self._damaged and path != newest]
+        others = [path for path in self._folders() if path not in self._damaged and path != newest]
         others = [path for path in others if _numbers(path)[0] != spared]
         with contextlib.suppress(OSError):
             for path in others[self.keep - 1 :]:
@@ -207,7 +204,7 @@ class Checkpoints:
                 path.rename(going)  # so that a half removed checkpoint does not look like a damaged one
                 shutil.rmtree(going)
 
-    def _found(self) -> list[Path]:
+    def _folders(self) -> list[Path]:
         """All folders with the name of a checkpoint, the newest first."""
         if not self.folder.is_dir():
             return []
@@ -215,8 +212,8 @@ class Checkpoints:
 
     def _what_is_left(self) -> str:
         """A sentence for the message of a failed save."""
-        found = self._found()
-        return f"The last one is {found[0]}: it is as it was." if found else "There is none before it."
+        found = self._folders()
+        return f"The last one, {found[0]}, is unchanged." if found else "There is no earlier one."
 
     # ---------------------------------------------------------------------------------------------- verifying files
 
@@ -224,10 +221,10 @@ class Checkpoints:
         """The manifest of a checkpoint, after its files were verified. Each rank verifies some of the files."""
         path = Path(path)
         if path not in self._verified:
-            said = by_the_first(lambda: self._read(path))
+            said = on_first_rank(lambda: self._read(path))
             own = sorted(said["files"])[rank() :: world_size()]
             problems = [problem for name in own if (problem := manifest.damage(path / name, said["files"][name]))]
-            agreed(" ".join(problems) or None)
+            agree(" ".join(problems) or None)
             self._verified[path] = said
         return self._verified[path]
 
@@ -247,8 +244,8 @@ def _numbers(path: Path) -> tuple[int, ...]:
 
 def _misfit(path: Path, held: Json, wanted: Mapping[str, Tensor]) -> str | None:
     """Why these tensors cannot be filled from that checkpoint: the first differences by name; None if they can."""
-    differences = [f"{name} is not there" for name in wanted if name not in held]
-    differences += [f"{name} is only there" for name in held if name not in wanted and not name.startswith(RANDOM)]
+    differences = [f"{name} is missing in it" for name in wanted if name not in held]
+    differences += [f"only it has {name}" for name in held if name not in wanted and not name.startswith(RANDOM)]
     for name, tensor in wanted.items():
         here = [DTYPES[tensor.dtype], list(tensor.shape)]
         there = [held[name]["dtype"], held[name]["shape"]] if name in held else here
@@ -282,8 +279,8 @@ def state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> dict
     Frozen parameters are left out, because nothing changes them. An optimizer without a step has no state. Save the
     options of its groups (learning rate, betas) in the facts.
     """
-    tensors = _of_model(model)
-    for name, optimizer, _, parameter in _optimized(model, optimizers):
+    tensors = _model_tensors(model)
+    for name, optimizer, _, parameter in _optimized_parameters(model, optimizers):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 _require_known_sharding(key, value.shape, parameter)
@@ -295,7 +292,7 @@ def state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> dict
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}, which is not "
                     "saved: only tensors and numbers are. Use another optimizer."
                 )
-    return tensors | _random()
+    return tensors | _random_states()
 
 
 def restore(
@@ -306,22 +303,22 @@ def restore(
     On the same number of ranks the run continues bitwise identically. A rank that did not exist before gets random
     states of its own.
     """
-    held = checkpoints.held(path)
+    held = checkpoints.specs(path)
     of_parameter: dict[str, dict[str, tuple[torch.dtype, torch.Size]]] = defaultdict(dict)
     for name, like in held.items():
         of_parameter[name.rpartition(".")[0]][name.rpartition(".")[2]] = like
-    tensors = _of_model(model)
+    tensors = _model_tensors(model)
     states: list[tuple[Optimizer, nn.Parameter, dict[str, Tensor]]] = []
-    for name, optimizer, group, parameter in _optimized(model, optimizers):
+    for name, optimizer, group, parameter in _optimized_parameters(model, optimizers):
         prefix = f"optimizer.{name}"
-        room = {key: _room(key, *like, parameter, group) for key, like in of_parameter[prefix].items()}
+        room = {key: _empty_state(key, *like, parameter, group) for key, like in of_parameter[prefix].items()}
         tensors |= {f"{prefix}.{key}": value for key, value in room.items()}
         if room:
             states.append((optimizer, parameter, room))
-    own = [name for name in _random() if name in held] or [name for name in held if name == f"{RANDOM}0.cpu"]
+    own = [name for name in _random_states() if name in held] or [name for name in held if name == f"{RANDOM}0.cpu"]
     random = {name: torch.empty(held[name][1], dtype=held[name][0]) for name in own}
     facts = checkpoints.load(path, tensors | random)
-    for optimizer in _listed(optimizers):
+    for optimizer in _as_list(optimizers):
         optimizer.state.clear()
     for optimizer, parameter, room in states:
         optimizer.state[parameter] = {
@@ -331,7 +328,7 @@ def restore(
     return facts
 
 
-def _of_model(model: nn.Module) -> dict[str, Tensor]:
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Trained weights and buffers by the names of the plain model. Tied weights are saved once, frozen ones never."""
     plain = unwrapped(model, REPLICATED)
     everything = plain.state_dict()  # call it first: here FSDP reshards what a forward left gathered
@@ -340,21 +337,23 @@ def _of_model(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{plain_name(plain, name)}": value for name, value in everything.items() if name not in others}
 
 
-def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
+def _as_list(optimizers: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
 
 
-def _optimized(
+def _optimized_parameters(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
     """Name, optimizer, group and parameter of all parameters that an optimizer updates."""
     plain = unwrapped(model, REPLICATED)
     names = {parameter: plain_name(plain, name) for name, parameter in plain.named_parameters()}
-    for optimizer in _listed(optimizers):
+    for optimizer in _as_list(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in names:
-                    raise UsageError("The optimizer holds a parameter that the model has not: make it after wrapping.")
+                    raise UsageError(
+                        "The optimizer has a parameter that the model does not have: create it after wrapping."
+                    )
                 yield names[parameter], optimizer, group, parameter
         if others := [key for key in optimizer.state if key not in names]:
             raise BackendError(
@@ -363,7 +362,9 @@ def _optimized(
             )
 
 
-def _room(key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+def _empty_state(
+    key: str, dtype: torch.dtype, shape: torch.Size, parameter: nn.Parameter, group: dict[str, Any]
+) -> Tensor:
     """An empty tensor for a part of the optimizer's state, on the device where the optimizer expects it."""
     if key == "step":  # on the host, except for optimizers that read it on the device
         on_device = group.get("fused") or group.get("capturable")
@@ -384,7 +385,7 @@ def _require_known_sharding(key: str, shape: torch.Size, parameter: nn.Parameter
         )
 
 
-def _random() -> dict[str, Tensor]:
+def _random_states() -> dict[str, Tensor]:
     """The states of this rank's random generators. The names contain the rank, because the states differ per rank."""
     states = {f"{RANDOM}{rank()}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

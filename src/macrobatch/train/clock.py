@@ -38,11 +38,7 @@ Moment = float | torch.cuda.Event
 
 
 class Lap:
-    """The time between two calls of `Clock.lap`.
-
-    Attributes:
-        seconds: the time on the host's clock, without what was measured by `Clock.aside`.
-    """
+    """The time between two calls of `Clock.lap`."""
 
     def __init__(self, seconds: float, marks: list[tuple[str, Moment]], end: Moment) -> None:
         self.seconds = seconds
@@ -81,9 +77,6 @@ class Clock:
             row = {..., "loss": result.loss.item(), "seconds": (lap := clock.lap()).seconds, "time": lap.parts()}
             with clock.aside("validation"):    # in the parts of the next lap, but not in its seconds
                 ...
-
-    Args:
-        device: the device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from macrobatch.errors import BatchError, UsageError, pip_install
-from macrobatch.train.limits import Bounded
+from macrobatch.train.limits import BoundedReader
 
 _AT_ONCE = 1 << 20  # bytes
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def open_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it. An error names a file that is damaged or cannot be read."""
     try:
         if not is_packed(path):
@@ -28,11 +28,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 yield file
             return
         with _OPENERS[path.suffix.lower()](path) as unpacked:
-            yield io.BufferedReader(Bounded(unpacked, path), _AT_ONCE)
+            yield io.BufferedReader(BoundedReader(unpacked, path), _AT_ONCE)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-        raise BatchError(f"{path} cannot be unpacked: {error}. It is damaged, or not what its name says.") from None
+        raise BatchError(
+            f"{path} cannot be unpacked: {error}. It is damaged, or its name has a wrong ending."
+        ) from None
 
 
 def is_packed(path: Path) -> bool:
@@ -92,9 +94,4 @@ class _Frames(io.RawIOBase):
         return True
 
 
-_OPENERS: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zstandard,
-}
+_OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard}

@@ -25,12 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 from macrobatch._cut.padding import IGNORED
 from macrobatch._cut.plans import rounded_up
 from macrobatch.errors import BatchError, UsageError, counted
-from macrobatch.train.cache import Put, digest, mapped
-from macrobatch.train.chat import Marked
+from macrobatch.train.cache import Put, cached_view, digest
+from macrobatch.train.chat import MarkedText
 from macrobatch.train.documents import Document, Documents, documents
 from macrobatch.train.vocabulary import Vocabulary
 
-__all__ = ["Corpus", "Document", "collated", "documents"]
+__all__ = ["Corpus", "Document", "collate", "documents"]
 
 logger = logging.getLogger("macrobatch")
 
@@ -43,33 +43,24 @@ Sample = dict[str, Tensor]
 class Corpus:
     """Samples of very different lengths.
 
-    >>> vocabulary = Vocabulary.trained([Document("to be or not to be")], size=300)
-    >>> corpus = Corpus.made([Document("to be"), Document("to be", " or not")], vocabulary, seq_len=64)
+    >>> vocabulary = Vocabulary.train([Document("to be or not to be")], size=300)
+    >>> corpus = Corpus.from_documents([Document("to be"), Document("to be", " or not")], vocabulary, seq_len=64)
     >>> len(corpus), corpus.num_tokens == sum(corpus.lengths)
     (2, True)
     >>> corpus[1]["labels"].shape == corpus[1]["input_ids"].shape
     True
-
-    Attributes:
-        codes: the tokens of all documents, one after the other, int32: the id of a token with a loss, and ``~id``,
-            which is negative, of a token without a loss.
-        starts: the index in `codes` at which each sample begins.
-        sizes: the number of tokens of each sample.
-        parents: the number of the document that each sample is a piece of.
-        truncated: the number of documents that did not fit completely.
-        unlearnt: the number of conversations that were left out, because no token of them has a loss.
-        num_whole: the number of conversations and of prompts with completions, which are not cut into pieces.
-        longest: the number of tokens of the longest of these, before the rest was cut off.
     """
 
+    # the tokens of all documents, one after the other, int32: the id of a token with a loss, and ``~id``, which
+    # is negative, of a token without a loss
     codes: Tensor
-    starts: Tensor
-    sizes: Tensor
-    parents: Tensor
-    truncated: int = 0
-    unlearnt: int = 0
-    num_whole: int = 0
-    longest: int = 0
+    starts: Tensor  # the index in `codes` at which each sample begins
+    sizes: Tensor  # the number of tokens of each sample
+    parents: Tensor  # the number of the document that each sample is a piece of
+    truncated: int = 0  # the number of documents that did not fit completely
+    unlearnt: int = 0  # the number of conversations that were left out, because no token of them has a loss
+    num_whole: int = 0  # the number of conversations and of prompts with completions, which are not cut into pieces
+    longest: int = 0  # the number of tokens of the longest of these, before the rest was cut off
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -113,15 +104,11 @@ class Corpus:
 
         If a single document would be more than the validation part, that part is the end of all samples instead: pieces
         from everywhere would have their neighbours in the training part.
-
-        Args:
-            fraction: the share of documents to validate on; 0: none.
-            seed: selects the documents.
         """
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
             raise UsageError(f"the fraction to validate on must be at least 0 and less than 1: got {fraction!r}.")
         if fraction == 0:
-            return self._some([True] * len(self)), self._some([False] * len(self))
+            return self._subset([True] * len(self)), self._subset([False] * len(self))
         if len(self) < 2:
             raise UsageError(
                 f"{counted(len(self), 'sample')} cannot be split into some to train on and some to validate on. Add "
@@ -136,16 +123,16 @@ class Corpus:
             count = min(round(fraction * len(documents)), len(documents) - 1)
             chosen = set(random.Random(f"split {seed}").sample(documents, count))
             is_held = [parent in chosen for parent in parents]
-        return self._some([not held for held in is_held]), self._some(is_held)
+        return self._subset([not held for held in is_held]), self._subset(is_held)
 
-    def _some(self, keep: list[bool]) -> Corpus:
+    def _subset(self, keep: list[bool]) -> Corpus:
         mask = torch.tensor(keep, dtype=torch.bool)
         return replace(self, starts=self.starts[mask], sizes=self.sizes[mask], parents=self.parents[mask])
 
     # ------------------------------------------------------------------------------------------------------- making
 
     @classmethod
-    def made(
+    def from_documents(
         cls,
         documents: Iterable[Document],
         vocabulary: Vocabulary,
@@ -158,18 +145,10 @@ class Corpus:
     ) -> Corpus:
         """Make the samples of these documents.
 
-        Args:
-            documents: texts, which are cut into pieces; pairs of prompt and completion, and conversations, which stay
-                one sample. If a pair is too long, the beginning of the prompt is cut off, and then the end of the
-                completion; of a conversation the end is cut off. `truncated` counts both. A conversation without a
-                token that has a loss is left out.
-            vocabulary: tokenizes the documents.
-            seq_len: the largest number of tokens in a sample.
-            whole_len: the largest number of tokens of a pair or a conversation, if it may be longer than a piece of a
-                text.
-            most_cut: the largest part of pairs and conversations that may be cut off.
-            positions: the largest number of tokens that the model takes; None: any number.
-            cache: a folder in which to keep the result.
+        A text is cut into pieces of `seq_len` tokens. A conversation, or a prompt with its completion, stays
+        one sample of at most `whole_len`: of a pair the beginning of the prompt is cut off, then the end of the
+        completion; of a conversation the end. If more than the part `most_cut` of them would be cut, that is an
+        error. A conversation without a token to learn is left out.
         """
         if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
             raise UsageError(f"seq_len must be a whole number of tokens, at least 2 to predict one: got {seq_len!r}.")
@@ -177,7 +156,7 @@ class Corpus:
         template = vocabulary.chat.fingerprint if vocabulary.chat and found.has_conversations else ""
         whole_len = max(seq_len, whole_len or 0)
         name = f"corpus-{seq_len}-{whole_len}-{digest([vocabulary.fingerprint, template, found.digest])}"
-        corpus = cls._from(mapped(cache, name, partial(_write, found, vocabulary, seq_len, whole_len)))
+        corpus = cls._from_file(cached_view(cache, name, partial(_write, found, vocabulary, seq_len, whole_len)))
         if template and vocabulary.chat and vocabulary.chat.writes_the_date:
             logger.warning(
                 "the chat template writes the date of the day on which the data was prepared. On another day, without "
@@ -195,7 +174,7 @@ class Corpus:
                 "first %d tokens.", corpus.unlearnt, len(found), whole_len,
             )  # fmt: skip
         if not len(corpus):
-            raise BatchError(f"there is nothing to train on: {len(found)} documents made no token to predict.")
+            raise BatchError(f"there is nothing to train on: {len(found)} documents contain no token to predict.")
         if corpus.truncated:
             logger.warning(
                 "%d of %d %s are longer than %d tokens: %s was left out. The longest has %d tokens%s.",
@@ -207,7 +186,7 @@ class Corpus:
         return corpus
 
     @classmethod
-    def _from(cls, content: memoryview) -> Corpus:
+    def _from_file(cls, content: memoryview) -> Corpus:
         """The corpus in a file that `_write` wrote."""
         *counts, num_tokens, num_samples = _tensor(content[-48:], torch.int64, 6).tolist()
         table = content[-(-num_tokens // 2) * 8 :]
@@ -248,7 +227,7 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len
     """Write all codes; then starts, sizes and parents of the samples; then six counts."""
     codes, starts, sizes, parents = array("i"), array("q"), array("q"), array("q")
     written = first = parent = truncated = unlearnt = num_whole = longest = 0
-    for document, ids, completion in _encoded(documents, vocabulary):
+    for document, ids, completion in _encode(documents, vocabulary):
         if len(codes) > _BLOCK:
             put(codes.tobytes())
             written, codes = written + len(codes), array("i")
@@ -257,7 +236,7 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len
             prompt = [*vocabulary.start, *ids]
             length = len(prompt) + len(completion)
             num_whole, truncated, longest = num_whole + 1, truncated + (length > whole_len), max(longest, length)
-            prompt = _fitted(prompt, len(vocabulary.start), whole_len - len(completion))
+            prompt = _fit_prompt(prompt, len(vocabulary.start), whole_len - len(completion))
             codes.extend([*(~token for token in prompt), *completion][:whole_len])
         elif document.messages is not None:
             num_whole, truncated, longest = num_whole + 1, truncated + (len(ids) > whole_len), max(longest, len(ids))
@@ -286,28 +265,28 @@ def _write(documents: Documents, vocabulary: Vocabulary, seq_len: int, whole_len
         put(column.tobytes())
 
 
-def _encoded(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Document, list[int], list[int] | None]]:
+def _encode(documents: Documents, vocabulary: Vocabulary) -> Iterator[tuple[Document, list[int], list[int] | None]]:
     """Each document with the token ids of its text or conversation, and those of a completion with its end token."""
     waiting: deque[tuple[Document, bool]] = deque()
 
-    def texts() -> Iterator[str | Marked]:
+    def texts() -> Iterator[str | MarkedText]:
         for document in documents.encoding():
             is_chat = document.messages is not None and vocabulary.chat is not None
             if document.messages is not None and not is_chat and document.completion is None:
                 raise BatchError(
-                    f"{document.where}: a conversation, and the tokenizer has no chat template that says how to write "
-                    "it. Name one: --chat-template FILE, or --chat-template chatml."
+                    f"{document.where}: a conversation needs a chat template, and the tokenizer has none. Name "
+                    "one: --chat-template FILE, or --chat-template chatml."
                 )
             waiting.append((document, document.completion is not None and not is_chat))
             if is_chat:
                 assert vocabulary.chat is not None
-                yield vocabulary.chat.marked(document)
+                yield vocabulary.chat.render(document)
             else:
                 yield document.text
                 if document.completion is not None:
                     yield document.completion
 
-    encoded = vocabulary.encoded(texts())
+    encoded = vocabulary.encode_each(texts())
     for ids in encoded:
         document, is_pair = waiting.popleft()
         yield document, ids, [*next(encoded), vocabulary.end] if is_pair else None
@@ -325,10 +304,10 @@ def _pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
         yield first, min(seq_len, length - first)
 
 
-def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
+def _fit_prompt(prompt: list[int], num_fixed: int, room: int) -> list[int]:
     """The end of a prompt that fits, after the tokens that begin every text. At least one token is left.
 
-    >>> _fitted([1, 5, 6, 7], 1, room=3), _fitted([1, 5, 6, 7], 1, room=0)
+    >>> _fit_prompt([1, 5, 6, 7], 1, room=3), _fit_prompt([1, 5, 6, 7], 1, room=0)
     ([1, 6, 7], [7])
     """
     room = max(room, 1)
@@ -339,12 +318,12 @@ def _fitted(prompt: list[int], num_fixed: int, room: int) -> list[int]:
     return prompt[:num_fixed] + prompt[len(prompt) - room + num_fixed :]
 
 
-def collated(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
+def collate(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
     """A micro-batch of some samples, padded on the right: the ``collate=`` of `MacroStep`.
 
     With `few_widths`, it is padded to one of few lengths, for CUDA graphs, which are recorded once per shape.
 
-    >>> batch = collated([{"input_ids": torch.tensor([7, 8]), "labels": torch.tensor([7, 8])},
+    >>> batch = collate([{"input_ids": torch.tensor([7, 8]), "labels": torch.tensor([7, 8])},
     ...                   {"input_ids": torch.tensor([9]), "labels": torch.tensor([9])}])
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist(), batch["labels"].tolist()
     ([[7, 8], [9, 0]], [[1, 1], [1, 0]], [[7, 8], [9, -100]])
@@ -353,11 +332,11 @@ def collated(samples: Sequence[Sample], *, few_widths: bool = False) -> Sample:
     longest = max(len(part) for part in ids)
     more = rounded_up(longest) - longest if few_widths else 0
 
-    def padded(parts: list[Tensor], value: int) -> Tensor:
+    def pad(parts: list[Tensor], value: int) -> Tensor:
         return F.pad(pad_sequence(parts, batch_first=True, padding_value=value), (0, more), value=value)
 
     return {
-        "input_ids": padded(ids, 0),
-        "attention_mask": padded([torch.ones_like(part) for part in ids], 0),
-        "labels": padded([sample["labels"] for sample in samples], IGNORED),
+        "input_ids": pad(ids, 0),
+        "attention_mask": pad([torch.ones_like(part) for part in ids], 0),
+        "labels": pad([sample["labels"] for sample in samples], IGNORED),
     }

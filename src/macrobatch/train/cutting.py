@@ -43,7 +43,7 @@ def packed_width(settings: Settings) -> int:
     return settings.seq_len
 
 
-def described(micro: Micro, lengths: Sequence[int]) -> str:
+def cut_summary(micro: Micro, lengths: Sequence[int]) -> str:
     """A text that says how samples of these lengths are cut."""
     if isinstance(micro, int):
         return f"about {len(plan_by_count(len(lengths), micro))} on each rank, of {micro} samples"
@@ -75,5 +75,5 @@ def drop_damaged_sizes(file: Path | None, world: World) -> None:
             return
     except (UsageError, RecursionError):
         pass
-    logger.warning("%s is damaged, and removed: the sizes that fit are searched again.", file)
+    logger.warning("%s is damaged and was removed. The sizes that fit are searched again.", file)
     file.unlink()

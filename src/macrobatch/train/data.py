@@ -43,10 +43,7 @@ class Data:
     def read(cls, settings: Settings, say: Say | None = None, *, is_new: bool = True) -> Data:
         """Read, tokenize and split the data according to the settings.
 
-        Args:
-            settings: the settings of the run.
-            say: prints the progress if that takes long.
-            is_new: whether the run begins. A run that is resumed keeps what was cut at its beginning.
+        A resumed run (`is_new` False) keeps what was cut at its beginning.
         """
         cache = cache_folder()
         read = partial(documents, text_field=settings.text_field, fields=settings.fields, cache=cache, say=say)
@@ -56,15 +53,17 @@ class Data:
             logger.warning("--chat-template %s: there is no conversation in the data.", settings.chat_template)
         name = _tokenizer(settings)
         if name is None:
-            vocabulary = Vocabulary.trained(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)
+            vocabulary = Vocabulary.train(texts, settings.vocabulary_size, cache=cache, template=template or CHATML)
         else:
-            vocabulary = _loaded(name, "--model" if settings.tokenizer is None else "--tokenizer")
+            vocabulary = _load_tokenizer(name, "--model" if settings.tokenizer is None else "--tokenizer")
             vocabulary = vocabulary if template is None else vocabulary.with_chat(template)
         sources = [texts, *([read(settings.validation_data)] if settings.validation_data else [])]
         seq_len, whole_len = models.lengths_of(settings)
         is_asked = settings.truncate or settings.seq_len is not None
         most_cut = 1.0 if is_asked or not is_new else MOST_CUT
-        made = partial(Corpus.made, vocabulary=vocabulary, most_cut=most_cut, positions=models.positions_of(settings))
+        made = partial(
+            Corpus.from_documents, vocabulary=vocabulary, most_cut=most_cut, positions=models.positions_of(settings)
+        )
         corpora = [made(source, seq_len=seq_len, whole_len=whole_len, cache=cache) for source in sources]
         longest = max(seq_len, *(max(corpus.lengths) for corpus in corpora))
         if longest > seq_len and any(
@@ -82,7 +81,7 @@ class Data:
         return cls(train=train, validation=validation, vocabulary=vocabulary, seq_len=longest, mixture=mixture)
 
     @property
-    def described_lengths(self) -> str:
+    def length_summary(self) -> str:
         """The distribution of the lengths of samples, and what fits, as text."""
         sizes = self.train.sizes.sort().values
         half, most = (int(sizes[int(share * (len(sizes) - 1))]) for share in (0.5, 0.95))
@@ -100,28 +99,28 @@ class Data:
         ids, is_learnt = codes["input_ids"][:SHOWN].tolist(), (codes["labels"][:SHOWN] != IGNORED).tolist()
         more = " ..." if len(codes["input_ids"]) > SHOWN else ""
         if all(is_learnt):
-            return f"a sample, of which all is learnt:\n{self.vocabulary.decode(ids, with_special=True)}{more}\n"
+            return f"a sample; the model learns all of it:\n{self.vocabulary.decode(ids, with_special=True)}{more}\n"
         text = ""
         for learnt, group in itertools.groupby(zip(ids, is_learnt, strict=True), key=lambda pair: pair[1]):
             part = self.vocabulary.decode((token for token, _ in group), with_special=True)
             text += f">>>{part}<<<" if learnt else part
-        return f"a sample, of which the part between >>> and <<< is learnt:\n{text}{more}\n"
+        return f"a sample; the model learns the part between >>> and <<<:\n{text}{more}\n"
 
     def warn_of_few(self) -> None:
         """Warn if the validation has so few samples that its loss is unreliable."""
         if 0 < len(self.validation) < FEW:
             logger.warning(
-                "the validation has only %s: its loss says little. Name more with --validation-data, or a larger "
+                "the validation has only %s: its loss is unreliable. Name more with --validation-data, or a larger "
                 "--validation.", counted(len(self.validation), "sample"),
             )  # fmt: skip
 
-    def fits(self, vocabulary_size: int, positions: int | None, *, packs: bool = False) -> None:
+    def check_fit(self, vocabulary_size: int, positions: int | None, *, packs: bool = False) -> None:
         """Refuse samples with token ids or lengths that the model does not support."""
         largest = max(self.train.largest_id, self.validation.largest_id)
         if largest >= vocabulary_size:
             raise BatchError(
                 f"the data has the token {largest}, and the model's vocabulary ends at "
-                f"{vocabulary_size - 1}: model and tokenizer do not belong together. Say which --tokenizer does."
+                f"{vocabulary_size - 1}: the tokenizer is not that of the model. Name the right --tokenizer."
             )
         longest = self.seq_len if packs else max([*self.train.lengths, *self.validation.lengths])
         if positions is not None and longest > positions:
@@ -133,10 +132,7 @@ class Data:
     def warn_of_tokenizer(self, settings: Settings, vocabulary_size: int, end: object) -> None:
         """Warn if the tokenizer seems to be of another model than the existing weights.
 
-        Args:
-            settings: name both.
-            vocabulary_size: the number of tokens in the model's embedding.
-            end: the token that ends a text, according to the model's configuration; there may be several, or none.
+        `end` is what the model's configuration says of the tokens that end a text: one, several or none.
         """
         origin = models.origin_of(settings)
         if not origin.has_weights:
@@ -144,7 +140,7 @@ class Data:
         name, said = settings.tokenizer or origin.tokenizer, ""
         if settings.tokenizer and origin.tokenizer and settings.tokenizer != origin.tokenizer:
             others = self.vocabulary.differences(Vocabulary.load(origin.tokenizer))
-            said = f"{others:,} of its {self.vocabulary.size:,} tokens are other ones there" if others else ""
+            said = f"{others:,} of its {self.vocabulary.size:,} tokens differ there" if others else ""
         elif self.vocabulary.size < ENOUGH * vocabulary_size:
             said = f"it has {self.vocabulary.size:,} tokens, and the model has {vocabulary_size:,}"
         elif not origin.tokenizer and self.vocabulary.end not in (end if isinstance(end, list) else [end, None]):
@@ -173,11 +169,11 @@ def _mixture(train: Corpus, texts: Documents, names: Sequence[str]) -> Mixture:
     sources = torch.bucketize(train.parents, torch.tensor(texts.ends), right=True)
     members = [(sources == number).nonzero().flatten().tolist() for number in range(len(texts.ends))]
     if empty := [name for name, samples in zip(names, members, strict=True) if not samples]:
-        raise BatchError(f"--data {empty[0]}: no sample of it is left to train on, so it cannot have a share.")
+        raise BatchError(f"--data {empty[0]}: it has no sample to train on, so it cannot have a weight.")
     return Mixture(members, texts.weights)
 
 
-def _loaded(name: str, flag: str) -> Vocabulary:
+def _load_tokenizer(name: str, flag: str) -> Vocabulary:
     try:
         return Vocabulary.load(name)
     except UsageError as error:

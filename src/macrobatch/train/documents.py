@@ -24,7 +24,7 @@ from pathlib import Path
 
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import sources as files
-from macrobatch.train.cache import Checksum, digest, kept
+from macrobatch.train.cache import cached, digest
 from macrobatch.train.formats import TEXT, Columns, Document
 
 __all__ = ["Document", "Documents", "documents"]
@@ -43,17 +43,8 @@ class Documents:
     >>> len(found), found.num_empty, found.num_characters, [document.text for document in found]
     (2, 1, 17, ['to be', 'or not'])
 
-    Args:
-        source: an iterable that yields the same documents each time.
-        say: prints the progress if that takes long.
-
-    Attributes:
-        digest: a hash of the documents in their order, independent of their location.
-        num_empty: the number of documents that were left out because they are empty.
-        num_characters: the number of characters of all texts together.
-        has_conversations: whether at least one document is a conversation.
-        ends: the number of documents up to the end of each source.
-        weights: how often to draw samples of each source, relative to the others; None: each sample equally often.
+    `digest` is a hash of the documents in their order; `ends` the number of documents up to the end of each source;
+    `weights` the share of each source.
     """
 
     weights: Sequence[float] | None = None
@@ -110,7 +101,7 @@ class Documents:
             yield document
 
 
-def _add(total: Checksum, document: Document) -> None:
+def _add(total: hashlib._Hash, document: Document) -> None:
     for part in document.identity:
         content = part.encode("utf-8", "surrogatepass")
         total.update(b"%d:" % len(content))
@@ -146,23 +137,17 @@ def documents(
 ) -> Documents:
     """All the documents of some sources, in order.
 
-    Args:
-        sources: files and folders, each with a weight if they are to be mixed: ``a.jsonl:0.7``. ``.jsonl`` has one
-            record per line, ``.json`` a list of records or one record; ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``
-            and folders saved by the library `datasets` have rows. Any other file is one text, in UTF-8. All except
-            tables of Arrow may be compressed: ``.gz``, ``.zst``, ``.bz2``, ``.xz``. No source: the functions of the
-            standard library.
-        text_field: another name for the field "text".
-        fields: other names for other fields, as ``NAME=COLUMN``: see `Columns`.
-        cache: a folder in which to keep the functions of the standard library.
-        say: prints the progress if that takes long.
+    Sources may have weights for mixing: ``a.jsonl:0.7``. ``.jsonl`` has one record per line, ``.json`` a list of
+    records or one record; ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` and folders saved by `datasets` have rows;
+    any other file is one text in UTF-8. All except tables of Arrow may be compressed. Without a source: the
+    functions of the standard library.
     """
     if isinstance(sources, (str, os.PathLike)):
         raise UsageError(f"sources must be a list of files and folders: got one, {str(sources)!r}. Put it into a list.")
     columns = Columns.of(fields, text_field)
     if not sources:
         return Documents(_standard_library(cache))
-    paths, weights = _weighted(sources)
+    paths, weights = _split_weights(sources)
     found = Documents(_Sources(paths, columns), say)
     found.weights = weights
     count = len(found) + found.num_empty
@@ -175,10 +160,10 @@ def documents(
     return found
 
 
-def _weighted(sources: Sequence[str | Path]) -> tuple[list[str], list[float] | None]:
+def _split_weights(sources: Sequence[str | Path]) -> tuple[list[str], list[float] | None]:
     """The paths of sources, and their weights; None: they have no weights.
 
-    >>> _weighted(["a.jsonl:3", "b.jsonl:1"])
+    >>> _split_weights(["a.jsonl:3", "b.jsonl:1"])
     (['a.jsonl', 'b.jsonl'], [3.0, 1.0])
     """
     found = [_WEIGHTED.fullmatch(str(source)) if not Path(source).exists() else None for source in sources]
@@ -205,7 +190,7 @@ def _standard_library(cache: Path | None) -> list[Document]:
         )
     # The Python version is part of the key, because the parser accepts other sources in another version.
     key = digest([sys.version, *sources.keys(), *sources.values()])
-    made = kept(cache, f"standard-library-{key}", lambda: json.dumps(_functions(sources)).encode())
+    made = cached(cache, f"standard-library-{key}", lambda: json.dumps(_functions(sources)).encode())
     return [Document(text, None, where) for text, where in json.loads(made)]
 
 

@@ -31,10 +31,6 @@ def balance_in(model: nn.Module, said: str) -> Balance | None:
     """The balance loss in the model's own loss; None if there is none. From now on the model does not compute it.
 
     Refuses a model whose own loss has any other term than predicting the next token: it would be missing here.
-
-    Args:
-        model: the model, with all its weights trainable.
-        said: its name in messages.
     """
     ids = torch.arange(8).unsqueeze(0) % min(int(model.get_input_embeddings().weight.shape[0]), 8)  # type: ignore[operator]
     model.eval()
@@ -62,15 +58,8 @@ def balance_in(model: nn.Module, said: str) -> Balance | None:
     return balance
 
 
-def encoded(balance: Balance, model: nn.Module, compute: Callable[[], tuple[Tensor, Tensor]], shown: Tensor) -> Encoded:
-    """The loss of a micro-batch, and what the balance loss of the whole batch needs of it.
-
-    Args:
-        balance: what `balance_in` returned.
-        model: the model, in DDP or not.
-        compute: runs the model, and returns the loss and its items.
-        shown: marks the tokens that are no padding.
-    """
+def encode(balance: Balance, model: nn.Module, compute: Callable[[], tuple[Tensor, Tensor]], shown: Tensor) -> Encoded:
+    """The loss of a micro-batch, and what the balance loss of the whole batch needs of it."""
     with _routers_of(model) as outputs:
         loss, items = compute()
     return balance.beside(loss, items, outputs[-1], shown)

@@ -16,18 +16,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from macrobatch._torch.modules import without_ddp
 from macrobatch.train import adapters
 from macrobatch.train.files import replacing_folder
-from macrobatch.train.pretrained import CONFIG, GENERATION, WEIGHTS, Kept
+from macrobatch.train.pretrained import CONFIG, GENERATION, WEIGHTS, ExportInfo
 from macrobatch.train.vocabulary import Vocabulary
 from macrobatch.train.world import World
 
 NAMES_OF_CODE = {"auto_map", "custom_pipelines"}  # entries of a configuration that refer to code
 
 
-def exported(
+def export_model(
     model: nn.Module,
     run: Path,
     vocabulary: Vocabulary,
-    kept: Kept,
+    kept: ExportInfo,
     world: World,
     *,
     which: str = "",
@@ -53,7 +53,7 @@ def exported(
             vocabulary.save(aside)
     with replacing_folder(folders[0]) as aside:
         dtype = kept.dtype or next(plain.parameters()).dtype
-        own = {name: _as_saved(tensor, dtype) for name, tensor in adapters.merged(plain, own).items()}
+        own = {name: _to_saved_dtype(tensor, dtype) for name, tensor in adapters.merged_weights(plain, own).items()}
         save_file(own, aside / WEIGHTS, metadata={"format": "pt"})
         config: Any = copy.deepcopy(plain.config)
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
@@ -70,7 +70,7 @@ def exported(
     return folders
 
 
-def _as_saved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_saved_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor in the dtype of the original weights, unless values would become infinite in it."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor

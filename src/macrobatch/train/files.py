@@ -41,9 +41,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 class Lines:
     """A file of JSON objects, one per line. Each has its ``step``.
 
-    Args:
-        path: the path of the file.
-        resume_step: lines of later steps are dropped; None: the file must not have any lines.
+    Lines after `resume_step` are dropped; if it is None, the file must have none.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:

@@ -30,118 +30,99 @@ NAMES = tuple(FIELDS)
 YES_OR_NO = ("checkpoint_activations",)  # and more: --name alone says yes, --no-name no; in a file, true and false
 _FLAG = re.compile(r"--[A-Za-z][\w-]*")
 
-# What other trainers call it.
+# The names that other trainers use for a setting.
 SYNONYMS = {
-    "learning_rate": "lr",
-    "output_dir": "out",
-    "output": "out",
-    "dataset": "data",
-    "datasets": "data",
-    "train_file": "data",
-    "train_data": "data",
-    "dataset_text_field": "text_field",
-    "field_mapping": "fields",
-    "chat_template_path": "chat_template",
-    "validation_file": "validation_data",
-    "val_data": "validation_data",
-    "test_datasets": "validation_data",
-    "eval_dataset": "validation_data",
-    "val_set_size": "validation",
-    "val_size": "validation",
-    "model_name_or_path": "model",
-    "base_model": "model",
-    "max_steps": "steps",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_seq_length": "seq_len",
-    "max_length": "seq_len",
-    "cutoff_len": "seq_len",
-    "sequence_len": "seq_len",
-    "block_size": "seq_len",
-    "context": "seq_len",
-    "lr_scheduler_type": "schedule",
-    "lr_scheduler": "schedule",
-    "warmup_steps": "warmup",
-    "max_grad_norm": "max_norm",
-    "grad_clip": "max_norm",
-    "gradient_clip_val": "max_norm",
-    "per_device_train_batch_size": "micro",
-    "micro_batch_size": "micro",
-    "gradient_accumulation_steps": "batch_size",
-    "dtype": "precision",
-    "gradient_checkpointing": "checkpoint_activations",
-    "save_steps": "save_every",
-    "save_total_limit": "keep",
-    "eval_steps": "validate_every",
-    "patience": "early_stop",
-    "early_stopping_patience": "early_stop",
-    "metric_for_best_model": "best",
-    "compute_metrics": "evaluate",
-    "report_to": "track",
-    "logger": "track",
-    "wandb_project": "track_project",
-    "resume_from_checkpoint": "resume",
-    "auto_resume_from_checkpoints": "resume",
-    "optim": "optimizer",
-    "optim_args": "optimizer_options",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_epsilon": "eps",
-    "use_peft": "lora",
-    "lora_r": "lora_rank",
-    "lora_target": "lora_targets",
-    "lora_target_modules": "lora_targets",
-    "packing": "pack",
-    "sample_packing": "pack",
-    "torch_compile": "compile",
+    name: setting
+    for setting, names in {
+        "lr": "learning_rate",
+        "out": "output_dir output",
+        "data": "dataset datasets train_file train_data",
+        "text_field": "dataset_text_field",
+        "fields": "field_mapping",
+        "chat_template": "chat_template_path",
+        "validation_data": "validation_file val_data test_datasets eval_dataset",
+        "validation": "val_set_size val_size",
+        "model": "model_name_or_path base_model",
+        "steps": "max_steps",
+        "epochs": "num_train_epochs num_epochs",
+        "seq_len": "max_seq_length max_length cutoff_len sequence_len block_size context",
+        "schedule": "lr_scheduler_type lr_scheduler",
+        "warmup": "warmup_steps",
+        "max_norm": "max_grad_norm grad_clip gradient_clip_val",
+        "micro": "per_device_train_batch_size micro_batch_size",
+        "batch_size": "gradient_accumulation_steps",
+        "precision": "dtype",
+        "checkpoint_activations": "gradient_checkpointing",
+        "save_every": "save_steps",
+        "keep": "save_total_limit",
+        "validate_every": "eval_steps",
+        "early_stop": "patience early_stopping_patience",
+        "best": "metric_for_best_model",
+        "evaluate": "compute_metrics",
+        "track": "report_to logger",
+        "track_project": "wandb_project",
+        "resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+        "optimizer": "optim",
+        "optimizer_options": "optim_args",
+        "beta1": "adam_beta1",
+        "beta2": "adam_beta2",
+        "eps": "adam_epsilon",
+        "lora": "use_peft",
+        "lora_rank": "lora_r",
+        "lora_targets": "lora_target lora_target_modules",
+        "pack": "packing sample_packing",
+        "compile": "torch_compile",
+    }.items()
+    for name in names.split()
 }
 
-# What other trainers have, and this one does in another way.
-_QUANTIZED = (
-    "quantized weights are not supported; with --lora, the frozen weights are in bfloat16 wherever bf16 is used"
-)
-_FAST = "the fastest attention that the model supports is chosen without a flag"
+# Settings of other trainers that this one handles in another way.
 ADVICE = {
-    "bf16": "say --precision bf16; on a GPU that has bf16 it is the default",
-    "fp16": "say --precision fp16",
-    "tf32": "say --precision bf16",
-    "fp8": "the precisions are float32, bf16, fp16, pure-bf16 and float64",
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
-    "quantization_bit": _QUANTIZED,
-    "push_to_hub": "the run writes its model into the folder RUN/model; upload it with: hf upload NAME RUN/model",
-    "hub_model_id": "the run writes its model into the folder RUN/model; upload it with: hf upload NAME RUN/model",
-    "adapter": "say --lora",
-    "finetuning_type": "say --lora for adapters; without it, all weights are trained",
-    "warmup_ratio": "say --warmup STEPS; a tenth of all steps is the default",
-    "logging_steps": "every step is recorded in RUN/metrics.jsonl",
-    "train_on_inputs": "only answers are learnt; to learn the whole text, write it into the field 'text'",
-    "train_on_prompt": "only answers are learnt; to learn the whole text, write it into the field 'text'",
-    "group_by_length": "micro-batches hold samples of about the same length without a flag: see --micro",
-    "pad_to_sequence_len": "only --cuda-graph needs few shapes, and pads to them without a flag",
-    "flash_attention": _FAST,
-    "flash_attn": _FAST,
-    "attn_implementation": _FAST,
-    "deepspeed": "shard the model over ranks with --parallel fsdp, under torchrun",
-    "fsdp": "shard the model over ranks with --parallel fsdp, under torchrun",
-    "trust_remote_code": "code in the folder of a model is never executed here",
-    "neftune_noise_alpha": "noise on embeddings is not supported",
-    "do_train": "macrobatch train always trains; leave it out",
-    "stage": "this trains on texts and conversations; leave it out",
-    "saves_per_epoch": "say --save-every STEPS",
-    "evals_per_epoch": "say --validate-every STEPS",
-    "wandb_watch": "say --track wandb",
-    "special_tokens": "name a folder whose tokenizer has these tokens: --tokenizer FOLDER",
+    name: advice
+    for names, advice in {
+        "bf16": "say --precision bf16; on a GPU that has bf16 it is the default",
+        "fp16": "say --precision fp16",
+        "tf32": "say --precision bf16",
+        "fp8": "the precisions are float32, bf16, fp16, pure-bf16 and float64",
+        "load_in_4bit load_in_8bit quantization_bit": (
+            "quantized weights are not supported; with --lora, the frozen weights are in bfloat16 wherever bf16 is used"
+        ),
+        "push_to_hub hub_model_id": (
+            "the run writes its model into the folder RUN/model; upload it with: hf upload NAME RUN/model"
+        ),
+        "adapter": "say --lora",
+        "finetuning_type": "say --lora for adapters; without it, all weights are trained",
+        "warmup_ratio": "say --warmup STEPS; a tenth of all steps is the default",
+        "logging_steps": "every step is recorded in RUN/metrics.jsonl",
+        "train_on_inputs train_on_prompt": (
+            "only answers are learnt; to learn the whole text, write it into the field 'text'"
+        ),
+        "group_by_length": "micro-batches hold samples of about the same length without a flag: see --micro",
+        "pad_to_sequence_len": "only --cuda-graph needs few shapes, and pads to them without a flag",
+        "flash_attention flash_attn attn_implementation": (
+            "the fastest attention that the model supports is chosen without a flag"
+        ),
+        "deepspeed fsdp": "shard the model over ranks with --parallel fsdp, under torchrun",
+        "trust_remote_code": "code in the folder of a model is never executed here",
+        "neftune_noise_alpha": "noise on embeddings is not supported",
+        "do_train": "macrobatch train always trains; leave it out",
+        "stage": "this trains on texts and conversations; leave it out",
+        "saves_per_epoch": "say --save-every STEPS",
+        "evals_per_epoch": "say --validate-every STEPS",
+        "wandb_watch": "say --track wandb",
+        "special_tokens": "name a folder whose tokenizer has these tokens: --tokenizer FOLDER",
+    }.items()
+    for name in names.split()
 }
 
 
-def parsed(arguments: Sequence[str]) -> Settings:
+def parse_flags(arguments: Sequence[str]) -> Settings:
     """The settings of a command line."""
     words = [_with_dashes(word) for word in arguments]
     found, rest = _parser().parse_known_args(words)
     if rest:
         written = dict(zip(words, arguments, strict=True))
-        raise UsageError(_unknown([written[word] for word in rest]))
+        raise UsageError(_unknown_flags([written[word] for word in rest]))
     given = {name: _value(name, value) for name, value in vars(found).items()}
     if isinstance(given.get("resume"), str) and given["resume"] != "auto":
         raise UsageError(f"--resume takes no folder: say --resume --out {given['resume']}.")
@@ -158,13 +139,13 @@ def parsed(arguments: Sequence[str]) -> Settings:
 def _basis(given: Mapping[str, Any]) -> Settings:
     """The settings that the flags override: those of a file, of the run that is resumed, or the defaults."""
     if given.get("config") is not None:
-        return loaded(Path(given["config"]))
+        return load_config(Path(given["config"]))
     resume, out = given.get("resume"), given.get("out")
     if resume and out is None:
         value = "" if resume is True else " auto"
-        raise UsageError(f"--resume{value} needs the folder of the run: add --out RUN.")
+        raise UsageError(f"--resume{value} needs --out RUN.")
     if resume and out is not None and (saved := Path(out, "run.json")).is_file():
-        return of_run(saved)
+        return settings_of_run(saved)
     return Settings()
 
 
@@ -184,9 +165,9 @@ class _List(argparse.Action):
 
     def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
         if not values:
-            raise UsageError(f"{flag} is followed by nothing: say what it is, or leave it out.")
+            raise UsageError(f"{flag} needs a value.")
         if hasattr(namespace, self.dest):
-            raise UsageError(f"{flag} is given twice: put all behind one, as in {flag} ONE TWO.")
+            raise UsageError(f"{flag} is given twice. Put all values after one {flag}: {flag} ONE TWO.")
         setattr(namespace, self.dest, values)
 
 
@@ -258,20 +239,20 @@ def _with_dashes(word: str) -> str:
     return f"{flag.replace('_', '-')}{equals}{value}" if _FLAG.fullmatch(flag) else word
 
 
-def _unknown(rest: Sequence[str]) -> str:
+def _unknown_flags(rest: Sequence[str]) -> str:
     """The message for words that are no flags; it names the flags that were probably meant."""
     flags = [flag for word in rest if _FLAG.fullmatch(flag := word.partition("=")[0])]
     if not flags:
-        return f"{rest[0]!r} belongs to no flag. macrobatch train --help lists them."
+        return f"unexpected argument {rest[0]!r}. macrobatch train --help lists all flags."
     said = []
     for flag in dict.fromkeys(flags):
-        meant, advice = _meant(flag.removeprefix("--").replace("-", "_").removeprefix("no_"))
+        meant, advice = _guess(flag.removeprefix("--").replace("-", "_").removeprefix("no_"))
         listed = "macrobatch train --help lists them" if meant is None else f"did you mean {flag_of(meant)}?"
         said.append(f"there is no {flag}: {advice or listed}")
     return "\n".join(f"{text}{'' if text.endswith('?') else '.'}" for text in said)
 
 
-def _meant(name: str) -> tuple[str | None, str | None]:
+def _guess(name: str) -> tuple[str | None, str | None]:
     """The setting that a user who writes this name probably means; or advice, if there is no such setting."""
     close = next(iter(difflib.get_close_matches(name, sorted({*NAMES, *SYNONYMS, *ADVICE}), 1)), None)
     if close in ADVICE and close not in NAMES:
@@ -300,7 +281,7 @@ def _value(name: str, value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def loaded(file: Path) -> Settings:
+def load_config(file: Path) -> Settings:
     """The settings in a YAML or TOML file; defaults for all others."""
     is_yaml = file.suffix.lower() in (".yaml", ".yml")
     try:
@@ -312,7 +293,7 @@ def loaded(file: Path) -> Settings:
         kind = "YAML" if is_yaml else "TOML; a file in YAML must be named .yaml"
         raise UsageError(f"--config {file} is not {kind}: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise UsageError(f"--config {file} must hold one setting a line, as in lr: 1e-4.")
+        raise UsageError(f"--config {file} must have one setting per line, such as lr: 1e-4.")
     return _from(values, str(file))
 
 
@@ -335,14 +316,12 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def of_run(file: Path) -> Settings:
+def settings_of_run(file: Path) -> Settings:
     """The settings with which a run was started."""
     try:
         return _from(json.loads(file.read_text(encoding="utf-8"))["settings"], str(file))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UsageError(
-            f"{file} does not tell the settings of a run. Give them all, or choose another --out."
-        ) from None
+        raise UsageError(f"{file} has no settings of a run. Pass all settings, or choose another --out.") from None
 
 
 def _from(values: Mapping[str, Any], where: str) -> Settings:
@@ -361,8 +340,8 @@ def _unknown_name(name: str) -> str | None:
     if name in possible:
         return None
     if name in ONCE:
-        return f"{name!r}: it belongs to a call, as the flag {flag_of(name)}."
-    meant, advice = _meant(name)
+        return f"{name!r}: only the command line has it, as {flag_of(name)}."
+    meant, advice = _guess(name)
     if advice:
         return f"{name!r}: {advice}."
     return f"{name!r}: did you mean {meant!r}?" if meant else f"{name!r}. There are {', '.join(possible)}."

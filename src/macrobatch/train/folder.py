@@ -35,7 +35,7 @@ RUNS = "runs"
 PATIENCE = 5.0  # seconds to wait for a killed process to end
 
 
-def chosen(settings: Settings) -> Path | None:
+def run_to_resume(settings: Settings) -> Path | None:
     """The folder of the run to resume; None if a new run begins. Refuses a folder with other content."""
     if settings.out is None:
         return _of_this_launch() if _is_restarted() else None
@@ -54,16 +54,16 @@ def require_unused(folder: Path) -> None:
     if folder.is_file():
         raise UsageError(f"--out {folder} is a file. It must be a folder, or a name that is free.")
     if _is_run(folder):
-        raise UsageError(f"{folder} holds another run. Add --resume to go on with it, or choose another --out.")
+        raise UsageError(f"{folder} holds another run. Add --resume to continue that run, or choose another --out.")
     if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir() if path.name != PARTIAL)):
-        raise UsageError(f"{folder} is no run folder, and not empty: it holds {found[0]}. Choose another --out.")
+        raise UsageError(f"{folder} is not a run folder, and not empty: it contains {found[0]}. Choose another --out.")
 
 
 def _is_run(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
 
 
-def made(settings: Settings) -> Path:
+def create_run_folder(settings: Settings) -> Path:
     """Create a new folder, which no other run has."""
     try:
         if settings.out is not None:
@@ -78,18 +78,18 @@ def made(settings: Settings) -> Path:
             except FileExistsError:
                 number += 1
     except OSError as error:
-        raise UsageError(f"the run folder cannot be made: {error}.") from None
+        raise UsageError(f"the run folder cannot be created: {error}.") from None
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """A context in which no other process may train in this folder. The kernel unlocks it when this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + PATIENCE
         while not _lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                raise _going_on(folder)
+                raise _busy_error(folder)
             time.sleep(0.1)
         yield
     finally:
@@ -103,7 +103,7 @@ def _require_idle(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not _lock(descriptor, fcntl.LOCK_SH):
-            raise _going_on(folder)
+            raise _busy_error(folder)
     finally:
         os.close(descriptor)
 
@@ -119,10 +119,10 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _going_on(folder: Path) -> UsageError:
+def _busy_error(folder: Path) -> UsageError:
     pid = _holder(folder)
     return UsageError(
-        f"a run is going on in {folder}{f' (process {pid})' if pid else ''}. Wait for it, end it"
+        f"another process trains in {folder}{f' (process {pid})' if pid else ''}. Wait for it, end it"
         f"{f' (kill {pid})' if pid else ''}, or choose another --out."
     )
 
@@ -141,7 +141,7 @@ def _holder(folder: Path) -> int | None:
 # ------------------------------------------------------------------------------------------------------- run.json
 
 
-def described(
+def write_run_json(
     folder: Path,
     *,
     settings: Settings,
@@ -201,29 +201,20 @@ def description(folder: Path) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The history of a run that is resumed.
+    """The history of a run that is resumed."""
 
-    Attributes:
-        folder: the folder of the run.
-        steps: the number of steps that the run was planned for.
-        owners: hashes of its identity, and of those that it had before it was extended. Checkpoints of these owners
-            belong to it.
-        is_saved: whether it has ever had a checkpoint.
-    """
-
-    folder: Path
-    steps: int
+    folder: Path  # the folder of the run
+    steps: int  # the number of steps that the run was planned for
+    # hashes of its identity, and of those that it had before it was extended. Checkpoints of these owners belong
+    # to it
     owners: tuple[str, ...]
-    is_saved: bool
+    is_saved: bool  # whether it has ever had a checkpoint
 
     @classmethod
     def of(cls, folder: Path, identity: Json, *, own_warmup: bool) -> Past:
         """The history of the run in a folder. Refuses settings that would make it another run. More steps are allowed.
 
-        Args:
-            folder: the folder of the run.
-            identity: the identity of the run with the present settings.
-            own_warmup: whether the user set the length of the warm-up; if not, it may follow the number of steps.
+        `own_warmup`: whether the user set the warm-up. If not, it may follow the number of steps.
         """
         content = description(folder)
         saved, here = content["identity"], json.loads(json.dumps(identity))
@@ -234,7 +225,9 @@ class Past:
             differing.remove("data")  # the seed selects the documents for validation, so it explains the difference
         if others := [name for name in differing if name != "steps"]:
             told = "; ".join(said for name in others for said in _differences(name, saved.get(name), here[name]))
-            raise UsageError(f"{folder} is another run: {told}. Go on with its own settings, or choose another --out.")
+            raise UsageError(
+                f"{folder} was run with other settings: {told}. Resume it with these, or choose another --out."
+            )
         earlier = content.get("earlier") or ()
         return cls(
             folder=folder,
@@ -244,22 +237,17 @@ class Past:
         )
 
     def require_whole(self, taken: int, steps: int) -> None:
-        """Refuse a run whose checkpoints are gone, and one that cannot be extended.
-
-        Args:
-            taken: the step of the last checkpoint; 0: there is none.
-            steps: the number of steps that the run is to take now.
-        """
+        """Refuse a run whose checkpoints are gone, and one that cannot be extended."""
         if not taken and self.is_saved:
             raise UsageError(
-                f"{self.folder} has had checkpoints, and its folder of them holds none. Is a volume not mounted? "
-                "Bring them back, or begin another run in a new folder."
+                f"{self.folder} has lost its checkpoints. Is a volume not mounted? Restore them, or start "
+                "another run in a new folder."
             )
         if steps < self.steps:
             raise UsageError(
-                f"--steps {steps}: {self.folder} has {counted(self.steps, 'step')} and cannot be made shorter, as its "
-                "learning rate follows them. Resume it without --steps and --epochs; Ctrl-C ends it sooner, with a "
-                "checkpoint and a model."
+                f"--steps {steps}: {self.folder} has {counted(self.steps, 'step')} and cannot be shortened, because "
+                "its learning rate depends on them. Resume it without --steps and --epochs; Ctrl-C ends it sooner, "
+                "with a checkpoint and a model."
             )
         if steps != self.steps and taken != self.steps:
             raise UsageError(

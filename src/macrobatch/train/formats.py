@@ -16,22 +16,16 @@ Message = Mapping[str, Any]
 
 # The roles of chat templates, by their names in data sets.
 ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": ASSISTANT,
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "model": ASSISTANT,
-    "bot": ASSISTANT,
-    "function_call": ASSISTANT,
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "ipython": "ipython",
+    name: role
+    for role, names in {
+        "system": "system",
+        "developer": "developer",
+        "user": "user human prompter",
+        ASSISTANT: "assistant gpt chatgpt model bot function_call",
+        "tool": "tool function function_response observation",
+        "ipython": "ipython",
+    }.items()
+    for name in names.split()
 }
 _ALPACA = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
@@ -41,23 +35,17 @@ _ALPACA = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, pair of prompt and completion, or conversation to train on.
+    """One text, pair of prompt and completion, or conversation to train on."""
 
-    Attributes:
-        text: the text; with a completion, the prompt, which has no loss.
-        completion: the completion of the prompt; None: there is no prompt, and the whole text has a loss.
-        where: the source for error messages: "file.jsonl, line 812".
-        messages: a conversation, for a tokenizer with a chat template. A tokenizer without one uses the text and the
-            completion instead; if both are empty, a template is needed.
-        tools: the tools of the conversation that the assistant may call, as JSON schemas.
-        goes_on: whether the next document continues the same text, which is too long to be in memory at once.
-    """
-
-    text: str = ""
+    text: str = ""  # the text; with a completion, the prompt, which has no loss
+    # the completion of the prompt; None: there is no prompt, and the whole text has a loss
     completion: str | None = None
-    where: str = ""
+    where: str = ""  # the source for error messages: "file.jsonl, line 812"
+    # a conversation, for a tokenizer with a chat template. A tokenizer without one uses the text and the
+    # completion instead; if both are empty, a template is needed
     messages: tuple[Message, ...] | None = None
-    tools: tuple[Any, ...] | None = None
+    tools: tuple[Any, ...] | None = None  # the tools of the conversation that the assistant may call, as JSON schemas
+    # whether the next document continues the same text, which is too long to be in memory at once
     goes_on: bool = False
 
     @property
@@ -173,7 +161,7 @@ class _Record:
             raise BatchError(f"{self.where}: the conversation has no message. Remove it.")
         system = self.optional("system")
         if system and messages[0]["role"] in ("system", "developer"):
-            raise BatchError(f"{self.where}: the record has a field for the system's message, and such a message too.")
+            raise BatchError(f"{self.where}: the record has a system message twice: as a field, and in its messages.")
         if system:
             messages = [{"role": "system", "content": system}, *messages]
         has_tools = self.value("tools") not in (None, "", [])

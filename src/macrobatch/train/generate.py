@@ -12,42 +12,21 @@ from torch import nn
 
 from macrobatch.errors import UsageError
 from macrobatch.train import models, suitable
-from macrobatch.train.chat import Marked
+from macrobatch.train.chat import MarkedText
 from macrobatch.train.formats import ASSISTANT, Message
 from macrobatch.train.pretrained import in_folder
 from macrobatch.train.vocabulary import Vocabulary
 
 
 def text_from(
-    run: Path,
-    prompt: str,
-    *,
-    chat: bool = False,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
+    run: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
-    """Generate text with the model of a run, or of any folder with weights and a tokenizer.
-
-    Args:
-        run: the folder of the run or of the model.
-        prompt: the beginning of the text; with `chat`, the message of a user.
-        chat: write the prompt with the model's chat template, and return only the answer. Otherwise return prompt and
-            text.
-        tokens: the largest number of tokens to generate.
-        temperature: the sampling temperature; 0 always takes the most likely token.
-        top_k: sample among this number of the most likely tokens.
-        seed: the seed of the sampling.
-    """
-    if chat:
-        answers = conversation(run, [prompt], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-        return "".join(answers)
-    model, vocabulary = _loaded(run)
+    """Continue a prompt with the model of a run, or of any folder with weights and a tokenizer."""
+    model, vocabulary = _load(run)
     (ids,) = vocabulary.encode([prompt])
     ids = [*vocabulary.start, *ids] or [vocabulary.end]
     generator = torch.Generator().manual_seed(seed)
-    added = _added(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens)
+    added = _take_until_end(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens)
     return vocabulary.decode([*ids, *added])
 
 
@@ -58,18 +37,12 @@ def conversation(
 
     If the conversation no longer fits into the model, its oldest questions and answers are left out.
 
-    Args:
-        run: the folder of the run or of the model. Its tokenizer needs a chat template.
-        questions: what the user says. The next question is read when the answer to the last one has been returned.
-        tokens: the largest number of tokens of an answer.
-        temperature: the sampling temperature; 0 always takes the most likely token.
-        top_k: sample among this number of the most likely tokens.
-        seed: the seed of the sampling.
+    The next question is read when the last answer has been returned.
     """
-    model, vocabulary = _loaded(run)
+    model, vocabulary = _load(run)
     if vocabulary.chat is None:
         raise UsageError(
-            f"{run}: --chat needs a chat template, and its tokenizer has none. Leave --chat out, or train the model on "
+            f"{run}: --chat needs a chat template, and the tokenizer has none. Leave out --chat, or train the model on "
             "conversations with --chat-template."
         )
     longest = models.longest_of(model.config)
@@ -78,28 +51,28 @@ def conversation(
         said.append({"role": "user", "content": question})
         while True:
             opening, closing = vocabulary.chat.question(said)
-            (codes,) = vocabulary.encoded([Marked(opening, ())])
+            (codes,) = vocabulary.encode_each([MarkedText(opening, ())])
             if longest is None or len(said) == 1 or len(codes) + min(tokens, longest // 2) <= longest:
                 break
             del said[:2]
         ids = [~code for code in codes]  # `encoded` returns ~id for tokens without a loss
-        added = _added(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens, closing)
+        added = _take_until_end(vocabulary, _continuation(model, ids, temperature, top_k, generator), tokens, closing)
         answer = vocabulary.decode(added)
         answer = (answer.partition(closing)[0] if closing else answer).strip()
         said.append({"role": ASSISTANT, "content": answer})
         yield answer
 
 
-def _loaded(run: Path) -> tuple[nn.Module, Vocabulary]:
+def _load(run: Path) -> tuple[nn.Module, Vocabulary]:
     origin = in_folder(run)
     if not origin.has_weights:
-        raise UsageError(f"{run} holds the configuration of a model, and no weights.")
-    model, vocabulary = models.merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
+        raise UsageError(f"{run} has a configuration, but no weights.")
+    model, vocabulary = models.load_merged(origin), Vocabulary.load(origin.tokenizer or origin.path)
     suitable.require_causal(model, origin)
     return model, vocabulary
 
 
-def _added(vocabulary: Vocabulary, drawn: Iterator[int], most: int, closing: str = "") -> list[int]:
+def _take_until_end(vocabulary: Vocabulary, drawn: Iterator[int], most: int, closing: str = "") -> list[int]:
     """The first tokens of those that are drawn, until the end of the text or of the answer."""
     added: list[int] = []
     for token in itertools.islice(drawn, most):

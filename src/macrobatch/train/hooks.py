@@ -56,22 +56,15 @@ Evaluate = Callable[[Any, Any], Mapping[str, SupportsFloat]]  # of a model and a
 class Hooks:
     """Calls the callbacks and the evaluation of a run.
 
-    Args:
-        settings: the settings of the run.
-        world: the ranks. Only the callbacks of the first rank are called.
-        callbacks: functions that are called one after the other.
-        evaluate: the evaluation. All ranks call it in every validation; the result of the first rank is used.
-
-    Attributes:
-        is_stopped: whether a callback has asked to stop.
-        failure: the error that a callback or the evaluation has raised, on any rank.
+    All ranks call the evaluation, and the first rank's numbers count; only the first rank has callbacks.
+    `is_stopped` says whether a callback asked to stop, `failure` holds what one of them raised, on any rank.
     """
 
     def __init__(
         self, settings: Settings, world: World, callbacks: Sequence[Callback] = (), evaluate: Evaluate | None = None
     ) -> None:
         if evaluate is not None and settings.evaluate is not None:
-            raise UsageError(f"evaluate= and evaluate={settings.evaluate!r} in the settings: give one of them.")
+            raise UsageError(f"pass evaluate= or Settings(evaluate={settings.evaluate!r}), not both.")
         for hook in (*callbacks, evaluate):
             if hook is not None and not callable(hook):
                 raise UsageError(f"a callback and evaluate must be functions: got {hook!r}.")
@@ -91,10 +84,10 @@ class Hooks:
 
     def agree(self) -> None:
         """Tell all ranks whether the first one has callbacks, and check that all have an evaluation or none has."""
-        has_evaluation = [bool(status) for (status,) in self._world.gathered([self.evaluates])]
+        has_evaluation = [bool(status) for (status,) in self._world.gather([self.evaluates])]
         if len(set(has_evaluation)) > 1:
             raise UsageError(f"evaluate= must be given on all ranks, or on none: got it on {sum(has_evaluation)}.")
-        self._is_watched = bool(self._world.gathered([bool(self._callbacks)])[0][0])
+        self._is_watched = bool(self._world.gather([bool(self._callbacks)])[0][0])
 
     @property
     def evaluates(self) -> bool:
@@ -124,32 +117,32 @@ class Hooks:
                 error.add_note(f"It was raised by a callback, after step {event.step}.")
                 self.failure = error
                 break
-        stopped, failed = self._world.gathered([self.is_stopped, self.failure is not None])[0]
+        stopped, failed = self._world.gather([self.is_stopped, self.failure is not None])[0]
         self.is_stopped = bool(stopped)
         if failed and self.failure is None:
             self.failure = OtherRankError("a callback of the first rank failed.")
 
-    def evaluated(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
+    def run_evaluation(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
         """The numbers that the user's evaluation returns. Empty if there is none, or if it fails (see `failure`)."""
         if self._evaluate is None or self.failure is not None:
             return {}
         try:
-            found = self._world.together(lambda: self._called(model, vocabulary))
+            found = self._world.on_all_ranks(lambda: self._call_evaluation(model, vocabulary))
         except Exception as error:
             self.failure = error
             return {}
-        told: dict[str, float] = json.loads(self._world.told(json.dumps(found)))
+        told: dict[str, float] = json.loads(self._world.broadcast(json.dumps(found)))
         return told
 
     def check(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
         """Evaluate before the first step, so that an error in the evaluation shows up at once."""
-        found = self.evaluated(model, vocabulary)
+        found = self.run_evaluation(model, vocabulary)
         if self.failure is not None:
             raise self.failure
         return found
 
     @torch.no_grad()
-    def _called(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
+    def _call_evaluation(self, model: nn.Module, vocabulary: Vocabulary) -> dict[str, float]:
         assert self._evaluate is not None
         device, dtype = self._world.device, models.AUTOCAST.get(self._settings.precision)
         self._tokenizer = self._tokenizer or _tokenizer(vocabulary)
@@ -166,7 +159,7 @@ class Hooks:
             raise
         finally:
             model.train()
-        found = _checked(returned, self._name)
+        found = _check_numbers(returned, self._name)
         best, _ = self._settings.best_number
         if best not in (*OWN[1:], *found):
             raise UsageError(
@@ -184,10 +177,10 @@ def _tokenizer(vocabulary: Vocabulary) -> Any:
         return AutoTokenizer.from_pretrained(folder)
 
 
-def _checked(returned: object, name: str) -> dict[str, float]:
+def _check_numbers(returned: object, name: str) -> dict[str, float]:
     """The result of an evaluation as plain numbers, or an error.
 
-    >>> _checked({"accuracy": torch.tensor(0.5), "right": 3}, "count")
+    >>> _check_numbers({"accuracy": torch.tensor(0.5), "right": 3}, "count")
     {'accuracy': 0.5, 'right': 3.0}
     """
     if not isinstance(returned, Mapping):

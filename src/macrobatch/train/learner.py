@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +26,11 @@ from macrobatch.train import checkpoint, cutting, experts, models, optimizers, s
 from macrobatch.train.best import Best
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.clock import Clock
-from macrobatch.train.corpus import Corpus, Sample, collated
+from macrobatch.train.corpus import Corpus, Sample, collate
 from macrobatch.train.cutting import Micro, packed_width
 from macrobatch.train.data import Data
 from macrobatch.train.packing import SEGMENTS, Inputs, Packer, inputs_for, mask_for
-from macrobatch.train.record import padded_in_order, peak_memory
+from macrobatch.train.record import padded_tokens_in_order, peak_memory
 from macrobatch.train.schedule import Ramp, Rate, rate_of
 from macrobatch.train.settings import DEFAULT_BATCH, DEFAULT_STEPS, Settings
 from macrobatch.train.signals import Signals
@@ -54,7 +54,6 @@ class Plan:
     """The plan of a run, from settings and data: number of steps, batches, how they are cut, learning rate."""
 
     lengths: list[int]
-    seed: int
     batch_size: int | None
     batch_tokens: int | None
     ramp: Ramp | None
@@ -63,10 +62,11 @@ class Plan:
     last: int | None  # samples in the last batch of the epochs
     rate: Rate
     micro: Micro
-    mixture: Mixture | None = None
+    mixture: Mixture | None
+    stream: Callable[[], Stream]  # makes the batches of the run, from the first one on
 
     @classmethod
-    def made(cls, settings: Settings, data: Data, world: World) -> Plan:
+    def make(cls, settings: Settings, data: Data, world: World) -> Plan:
         """Make the plan. Refuses a batch that is smaller than the number of ranks."""
         batch_size = None if settings.batch_tokens else settings.batch_size or DEFAULT_BATCH
         ramp = Ramp(steps=settings.batch_ramp, start=settings.batch_ramp_start) if settings.batch_ramp else None
@@ -77,15 +77,14 @@ class Plan:
                 f"--batch-size{' or --batch-ramp-start' if ramp else ''}, or start fewer ranks."
             )
         lengths, steps, last = data.train.lengths, settings.steps or DEFAULT_STEPS, None
+        stream = partial(
+            Stream, lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp,
+            mixture=data.mixture,
+        )  # fmt: skip
         if settings.epochs is not None:
-            batches = Stream(
-                lengths, seed=settings.seed, batch_size=batch_size, batch_tokens=settings.batch_tokens, ramp=ramp,
-                mixture=data.mixture,
-            )  # fmt: skip
-            steps, last = batches.extent(settings.epochs)
+            steps, last = stream().extent(settings.epochs)
         return cls(
             lengths=lengths,
-            seed=settings.seed,
             batch_size=batch_size,
             batch_tokens=settings.batch_tokens,
             ramp=ramp,
@@ -95,6 +94,7 @@ class Plan:
             rate=rate_of(settings, steps, models.learning_rate(settings)),
             micro=cutting.micro_of(settings, max(lengths), world.device),
             mixture=data.mixture,
+            stream=partial(stream, epochs=settings.epochs),
         )
 
     @property
@@ -109,18 +109,6 @@ class Plan:
         about = "about " if self.ramp or self.batch_tokens else ""
         return f"{self.steps:,}, {about}{batches * share:.2f} epochs"
 
-    def stream(self) -> Stream:
-        """The batches of the run, from the first one on."""
-        return Stream(
-            self.lengths,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            batch_tokens=self.batch_tokens,
-            ramp=self.ramp,
-            epochs=self.epochs,
-            mixture=self.mixture,
-        )
-
 
 class Learner:
     """Model, optimizer and position in the data: everything that a step changes and a checkpoint holds."""
@@ -130,7 +118,7 @@ class Learner:
     ) -> None:
         self.settings, self.plan, self.world, self.balance = settings, plan, world, balance
         self.origin = models.origin_of(settings)
-        self.kept = self.origin.kept()
+        self.kept = self.origin.export_info()
         torch.manual_seed((settings.seed + world.rank) % 2**63)  # for dropout: each rank has its own random numbers
         self.stream = plan.stream()
         self._packer = Packer(packed_width(settings), whole=self._has_few_shapes) if settings.pack else None
@@ -139,7 +127,7 @@ class Learner:
         mask = None
         if self._packer is not None and (has_half or settings.precision == "pure-bf16"):
             mask = mask_for(model, self._packer, torch.device("cpu"))  # while the model is still in float32
-        self.model = models.prepared(model, settings, world)
+        self.model = models.prepare(model, settings, world)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.optimizers = optimizers.optimizers_of(self.model, settings, models.learning_rate(settings))
@@ -163,10 +151,10 @@ class Learner:
         self._train = MacroStep(
             self.model,
             self.optimizers,
-            self._loss if balance is None else partial(self._encoded, balance),
+            self._loss if balance is None else partial(self._encode, balance),
             micro=plan.micro,
             joint=None if balance is None else balance.joint,
-            collate=self._collated,
+            collate=self._collate,
             max_norm=settings.max_norm,
             scaler=self.scaler,
             accumulate_dtype=torch.float32 if settings.precision == "pure-bf16" else None,
@@ -188,9 +176,9 @@ class Learner:
             result = self._window(samples)
             loss = result.loss.item()
         except NonFiniteError as error:
-            raise _blown_up(step) from error
+            raise _divergence_error(step) from error
         if not math.isfinite(loss):
-            raise _blown_up(step)
+            raise _divergence_error(step)
         with self.clock.part("communication"):
             numbers = [
                 signals.received,
@@ -198,7 +186,7 @@ class Learner:
                 result.micro_batches,
                 peak_memory(self.world.device),
             ]
-            received, padded, parts, memory = zip(*self.world.gathered(numbers), strict=True)
+            received, padded, parts, memory = zip(*self.world.gather(numbers), strict=True)
         lap = self.clock.lap()
         self.taken = step + 1
         lengths = [self.plan.lengths[index] for index in batch]
@@ -215,7 +203,7 @@ class Learner:
             "tokens": sum(lengths),
             "epoch": round(self.stream.progress, 4),
             "padded_tokens": sum(padded),
-            "padded_in_order": padded_in_order(lengths, sum(parts)),
+            "padded_in_order": padded_tokens_in_order(lengths, sum(parts)),
             "memory_bytes": max(memory),
             "time": lap.parts(),
         }
@@ -229,7 +217,7 @@ class Learner:
         except FitError as error:
             if self._recomputes or self.settings.checkpoint_activations != "auto":
                 raise
-            logger.warning("from now on each layer is computed again in the backward, for otherwise %s", error)
+            logger.warning("activations are recomputed in the backward from now on, because otherwise %s", error)
         self._recomputes = True
         models.checkpoint_activations(self.model)
         self._train.forget_sizes()
@@ -237,7 +225,7 @@ class Learner:
         return self._train(samples)
 
     @torch.no_grad()
-    def validated(self, corpus: Corpus) -> float:
+    def validate(self, corpus: Corpus) -> float:
         """The mean loss over these samples, computed by all ranks together."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         self.model.eval()
@@ -255,7 +243,7 @@ class Learner:
         for start in range(0, len(plan), self.world.size):
             number = start + self.world.rank
             part = plan[min(number, len(plan) - 1)]
-            yield collated([corpus[index] for index in part]), int(number < len(plan))
+            yield collate([corpus[index] for index in part]), int(number < len(plan))
 
     def _loss(self, model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
         device, dtype = self.world.device, self._autocast
@@ -267,10 +255,10 @@ class Learner:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), self._attention():
             return causal_lm_loss(model, batch)
 
-    def _encoded(self, balance: Balance, model: nn.Module, batch: Sample) -> Encoded:
+    def _encode(self, balance: Balance, model: nn.Module, batch: Sample) -> Encoded:
         shown = batch["attention_mask"] if SEGMENTS not in batch else batch[SEGMENTS] >= 0
         shown = shown.to(self.world.device, non_blocking=True)
-        return experts.encoded(balance, model, lambda: self._loss(model, batch), shown)
+        return experts.encode(balance, model, lambda: self._loss(model, batch), shown)
 
     def _attention(self) -> AbstractContextManager[object]:
         """The kernels of attention in order of preference. torch prefers cuDNN's, which plan each new shape for a long
@@ -282,8 +270,8 @@ class Learner:
             return contextlib.nullcontext()
         return sdpa_kernel(KERNELS, set_priority=True)
 
-    def _collated(self, samples: list[Sample]) -> Sample:
-        batch = collated(samples, few_widths=self._has_few_shapes) if self._packer is None else self._packer(samples)
+    def _collate(self, samples: list[Sample]) -> Sample:
+        batch = collate(samples, few_widths=self._has_few_shapes) if self._packer is None else self._packer(samples)
         share = batch["input_ids"].numel() / len(samples)
         self._widths |= dict.fromkeys(map(id, samples), share)  # not added: a window may be retried
         return batch
@@ -306,16 +294,16 @@ class Learner:
         }
         checkpoints.save(step, checkpoint.state(self.model, self.optimizers), facts, spared=self.best.step)
 
-    def resumed(self, checkpoints: Checkpoints) -> int:
+    def resume(self, checkpoints: Checkpoints) -> int:
         """Resume from the newest checkpoint, and return its step; 0 if there is none."""
         while (path := checkpoints.newest()) is not None:
             try:
-                return self._restored(checkpoints, path)
+                return self._restore(checkpoints, path)
             except CheckpointError as error:
                 checkpoints.pass_over(path, error)
         return 0
 
-    def _restored(self, checkpoints: Checkpoints, path: Path) -> int:
+    def _restore(self, checkpoints: Checkpoints, path: Path) -> int:
         facts = checkpoint.restore(checkpoints, path, self.model, self.optimizers)
         try:
             self._train.load_state_dict(facts["accumulator"])
@@ -328,9 +316,9 @@ class Learner:
                 self.best.load_state_dict(facts["best"])
             return self.taken
         except (UsageError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise CheckpointError(f"{path} does not say where the run was: {error}") from error
+            raise CheckpointError(f"{path} has no valid position of the run: {error}") from error
 
-    def restored_best(self, checkpoints: Checkpoints) -> bool:
+    def load_best(self, checkpoints: Checkpoints) -> bool:
         """Load the weights of the best validation, and return whether they differ from the last ones."""
         path = checkpoints.of_step(self.best.step)
         if path is None or self.best.step in (0, self.taken):
@@ -343,8 +331,8 @@ class Learner:
         return True
 
 
-def _blown_up(step: int) -> NonFiniteError:
+def _divergence_error(step: int) -> NonFiniteError:
     return NonFiniteError(
-        f"the loss or its gradient is infinite or NaN after {step} steps, and the run has ended. Its last checkpoint, "
-        "if it has one, is as it was. Look at the data, or begin again with a lower --lr or a longer --warmup."
+        f"the loss or its gradient is infinite or NaN after {step} steps, so the run has stopped. Its last checkpoint, "
+        "if there is one, is unchanged. Look at the data, or start again with a lower --lr or a longer --warmup."
     )

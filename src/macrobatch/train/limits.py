@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import psutil
+
 from macrobatch.errors import BatchError
 
 SECONDS = 60.0  # for one conversation, or for a million characters
@@ -23,19 +25,17 @@ UNPACKED = 256 << 20  # bytes that any packed file may have
 Result = TypeVar("Result")
 
 
-def within(action: Callable[[], Result], what: str, *, share: float = 1.0, is_python: bool = False) -> Result:
+def run_within_limits(
+    action: Callable[[], Result], what: str, *, share: float = 1.0, is_python: bool = False
+) -> Result:
     """Return what `action` returns, or raise an error if it takes too long or too much memory.
 
     The action runs in a thread of its own, which cannot be stopped: after an error it goes on until the process ends.
 
-    >>> within(lambda: 2 + 2, "the sum")
+    >>> run_within_limits(lambda: 2 + 2, "the sum")
     4
 
-    Args:
-        action: the action.
-        what: names it in the error.
-        share: how many times the usual limits it may take.
-        is_python: whether it runs in Python only, where an error can be raised before too much memory is taken.
+    `share` multiplies the limits. With `is_python`, an error can be raised before too much memory is taken.
     """
     done: list[Result] = []
     failed: list[BaseException] = []
@@ -47,7 +47,8 @@ def within(action: Callable[[], Result], what: str, *, share: float = 1.0, is_py
             failed.append(error)
 
     thread = threading.Thread(target=run, name="macrobatch-limited", daemon=True)
-    before, waited, most = _resident_bytes(), 0.0, min(int(share * MEMORY), _free_bytes() // 2)
+    memory = psutil.Process().memory_info
+    before, waited, most = memory().rss, 0.0, min(int(share * MEMORY), psutil.virtual_memory().available // 2)
     with _address_space(most) if is_python else contextlib.nullcontext():
         thread.start()
         while thread.is_alive():
@@ -55,7 +56,7 @@ def within(action: Callable[[], Result], what: str, *, share: float = 1.0, is_py
             waited += PATIENCE
             if thread.is_alive() and waited > share * SECONDS:
                 raise BatchError(f"{what} did not end within {share * SECONDS:.0f} seconds.")
-            if thread.is_alive() and _resident_bytes() - before > most:
+            if thread.is_alive() and memory().rss - before > most:
                 raise BatchError(f"{what} takes more than {most / 2**30:.2g} GiB of memory.")
     if failed and isinstance(failed[0], MemoryError):
         raise BatchError(f"{what} takes more than {most / 2**30:.2g} GiB of memory.")
@@ -66,35 +67,12 @@ def within(action: Callable[[], Result], what: str, *, share: float = 1.0, is_py
     return done[0]
 
 
-def _resident_bytes() -> int:
-    """The memory that this process uses; 0 if the system does not tell."""
-    return _pages(1)
-
-
-def _free_bytes() -> int:
-    """The memory that programs may still take; very much if the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) << 10
-    return sys.maxsize
-
-
-def _pages(column: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[column])
-        return pages * resource.getpagesize()
-    return 0
-
-
 @contextlib.contextmanager
 def _address_space(more: int) -> Iterator[None]:
     """A context in which this process may take only so many bytes more than it has."""
-    now = _pages(0)
+    now = psutil.Process().memory_info().vms
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = min(now + more, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY), sys.maxsize)
-    if not now:
-        yield
-        return
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
         yield
@@ -102,13 +80,8 @@ def _address_space(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-class Bounded(io.RawIOBase):
-    """The content of a packed file. It is an error if it is so much larger than the file that it must be a bomb.
-
-    Args:
-        unpacked: the unpacked content.
-        path: the packed file.
-    """
+class BoundedReader(io.RawIOBase):
+    """The content of a packed file. It is an error if it is so much larger than the file that it must be a bomb."""
 
     def __init__(self, unpacked: IO[bytes], path: Path) -> None:
         self._unpacked: Any = unpacked

@@ -37,7 +37,7 @@ def contents(step: int, owner: str, facts: Json, held: Json, files: Json) -> Jso
     return said
 
 
-def encoded(said: Json) -> bytes:
+def to_bytes(said: Json) -> bytes:
     """The bytes of the manifest file."""
     return json.dumps({"sha256": _digest(said), "contents": said}, indent=1).encode()
 

@@ -72,15 +72,15 @@ def check(settings: Settings, world: World) -> None:
     adapters.check(settings, origin)
     if origin.kind == "weights" and settings.tokenizer is None and origin.tokenizer is None:
         raise UsageError(
-            f"--model {settings.model} has weights and no tokenizer: without the one that they were trained with, they "
-            "mean nothing. Say where it is: --tokenizer FOLDER."
+            f"--model {settings.model} has no tokenizer. Name the one that its weights were trained with: "
+            "--tokenizer FOLDER."
         )
     if settings.parallel == "ddp":
         return
     if world.size == 1:
         raise UsageError(
-            f"--parallel {settings.parallel} spreads the model over ranks, and there is one: start it with "
-            "torchrun --nproc-per-node, or say --parallel ddp."
+            f"--parallel {settings.parallel} needs several ranks, and there is only one. Start it with "
+            "torchrun --nproc-per-node, or pass --parallel ddp."
         )
     if settings.parallel == "hsdp" and world.size % (settings.shard_ranks or world.local_size):
         raise UsageError(
@@ -93,8 +93,8 @@ def _warn_of_code(origin: Origin, tokenizer: str | None) -> None:
     for folder in dict.fromkeys(folder for folder in folders if folder is not None and folder.is_dir()):
         if code := code_in(folder):
             warnings.warn(
-                f"{folder} holds code ({code}), which is not executed: what transformers and tokenizers have of their "
-                "own is used instead. An export does not name it.",
+                f"{folder} contains code ({code}), which is not executed. The classes of transformers and tokenizers "
+                "are used instead, and an export does not refer to the code.",
                 stacklevel=2,
             )
 
@@ -107,7 +107,7 @@ def origin_of(settings: Settings) -> Origin:
     return Origin(settings.model, "size", Path(settings.model)) if settings.model in SIZES else find(settings.model)
 
 
-def model_of(settings: Settings, vocabulary_size: int, end: int) -> tuple[nn.Module, Balance | None]:
+def build_model(settings: Settings, vocabulary_size: int, end: int) -> tuple[nn.Module, Balance | None]:
     """The model to train, new or loaded, in float32 on the CPU; and the balance loss, if it is a mixture of experts."""
     origin = origin_of(settings)
     _warn_of_code(origin, settings.tokenizer)
@@ -115,13 +115,13 @@ def model_of(settings: Settings, vocabulary_size: int, end: int) -> tuple[nn.Mod
         size = SIZES[settings.model]
         assert settings.seq_len is not None, "it was derived from the data"
         config = _llama(*size, vocabulary_size=vocabulary_size, end=end, seq_len=settings.seq_len)
-        return made(config, settings.seed), None
+        return make_model(config, settings.seed), None
     if settings.lora:
-        model = loaded(origin)
+        model = load_model(origin)
     else:
-        model = merged(origin) if origin.has_weights else made(_config_of(origin), settings.seed)
+        model = load_merged(origin) if origin.has_weights else make_model(_config_of(origin), settings.seed)
     suitable.require_causal(model, origin)
-    balance = experts.balance_in(model, origin.said)
+    balance = experts.balance_in(model, origin.label)
     if settings.lora:
         adapters.add(model, blocks_of(model), settings, origin)
     return model, balance
@@ -152,11 +152,11 @@ def longest_of(config: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def merged(origin: Origin) -> nn.Module:
+def load_merged(origin: Origin) -> nn.Module:
     """The model in a folder with weights. For an adapter it is the base model with the adapter merged into it."""
-    model = loaded(origin)
+    model = load_model(origin)
     if origin.adapter is not None:
-        adapters.merge(model, origin.adapter, origin.said)
+        adapters.merge(model, origin.adapter, origin.label)
     return model
 
 
@@ -201,23 +201,23 @@ def _config_of(origin: Origin) -> Config:
     file = origin.path if origin.kind == "config" else origin.file(CONFIG)
     config: Config = read_json(file or Path(origin.name, CONFIG))
     if origin.folder is not None:
-        check_type(config, origin.said if origin.kind == "weights" else str(file), origin.folder)
-    check_code(config, origin.said)
+        check_type(config, origin.label if origin.kind == "weights" else str(file), origin.folder)
+    check_code(config, origin.label)
     return config
 
 
-def made(config: Config, seed: int) -> nn.Module:
+def make_model(config: Config, seed: int) -> nn.Module:
     """A model of this configuration with new weights that depend only on the seed, in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    full = _checked(config)
+    full = _checked_config(config)
     full.dtype = torch.float32
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model: nn.Module = AutoModelForCausalLM.from_config(full)
     except CONFIG_ERRORS as error:
-        raise _not_made(config, error) from error
+        raise _config_error(config, error) from error
     return model.float()
 
 
@@ -227,11 +227,11 @@ def _full_config(origin: Origin) -> Any:
 
     config = _config_of(origin)
     if origin.kind != "hub":
-        return _checked(config)
+        return _checked_config(config)
     return AutoConfig.from_pretrained(origin.name, trust_remote_code=False, local_files_only=hub_is_out_of_reach())
 
 
-def _checked(config: Config) -> Any:
+def _checked_config(config: Config) -> Any:
     """A configuration as an object of transformers. Refuses one that no machine can hold."""
     from transformers import AutoConfig
 
@@ -239,7 +239,7 @@ def _checked(config: Config) -> Any:
         full = AutoConfig.for_model(**config)
         layers = getattr(full.get_text_config(), "num_hidden_layers", None)
     except Exception as error:  # many types, e.g. for a value of another kind
-        raise _not_made(config, error) from error
+        raise _config_error(config, error) from error
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise UsageError(
             f"the configuration of the model has {layers:,} layers, and the most here are {MOST_LAYERS:,}."
@@ -247,9 +247,9 @@ def _checked(config: Config) -> Any:
     return full
 
 
-def _not_made(config: Config, error: Exception) -> UsageError:
+def _config_error(config: Config, error: Exception) -> UsageError:
     return UsageError(
-        f"a model of the type {config['model_type']!r} cannot be made of this configuration: {reason(error)}"
+        f"a model of the type {config['model_type']!r} cannot be made from this configuration: {reason(error)}"
     )
 
 
@@ -265,8 +265,8 @@ def _check_hub(origin: Origin) -> None:
         raise
     except Exception as error:  # many types, e.g. for a missing, damaged or unreachable model
         raise UsageError(
-            f"--model {origin.name}: this is no size ({', '.join(SIZES)}), no file or folder here, and no model on the "
-            f"hub that can be reached: {reason(error)}"
+            f"--model {origin.name}: this is neither a size ({', '.join(SIZES)}), nor a file or folder here, nor a "
+            f"model on the hub that can be reached: {reason(error)}"
         ) from error
     if adapter is not None:
         raise UsageError(f"--model {origin.name} is an adapter on the hub. Download it, and name its folder.")
@@ -274,7 +274,7 @@ def _check_hub(origin: Origin) -> None:
         check_index(index)
 
 
-def loaded(origin: Origin) -> nn.Module:
+def load_model(origin: Origin) -> nn.Module:
     """The model in a folder with weights, or on the hub. Only safetensors files are read, because they hold no code."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -293,15 +293,15 @@ def loaded(origin: Origin) -> nn.Module:
             local_files_only=origin.kind == "weights" or hub_is_out_of_reach(),
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, SafetensorError) as error:
-        raise UsageError(f"{origin.said}: no model could be loaded: {reason(error)}") from error
+        raise UsageError(f"{origin.label}: no model could be loaded: {reason(error)}") from error
     finally:
         logging.set_verbosity(level)
         if shows:
             logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise UsageError(
-            f"{origin.said}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
-            f"{missing[0]} for one, which would be random. Choose a complete causal language model."
+            f"{origin.label}: its files lack {len(missing)} of the weights of {type(model).__name__}, "
+            f"{missing[0]} for example, which would be random. Choose a complete causal language model."
         )
     found: nn.Module = model
     return found
@@ -321,7 +321,7 @@ def vocabulary_size_of(model: nn.Module) -> int:
 # --------------------------------------------------------------------------------- precision, device and distribution
 
 
-def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
+def prepare(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     """The model ready for training: in its precision, on its device, and distributed."""
     _warn_of_dropout(model)
     model.train()
@@ -334,7 +334,7 @@ def prepared(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     if settings.compile:
         for layer in blocks_of(model):
             layer.compile(dynamic=True)
-    return _spread(model, settings, world)
+    return _distribute(model, settings, world)
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
@@ -368,7 +368,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     largest = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
     if largest is None:
         raise BackendError(
-            f"{type(model).__name__} is no stack of layers: leave out --compile, --parallel and the like."
+            f"{type(model).__name__} has no list of layers: leave out --compile, --parallel and the like."
         )
     return list(largest)
 
@@ -381,7 +381,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     plain.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _spread(model: nn.Module, settings: Settings, world: World) -> nn.Module:
+def _distribute(model: nn.Module, settings: Settings, world: World) -> nn.Module:
     if settings.parallel == "ddp":
         if world.size == 1:
             return model

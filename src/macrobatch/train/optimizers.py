@@ -11,10 +11,9 @@ import difflib
 import importlib
 import inspect
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from macrobatch._io.functions import function_named
 from macrobatch.errors import BackendError, UsageError
 from macrobatch.train.models import blocks_of
 from macrobatch.train.settings import Settings, flag_of
@@ -45,8 +45,8 @@ def check(settings: Settings) -> None:
         raise UsageError(f"--optimizer {name}: {hint}There are {', '.join(NAMES)}, and MODULE:CLASS for one of yours.")
     if name in UNSHARDED and settings.parallel != "ddp":
         raise UsageError(
-            f"--optimizer {name} cannot step a model in shards (--parallel {settings.parallel}). Choose adamw, muon or "
-            "sgd, or --parallel ddp."
+            f"--optimizer {name} does not support sharded models (--parallel {settings.parallel}). Choose adamw, muon "
+            "or sgd, or --parallel ddp."
         )
     kind = class_of(name)
     for setting in ADAMW if ":" in name or name in ("adafactor", "sgd") else ():
@@ -57,9 +57,7 @@ def check(settings: Settings) -> None:
     own = {"lr", "weight_decay", *(("betas", "eps") if name.startswith("adamw") else ())}
     for option, value in options_of(settings).items():
         if option in own:
-            raise UsageError(
-                f"--optimizer-options {option}: this is a setting of its own; see macrobatch train --help."
-            )
+            raise UsageError(f"--optimizer-options {option}: it has its own flag; see macrobatch train --help.")
         if name == "muon" and option == "adamw_lr":
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise UsageError(f"--optimizer-options adamw_lr must be a number, at least 0: got {value!r}.")
@@ -125,29 +123,16 @@ def _of_bitsandbytes() -> Callable[..., Optimizer]:
 
 
 def _of_the_user(name: str) -> Callable[..., Optimizer]:
-    module, _, kind = name.partition(":")
-    with _current_folder_on_path():
-        try:
-            found = getattr(importlib.import_module(module), kind)
-        except Exception as error:  # whatever the user's code raises
-            said = str(error) or type(error).__name__
-            raise UsageError(
-                f"--optimizer {name}: {kind or 'nothing'} cannot be imported from {module or 'nothing'}: {said}. "
-                "Modules are looked for where Python is installed, and in the current folder."
-            ) from error
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise UsageError(f"--optimizer {name}: this is no class of optimizers of torch, but {found!r}.")
-    return found
-
-
-@contextmanager
-def _current_folder_on_path() -> Iterator[None]:
     before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
     try:
-        yield
+        found = function_named(name)
+    except UsageError as error:
+        raise UsageError(f"--optimizer {name}: MODULE:CLASS cannot be imported: {error}") from error.__cause__
     finally:
         sys.path[:] = before
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UsageError(f"--optimizer {name}: this is not an optimizer class of torch, but {found!r}.")
+    return found
 
 
 def _parameters(kind: Callable[..., Optimizer]) -> list[str]:
@@ -166,11 +151,6 @@ def _takes(kind: Callable[..., Optimizer], option: str) -> bool:
 def optimizers_of(model: nn.Module, settings: Settings, lr: float) -> list[Optimizer]:
     """The optimizers of all trained parameters: one, or with Muon a second one for the parameters that it does not
     support.
-
-    Args:
-        model: the model, already distributed over ranks.
-        settings: the settings of the run.
-        lr: the highest learning rate, at the reference batch.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = options_of(settings)
@@ -182,8 +162,8 @@ def optimizers_of(model: nn.Module, settings: Settings, lr: float) -> list[Optim
     if settings.optimizer == "adamw-8bit":
         options |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if not _takes(kind, "weight_decay"):
-        return [_made(kind, [{"params": parameters}], settings, lr, options)]
-    return [_made(kind, _decayed(parameters, settings), settings, lr, options)]
+        return [_make(kind, [{"params": parameters}], settings, lr, options)]
+    return [_make(kind, _decay_groups(parameters, settings), settings, lr, options)]
 
 
 def adamw(parameters: Sequence[Tensor], settings: Settings, lr: float, options: Mapping[str, Any]) -> Optimizer:
@@ -194,7 +174,7 @@ def adamw(parameters: Sequence[Tensor], settings: Settings, lr: float, options: 
         "fused": settings.precision != "float64",
         **options,
     }
-    return _made(torch.optim.AdamW, _decayed(parameters, settings), settings, lr, options)
+    return _make(torch.optim.AdamW, _decay_groups(parameters, settings), settings, lr, options)
 
 
 def _muon(
@@ -206,7 +186,7 @@ def _muon(
     others = [p for p in parameters if p not in inside]
     ratio = options.pop("adamw_lr", lr) / lr if lr else 1.0
     groups: Groups = [{"params": matrices, "weight_decay": settings.weight_decay}]
-    found = [_made(WholeMuon, groups, settings, lr, {"adjust_lr_fn": "match_rms_adamw"} | options)] if matrices else []
+    found = [_make(WholeMuon, groups, settings, lr, {"adjust_lr_fn": "match_rms_adamw"} | options)] if matrices else []
     if others:
         found.append(adamw(others, settings, lr, {}))
         for group in found[-1].param_groups:
@@ -214,7 +194,7 @@ def _muon(
     return found
 
 
-def _decayed(parameters: Sequence[Tensor], settings: Settings) -> Groups:
+def _decay_groups(parameters: Sequence[Tensor], settings: Settings) -> Groups:
     groups: Groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -222,7 +202,7 @@ def _decayed(parameters: Sequence[Tensor], settings: Settings) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def _made(
+def _make(
     kind: Callable[..., Optimizer], groups: Groups, settings: Settings, lr: float, options: Mapping[str, Any]
 ) -> Optimizer:
     rate = {"lr": lr} if _takes(kind, "lr") else {}

@@ -45,13 +45,11 @@ class Packer:
     >>> batch = Packer(width=3)(samples)
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["labels"].tolist()
     ([[7, 8, 9], [5, 6, 0]], [[0, 1, 0], [0, 1, 0]], [[-100, 8, -100], [-100, 6, -100]])
-    >>> masked(batch)["attention_mask"][0, 0].int().tolist()
+    >>> add_mask(batch)["attention_mask"][0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
-    Args:
-        width: the largest number of tokens in a row, unless one sample has more.
-        whole: whether to pad rows to the width, so that there are few shapes. Otherwise rows are padded to the longest
-            row, and the batch has the bounds of the samples.
+    With `whole`, rows are padded to `width`, so that there are few shapes; otherwise to the longest row, and the
+    batch has the bounds of its samples.
     """
 
     def __init__(self, width: int, *, whole: bool = False) -> None:
@@ -98,22 +96,20 @@ class Packer:
         return rows
 
 
-def masked(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
+def add_mask(batch: Sample, dtype: torch.dtype = torch.bool) -> Sample:
     """A packed batch with an attention mask. It is made on the device of the batch, because it is large.
 
-    Args:
-        batch: the result of a `Packer`.
-        dtype: bool marks the visible tokens; a floating-point mask is added to the scores.
+    A bool mask marks visible tokens; a floating-point mask is added to the scores.
     """
     inputs = _without_layout(batch)
-    seen = _seen(batch[SEGMENTS])
+    seen = _visibility(batch[SEGMENTS])
     if dtype != torch.bool:
         hidden = torch.finfo(dtype).min
         return {**inputs, "attention_mask": seen.new_zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)}
     return {**inputs, "attention_mask": seen}
 
 
-def bounded(batch: Sample) -> Sample:
+def add_bounds(batch: Sample) -> Sample:
     """A packed batch with the bounds of its samples, for the kernels of `varlen`."""
     bounds, width = batch[BOUNDS], batch["input_ids"].shape[1]
     unused = bounds.new_ones((1, 1, 1, 1), dtype=torch.bool)  # not used, but keeps a model from making a mask
@@ -131,7 +127,7 @@ def _without_layout(batch: Sample) -> Sample:
     return {name: value for name, value in batch.items() if name not in (SEGMENTS, BOUNDS)}
 
 
-def _seen(segments: Tensor) -> Tensor:
+def _visibility(segments: Tensor) -> Tensor:
     """A mask (rows, 1, width, width): whether a token sees another one, of the same sample and not after it."""
     places = torch.arange(segments.shape[1], device=segments.device)
     is_before = places.unsqueeze(0) <= places.unsqueeze(1)
@@ -143,20 +139,15 @@ def inputs_for(
 ) -> Inputs:
     """How to pass packed batches to this model: with bounds if the kernels support them, otherwise with a mask.
 
-    Args:
-        model: the model, on its device.
-        packer: packs the batches.
-        device: the device of the batches.
-        dtype: the dtype of autocast, if it is on.
-        mask: the result of `mask_for`, if the model is in half precision and was checked before it was converted.
+    `mask` is the result of `mask_for`, for a model in half precision that was checked before it was converted.
     """
     mask = mask or mask_for(model, packer, device)
-    with_mask = partial(masked, dtype=mask)
+    with_mask = partial(add_mask, dtype=mask)
     is_usual = mask == torch.bool  # of torch's attention "sdpa"; a model with another attention keeps it
     if is_usual and packer.has_bounds and varlen.can_serve(model, device, dtype):
         varlen.switch(model, on=True)
         if _serves_bounds(model, packer, device, dtype, with_mask):
-            return bounded
+            return add_bounds
         varlen.switch(model, on=False)
     return with_mask
 
@@ -172,9 +163,9 @@ def _serves_bounds(
         with on_trial(model, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
             model.eval()
             expected, found, wrong = (
-                _states(model, batch, device) for batch in (with_mask(packed), bounded(packed), bounded(blurred))
+                _states(model, batch, device) for batch in (with_mask(packed), add_bounds(packed), add_bounds(blurred))
             )
-            _states(model.train(), bounded(packed), device)  # dropout, which kernels may not support
+            _states(model.train(), add_bounds(packed), device)  # dropout, which kernels may not support
     except Exception as error:  # a model or a kernel may raise anything for unknown arguments
         if is_out_of_memory(error):
             raise
@@ -209,7 +200,7 @@ def mask_for(model: nn.Module, packer: Packer, device: torch.device) -> torch.dt
 def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a model that computes something else for a sample that shares its row than for the sample alone."""
     samples = _trial_samples(model, packer.width)
-    packed = masked(packer(samples), dtype)
+    packed = add_mask(packer(samples), dtype)
     with on_trial(model, device):
         model.eval()
         try:
@@ -218,7 +209,7 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
             if is_out_of_memory(error):
                 raise
             raise UsageError(
-                f"--pack: {type(without_ddp(model)).__name__} does not take several samples in a row "
+                f"--pack: {type(without_ddp(model)).__name__} cannot process several samples in one row "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Leave out --pack."
             ) from error
         alone = [_states(model, {"input_ids": one["input_ids"].unsqueeze(0)}, device)[0] for one in samples]
@@ -228,9 +219,9 @@ def require_apart(model: nn.Module, packer: Packer, device: torch.device, dtype:
     size = max(one.abs().max().item() for one in alone)
     if not (rounding <= MOST_ROUNDING * size and worst <= max(10 * rounding, CLOSE * size)):
         raise UsageError(
-            f"--pack: {type(without_ddp(model)).__name__} computes something else for a sample that shares its row "
-            f"with another (off by {worst:.2g}, in numbers of up to {size:.2g}): it takes no notice of positions or of "
-            "the mask, or looks back over a limited number of tokens. Leave out --pack, or take a shorter --seq-len."
+            f"--pack: {type(without_ddp(model)).__name__} gives another result for a sample that shares its row "
+            f"with another (off by {worst:.2g}, in numbers of up to {size:.2g}): it ignores positions or the "
+            "mask, or attends to a limited number of tokens. Leave out --pack, or pass a smaller --seq-len."
         )
 
 

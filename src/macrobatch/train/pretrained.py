@@ -27,14 +27,7 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Files of weights that hold code, or that are not supported.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
 NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}  # files of a trainer, not weights
-TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 UNEXECUTED = "Here nothing in a folder is executed."
 
@@ -42,40 +35,26 @@ Kind = Literal["size", "config", "weights", "hub"]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What an export keeps of the weights that a run started from.
+class ExportInfo:
+    """What an export keeps of the weights that a run started from."""
 
-    Attributes:
-        dtype: the dtype of the weights on disk.
-        generation: the content of their generation_config.json.
-        base: the name or absolute path by which an adapter finds its base model.
-    """
-
-    dtype: torch.dtype | None
-    generation: bytes | None
-    base: str
+    dtype: torch.dtype | None  # the dtype of the weights on disk
+    generation: bytes | None  # the content of their generation_config.json
+    base: str  # the name or absolute path by which an adapter finds its base model
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of the model that ``--model`` names.
+    """The origin of the model that ``--model`` names."""
 
-    Attributes:
-        name: the name that the user gave.
-        kind: one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub.
-        path: the path of the configuration, or of the folder with weights; for the other kinds, just the name.
-        flag: the flag with which the user named it, for messages.
-        adapter: the folder of an adapter; `path` is then that of its base model.
-    """
-
-    name: str
-    kind: Kind
-    path: Path
-    flag: str = "--model "
-    adapter: Path | None = None
+    name: str  # the name that the user gave
+    kind: Kind  # one of the sizes of this trainer, a configuration without weights, a folder with weights, or the hub
+    path: Path  # the path of the configuration, or of the folder with weights; for the other kinds, just the name
+    flag: str = "--model "  # the flag with which the user named it, for messages
+    adapter: Path | None = None  # the folder of an adapter; `path` is then that of its base model
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """Its name in messages."""
         return f"{self.flag}{self.name}"
 
@@ -113,11 +92,11 @@ class Origin:
         found = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
         return None if found is None else Path(found)
 
-    def kept(self) -> Kept:
+    def export_info(self) -> ExportInfo:
         """What an export keeps of it. It is read before the training: hours later it may be gone or out of reach."""
         generation = self.file(GENERATION)
         base = str(self.path.resolve()) if self.kind == "weights" else self.name
-        return Kept(self._dtype(), None if generation is None else generation.read_bytes(), base)
+        return ExportInfo(self._dtype(), None if generation is None else generation.read_bytes(), base)
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of most of its weights on disk; None if there are none."""
@@ -169,8 +148,8 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
     if others:
         new = "" if name is None else f"; or say --model {folder / CONFIG} to train new weights"
         raise UsageError(
-            f"{origin.said}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, as it holds no "
-            "code. Where you trust the file, load it with transformers and write it with "
+            f"{origin.label}: its weights are in {others[0]}, which is not read here: only {WEIGHTS} is, because it "
+            "holds no code. If you trust the file, load it with transformers and write it with "
             f"save_pretrained(folder, safe_serialization=True){new}."
         )
     return replace(origin, kind="config", path=folder / CONFIG)
@@ -178,7 +157,7 @@ def in_folder(path: Path, *, name: str | None = None) -> Origin:
 
 def _with_base(adapter: Origin) -> Origin:
     """The origin of an adapter's base model, together with the adapter."""
-    said, folder = adapter.said, adapter.path
+    said, folder = adapter.label, adapter.path
     config = read_json(folder / ADAPTER)
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not name or not isinstance(name, str):
@@ -186,20 +165,20 @@ def _with_base(adapter: Origin) -> Origin:
     base = Path(name).expanduser()
     if not base.is_dir():
         raise UsageError(
-            f"{said} is an adapter, and its base {name} is no folder here. Write where it is as "
-            f"base_model_name_or_path into {folder / ADAPTER}."
+            f"{said} is an adapter, and its base model {name} was not found. Set base_model_name_or_path in "
+            f"{folder / ADAPTER} to the folder of the base model."
         )
     if (base / ADAPTER).exists():
         raise UsageError(f"{said}: its base {name} is an adapter itself. Merge that into its model first.")
     if not (folder / ADAPTER_WEIGHTS).exists() and (others := sorted(folder.glob("adapter_model*"))):
         raise UsageError(
-            f"{said}: its weights are in {others[0].name}, which is not read here: only {ADAPTER_WEIGHTS} is, as it "
-            "holds no code. Where you trust the file, load it with peft and write it with save_pretrained."
+            f"{said}: its weights are in {others[0].name}, which is not read here: only {ADAPTER_WEIGHTS} is, because "
+            "it holds no code. If you trust the file, load it with peft and write it with save_pretrained."
         )
     _plain_file(folder / ADAPTER_WEIGHTS)
     found = in_folder(base)
     if not found.has_weights:
-        raise UsageError(f"{said}: its base {name} holds the configuration of a model, and no weights.")
+        raise UsageError(f"{said}: its base {name} has a configuration, but no weights.")
     return replace(adapter, path=found.path, adapter=folder)
 
 
@@ -213,7 +192,7 @@ def model_folder(folder: Path) -> Path:
         return folder / "model"
     if (folder / "run.json").is_file():
         raise UsageError(
-            f"{folder} holds no model yet. A run writes its folder 'model' when it ends: go on with it, "
+            f"{folder} holds no model yet. A run writes its model when it ends. Resume it: "
             f"macrobatch train --resume --out {folder}."
         )
     raise UsageError(f"{folder} holds no model: there is no {CONFIG} in it. Name the folder of a model, or of a run.")
@@ -317,8 +296,8 @@ def check_type(config: Any, said: str, folder: Path) -> None:
         code = code_in(folder)
         own = f" It comes with code for it ({code}). {UNEXECUTED}" if code else ""
         raise UsageError(
-            f"{said}: transformers {version('transformers')} has no model of its type {kind!r}.{own} Take a newer "
-            "transformers that has it, or a model of a type that it has."
+            f"{said}: transformers {version('transformers')} does not have the model type {kind!r}.{own} Install a "
+            "newer transformers, or choose another model."
         )
 
 

@@ -29,9 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from macrobatch.errors import printable
-from macrobatch.train.events import numbers_in
 from macrobatch.train.files import Lines
-from macrobatch.train.trackers import State, Tracked, Tracker, open_trackers
+from macrobatch.train.trackers import State, TrackedRun, Tracker, open_trackers
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -44,42 +43,13 @@ RECENT = 50  # steps from which the remaining time is estimated
 class Silent:
     """A recorder that records nothing, for all ranks except the first one."""
 
-    def derived(self, facts: Mapping[str, str]) -> None:
-        """Print what was derived from the settings, before the run begins."""
-
-    def say(self, text: str) -> None:
-        """Print a line, without disturbing the progress bar."""
-
-    def warn(self, text: str) -> None:
-        """Print a line on stderr, which somebody may read even if nobody reads stdout."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Record an optimizer step, as plain numbers.
-
-        Required: step, loss. The report also uses: items, grad_norm, lr, seconds, tokens_per_second, micro_batches,
-        tokens (of the samples, without padding), padded_tokens (computed tokens, with padding), padded_in_order (see
-        `padded_in_order`), memory_bytes (see `peak_memory`), time (the parts of a `Lap`), losses (the mean of each
-        term, if there are several).
-        """
-
-    def validation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record a validation after `step` steps: loss, perplexity, and the numbers of the user's own function."""
-
-    def finish(self, lines: Sequence[str], state: State = "finished") -> None:
-        """Print these lines and the last numbers, at the regular end or the interruption of a run."""
-
-    def flush(self) -> None:
-        """Flush all lines to the disk. Call it before a checkpoint is written, because resuming needs them."""
-
-    def close(self, state: State | None = None) -> None:
-        """Close the files at the end of the run. `state` None: the state that `finish` got."""
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        failed: State = "failed" if kind is not None and issubclass(kind, Exception) else "interrupted"
-        self.close(None if kind is None else failed)
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 class Screen(Console):
@@ -90,7 +60,7 @@ class Screen(Console):
         raise
 
 
-class Recorder(Silent):
+class Recorder:
     """Records a run in its folder, and shows its progress.
 
     >>> import tempfile
@@ -101,13 +71,8 @@ class Recorder(Silent):
     >>> rows(folder / METRICS)
     [{'step': 1, 'loss': 8.25, 'seconds': 0.5, 'tokens_per_second': 1000.0}]
 
-    Args:
-        folder: the folder of the run. It must exist.
-        total_steps: the number of steps of the whole run.
-        resume_step: the step of the checkpoint that the run resumes from, 0 if it had none; None for a new run.
-        tracker: a tracker that gets the numbers too; by default TensorBoard, in the folder.
-        console: the console to print to.
-        unread: is called once, if the pipe or the terminal of the output is closed.
+    `resume_step` is the step of the checkpoint that the run resumes from, 0 if it had none; None for a new run.
+    `unread` is called once, if the output is closed.
     """
 
     def __init__(
@@ -125,7 +90,7 @@ class Recorder(Silent):
         self._total = total_steps
         self._metrics = Lines(folder / METRICS, resume_step)
         self._validation = Lines(folder / VALIDATION, resume_step)
-        self._tracker = tracker or open_trackers((), Tracked(folder=folder, resume_step=resume_step))
+        self._tracker = tracker or open_trackers((), TrackedRun(folder=folder, resume_step=resume_step))
         self._state: State = "finished"
         self._pace = Pace(total_steps)
         self._bar: Progress | None = None
@@ -133,26 +98,38 @@ class Recorder(Silent):
         self._last_validation = ""
         self._row: Mapping[str, Any] = {}  # the row of the last step
 
-    def derived(self, facts: Mapping[str, str]) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        failed: State = "failed" if kind is not None and issubclass(kind, Exception) else "interrupted"
+        self.close(None if kind is None else failed)
+
+    def show_derived(self, facts: Mapping[str, str]) -> None:
+        """Print what was derived from the settings, before the run begins."""
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             table.add_row(f"[bold]{escape(name)}[/bold]", escape(printable(str(value))))
         self._print(table)
 
     def say(self, text: str) -> None:
+        """Print a line, without disturbing the progress bar."""
         self._print(printable(text), markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
+        """Print a line on stderr, which somebody may read even if nobody reads stdout."""
         with contextlib.suppress(OSError):
             print(f"macrobatch: {printable(text)}", file=sys.stderr, flush=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
+        """Record an optimizer step: a dict with step, loss, and the numbers that `Learner.step` measures."""
         self._metrics.append(row)
         step = int(row["step"])
         self._tracker.add(step, dict(numbers_in(row)))
         self._show(step, row)
 
     def validation(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Record a validation: loss, perplexity, and the numbers of the user's own function."""
         self._validation.append({"step": step, **numbers})
         self._tracker.add(step, dict(numbers_in(numbers, "validation/")))
         if "loss" in numbers:
@@ -163,6 +140,7 @@ class Recorder(Silent):
         self.say(f"step {step}  {'  '.join(said)}")
 
     def finish(self, lines: Sequence[str], state: State = "finished") -> None:
+        """Print these lines and the last numbers, at the regular end or the interruption of a run."""
         self._state = state
         self._stop_bar()
         for line in lines:
@@ -171,10 +149,12 @@ class Recorder(Silent):
             self.say(self._line())
 
     def flush(self) -> None:
+        """Flush all lines to the disk. Call it before a checkpoint is written, because resuming needs them."""
         self._metrics.sync()
         self._validation.sync()
 
     def close(self, state: State | None = None) -> None:
+        """Close the files at the end of the run. `state` None: the state that `finish` got."""
         if self._bar is not None:
             self._stop_bar()
             self.say(self._line())
@@ -204,7 +184,7 @@ class Recorder(Silent):
             self._unread()
 
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
-        left = clock_time(self._pace.left(step))
+        left = clock_time(self._pace.remaining(step))
         self._row = row
         facts = self._facts()
         if self.console.is_terminal:
@@ -251,11 +231,11 @@ class Pace:
         self._total = total_steps
         self._moments: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
 
-    def left(self, step: int, now: float | None = None) -> float:
+    def remaining(self, step: int, now: float | None = None) -> float:
         """The remaining seconds after a step has ended; NaN if there is only one step to judge from.
 
         >>> pace = Pace(10)
-        >>> pace.left(1, now=100.0), pace.left(2, now=103.0), pace.left(4, now=105.0)
+        >>> pace.remaining(1, now=100.0), pace.remaining(2, now=103.0), pace.remaining(4, now=105.0)
         (nan, 24.0, 10.0)
         """
         self._moments.append((step, time.monotonic() if now is None else now))
@@ -279,12 +259,12 @@ def clock_time(seconds: float) -> str:
 # ---------------------------------------------------------------------------------------------- padding, memory
 
 
-def padded_in_order(lengths: Sequence[int], micro_batches: int) -> int:
+def padded_tokens_in_order(lengths: Sequence[int], micro_batches: int) -> int:
     """The number of tokens, with padding, if samples are cut in their order into equal micro-batches.
 
     Most training loops cut batches in this way. It is the baseline for a plan by tokens.
 
-    >>> padded_in_order([5, 1, 1, 5], 2)               # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
+    >>> padded_tokens_in_order([5, 1, 1, 5], 2)        # 2 x 5 and 2 x 5, where sorting makes 2 x 1 and 2 x 5
     20
     """
     size = max(-(-len(lengths) // max(micro_batches, 1)), 1)
@@ -298,3 +278,18 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def numbers_in(row: Mapping[str, Any], prefix: str = "train/") -> list[tuple[str, float]]:
+    """The finite numbers of a row, with their names for trackers.
+
+    >>> numbers_in({"step": 3, "loss": 2.5, "grad_norm": math.nan, "time": {"data": 0.5}})
+    [('train/loss', 2.5), ('time/data', 0.5)]
+    """
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found += numbers_in(value, f"{name}/")
+        elif isinstance(value, int | float) and name != "step" and math.isfinite(value):
+            found.append((prefix + name, value))
+    return found

@@ -1,13 +1,12 @@
-"""`written` writes the report of a run, one HTML file that opens offline.
+"""`write_report` writes the report of a run, one HTML file that opens offline.
 
 It uses only files of the run folder: ``metrics.jsonl``, ``validation.jsonl`` and ``run.json``. So it can be written
-again at any time, also for a run that was killed. The charts are SVG and stretch with the page; therefore their labels
-are HTML text beside them. ``report.js`` only shows the numbers under the pointer.
+again at any time, also for a run that was killed. ``report.html.jinja`` is the page; ``report.js`` only shows the
+numbers under the pointer. The charts are our own SVG, because the script of a plotting library is 1 to 5 MB per page.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import logging
 import math
@@ -18,11 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from macrobatch.errors import UsageError, counted
-from macrobatch.train import curves
-from macrobatch.train.charts import Chart, in_bytes, short
+from macrobatch.train.charts import (
+    Row,
+    charts_of_run,
+    charts_of_runs,
+    in_bytes,
+    is_number,
+    own_numbers,
+    short,
+    total,
+    values,
+)
 from macrobatch.train.clock import PARTS
-from macrobatch.train.curves import Row, is_number, total, values
 from macrobatch.train.files import replace_whole, rows
 from macrobatch.train.record import METRICS, VALIDATION, clock_time
 from macrobatch.train.settings import Settings, flag_of
@@ -32,9 +41,6 @@ RUN = "run.json"
 MOST = 8  # runs in one report, because there are 8 colours
 
 logger = logging.getLogger("macrobatch")
-
-# The browser must not send any request, whatever the page holds.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True)
@@ -59,30 +65,35 @@ class Run:
         return cls(folder.resolve().name, steps, rows(folder / VALIDATION), _facts(folder / RUN))
 
 
-def _checked_out(out: Path) -> Path:
+def _check_out(out: Path) -> Path:
     """The path of a report, if it may be written there: its folder exists, and it overwrites only another page."""
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder. Name a file in it, e.g. {out / REPORT}.")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}.")
     if out.exists() and out.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--out {out} exists and is no page: it would be lost. Name another file, ending in .html.")
+        raise UsageError(
+            f"--out {out} exists and is not an HTML page, so it is not overwritten. Name a file that ends in .html."
+        )
     return out
 
 
-def written(*folders: Path, out: Path | None = None) -> Path:
+def write_report(*folders: Path, out: Path | None = None) -> Path:
     """Write the report of one run, or of several runs for comparison, and return its path.
 
-    Args:
-        folders: the folders of the runs.
-        out: the file; by default report.html in the folder of one run, or in the parent folder of the first of several.
+    The default is report.html in the folder of one run, or beside the folder of the first of several.
     """
     if len(folders) > MOST:
-        raise UsageError(f"at most {MOST} runs can be told apart in one report: got {len(folders)}.")
+        raise UsageError(f"a report compares at most {MOST} runs: got {len(folders)}.")
     runs = [Run.read(folder) for folder in folders]
     home = folders[0] if len(folders) == 1 else folders[0].resolve().parent
-    path = home / REPORT if out is None else _checked_out(out)
-    replace_whole(path, _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs))
+    path = home / REPORT if out is None else _check_out(out)
+    content = _content_of_run(runs[0]) if len(runs) == 1 else _content_of_runs(runs)
+    names = [run.name for run in runs]
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    template = jinja2.Environment(loader=loader, autoescape=True).get_template("report.html.jinja")
+    data = [chart.data() for chart in content["charts"]]
+    replace_whole(path, template.render(content, title=" · ".join(names), names=names, data=data) + "\n")
     return path
 
 
@@ -96,59 +107,24 @@ def _facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _page_of_one(run: Run) -> str:
-    charts = curves.of_one(run.steps, run.validations)
-    parts = [
-        _tiles(run.steps, run.validations),
-        _section_of(charts),
-        _sample(run.facts),
-        _where_time_went(run.steps),
-        _tables(run.facts),
-    ]
-    return _page(run.name, [_summary(run.steps), *_history(run)], parts, charts)
+def _content_of_run(run: Run) -> dict[str, Any]:
+    sample = run.facts.get("sample")
+    return {
+        "header": [_summary(run.steps), *_history(run)],
+        "tiles": _tiles(run.steps, run.validations),
+        "charts": charts_of_run(run.steps, run.validations),
+        "sample": sample if isinstance(sample, str) else "",
+        "time": _time(run.steps),
+        "tables": _tables(run.facts),
+    }
 
 
-def _page_of_several(runs: Sequence[Run]) -> str:
-    charts = curves.of_several([(run.name, run.steps, run.validations) for run in runs])
-    title = " · ".join(run.name for run in runs)
-    return _page(title, [f"{len(runs)} runs"], [_comparison(runs), _section_of(charts)], charts)
-
-
-def _section_of(charts: Sequence[Chart]) -> str:
-    shown = "".join(chart.html(number) for number, chart in enumerate(charts))
-    return f'<section class="charts">\n{shown}</section>'
-
-
-def _page(title: str, said: Sequence[str], parts: Sequence[str], charts: Sequence[Chart]) -> str:
-    data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")  # run names may have "<"
-    own = Path(__file__)
-    body = "\n".join(part for part in parts if part)
-    header = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{html.escape(title)}</title>
-<style>
-{own.with_suffix(".css").read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<header>
-<h1>{html.escape(title)}</h1>
-{header}
-</header>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>
-{own.with_suffix(".js").read_text(encoding="utf-8")}</script>
-</body>
-</html>
-"""
+def _content_of_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "header": [f"{len(runs)} runs"],
+        "comparison": _comparison(runs),
+        "charts": charts_of_runs([(run.name, run.steps, run.validations) for run in runs]),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- summary
@@ -189,7 +165,7 @@ def _ending(run: Run) -> str:
     return f"interrupted{by} after {taken:,} of {steps:,} steps"
 
 
-def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
+def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> list[tuple[str, str, str]]:
     """The most important numbers."""
     tiles: list[tuple[str, str, str]] = []
     if losses := values(steps, "loss"):
@@ -199,19 +175,14 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row]) -> str:
         best = min(measured, key=lambda point: point[1])
         tiles.append(("validation loss", f"{measured[-1][1]:.3f}", f"best {best[1]:.3f} at step {best[0]:,}"))
         tiles.append(("perplexity", _perplexity(measured[-1][1]), f"of the validation; best {_perplexity(best[1])}"))
-    own = [(name, values(validations, name)[-1:]) for name in curves.own_numbers(validations)]
+    own = [(name, values(validations, name)[-1:]) for name in own_numbers(validations)]
     tiles += [(name, f"{last:.4g}", f"of the validation at step {at:,}") for name, one in own for at, last in one]
     if speeds := values(steps, "tokens_per_second"):
         tiles.append(("tokens a second", short(statistics.median(speed for _, speed in speeds)), "median of the steps"))
     tiles += _padding_tile(steps)
     if memory := values(steps, "memory_bytes"):
         tiles.append(("peak memory", in_bytes(max(size for _, size in memory)), "of one process"))
-    shown = "".join(
-        f'<div class="tile"><span>{html.escape(title)}</span><b>{html.escape(figure)}</b>'
-        f"<small>{html.escape(note)}</small></div>\n"
-        for title, figure, note in tiles
-    )
-    return f'<section class="tiles">\n{shown}</section>'
+    return tiles
 
 
 def _perplexity(loss: float) -> str:
@@ -230,7 +201,7 @@ def _padding_tile(steps: Sequence[Row]) -> list[tuple[str, str, str]]:
     return [("padding saved", f"{saved:.1%}", f"{share} left, {1 - tokens / in_order:.1%} in the usual order")]
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _comparison(runs: Sequence[Run]) -> dict[str, list[str]]:
     """A table with the last numbers of each run, and with the settings in which the runs differ."""
     columns = [_last_numbers(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -239,12 +210,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     for name in dict.fromkeys(name for one in settings for name in one):
         if len({_text(one[name]) for one in settings if name in one}) > 1:
             table[flag_of(name)] = [_setting(one, name) for one in settings]
-    head = "".join(f'<th class="run{number}">{html.escape(run.name)}</th>' for number, run in enumerate(runs))
-    lines = "".join(
-        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n"
-        for name, cells in table.items()
-    )
-    return f'<section class="comparison">\n<table>\n<tr><th></th>{head}</tr>\n{lines}</table></section>'
+    return table
 
 
 def _setting(settings: Mapping[str, Any], name: str) -> str:
@@ -256,7 +222,7 @@ def _setting(settings: Mapping[str, Any], name: str) -> str:
 def _last_numbers(run: Run) -> dict[str, str]:
     losses, measured = values(run.steps, "loss"), values(run.validations, "loss")
     speeds = [speed for _, speed in values(run.steps, "tokens_per_second")]
-    own = {name: values(run.validations, name) for name in curves.own_numbers(run.validations)}
+    own = {name: values(run.validations, name) for name in own_numbers(run.validations)}
     return {
         "steps": f"{run.steps[-1]['step']:,}",
         "ending": _ending(run) or "-",
@@ -269,41 +235,26 @@ def _last_numbers(run: Run) -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- time
-
-
-def _where_time_went(steps: Sequence[Row]) -> str:
+def _time(steps: Sequence[Row]) -> list[dict[str, Any]]:
+    """The parts of the time of all steps; empty if none was measured."""
     totals: dict[str, float] = {}
     for row in steps:
         for part, seconds in (row.get("time") or {}).items():
             if is_number(seconds):
                 totals[part] = totals.get(part, 0.0) + seconds
     whole = sum(totals.values())
-    if not whole:
-        return ""
-    bars, lines = "", ""
-    extra = [part for part in totals if part not in PARTS]
-    for part, seconds in totals.items():
-        name, share = html.escape(part), seconds / whole
-        number = [*PARTS, *extra].index(part) % 8
-        bars += f'<i class="part{number}" style="flex-grow:{share:.4f}" title="{name} {share:.1%}"></i>'
-        lines += f'<tr><th><i class="part{number}"></i>{name}</th><td>{seconds:,.1f} s</td><td>{share:.1%}</td></tr>\n'
-    return (
-        f'<section class="time">\n<h2>Where the time went</h2>\n<div class="stack">{bars}</div>\n'
-        f'<table>\n{lines}</table>\n<p class="note">On the first rank. Communication is what it waited for others; '
-        "sums that ranks exchange during a backward pass cost a step nothing.</p>\n</section>"
-    )
-
-
-# ---------------------------------------------------------------------------------------------- tables
-
-
-def _sample(facts: Mapping[str, Any]) -> str:
-    """The section with a text by the model."""
-    text = facts.get("sample")
-    if not isinstance(text, str) or not text:
-        return ""
-    return f'<section class="sample">\n<h2>A text by the model</h2>\n<pre>{html.escape(text)}</pre>\n</section>'
+    colours = [*PARTS, *(part for part in totals if part not in PARTS)]
+    return [
+        {
+            "name": name,
+            "number": colours.index(name) % 8,
+            "share": f"{seconds / whole:.4f}",
+            "percent": f"{seconds / whole:.1%}",
+            "seconds": f"{seconds:,.1f}",
+        }
+        for name, seconds in totals.items()
+        if whole
+    ]
 
 
 def _used_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +264,7 @@ def _used_settings(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in settings.items() if name not in without} if isinstance(settings, Mapping) else {}
 
 
-def _tables(run: Mapping[str, Any]) -> str:
+def _tables(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     defaults = json.loads(json.dumps(Settings().lasting))
     changed = {n: v for n, v in _used_settings(run).items() if n not in defaults or v != defaults[n]}
     run = {**run, "changed": changed}
@@ -324,16 +275,11 @@ def _tables(run: Mapping[str, Any]) -> str:
         "identity": "What the losses depend on",
         "settings": "All settings",
     }
-    shown = ""
-    for key, title in names.items():
-        facts = flat(run.get(key) or {})
-        if facts:
-            lines = "".join(
-                f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>\n" for name, value in facts
-            )
-            is_open = "" if key in ("identity", "settings") else " open"
-            shown += f"<details{is_open}><summary>{title}</summary>\n<table>\n{lines}</table></details>\n"
-    return f'<section class="tables">\n{shown}</section>' if shown else ""
+    return [
+        {"title": title, "facts": facts, "is_open": key not in ("identity", "settings")}
+        for key, title in names.items()
+        if (facts := flat(run.get(key) or {}))
+    ]
 
 
 def flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:

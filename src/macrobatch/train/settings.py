@@ -296,34 +296,22 @@ def _words(wanted: Any) -> str:
 
 # The smallest and the largest value of each number, both included.
 RANGES: dict[str, tuple[float, float]] = {
-    "vocabulary_size": (258, 2**31),  # all bytes, and two special ones
-    "seq_len": (2, 2**31),
-    "validation": (0, 0.9),
-    "validate_every": (0, math.inf),
-    "early_stop": (1, math.inf),
-    "batch_size": (1, math.inf),
-    "batch_tokens": (1, math.inf),
-    "batch_ramp": (0, math.inf),
-    "batch_ramp_start": (1e-6, 1),
-    "steps": (1, math.inf),
-    "epochs": (1, math.inf),
-    "lr": (0, 1e6),
-    "reference_batch": (1, math.inf),
-    "warmup": (0, math.inf),
-    "final_lr": (0, 1),
-    "weight_decay": (0, 1e6),
-    "beta1": (0, 1 - 1e-9),
-    "beta2": (0, 1 - 1e-9),
-    "eps": (0, 1),
-    "max_norm": (1e-30, math.inf),
-    "lora_rank": (1, math.inf),
-    "lora_alpha": (1e-30, 1e30),
-    "lora_dropout": (0, 1 - 1e-9),
-    "shard_ranks": (1, math.inf),
-    "seed": (0, 2**63 - 1),
-    "save_every": (0, math.inf),
-    "keep": (1, math.inf),
-    "sample_tokens": (0, math.inf),
+    name: (low, high)
+    for low, high, names in (
+        (258, 2**31, "vocabulary_size"),  # all bytes, and two special ones
+        (2, 2**31, "seq_len"),
+        (0, 0.9, "validation"),
+        (0, 1, "final_lr eps"),
+        (1e-6, 1, "batch_ramp_start"),
+        (0, 1 - 1e-9, "beta1 beta2 lora_dropout"),
+        (0, 1e6, "lr weight_decay"),
+        (0, 2**63 - 1, "seed"),
+        (0, math.inf, "validate_every batch_ramp warmup save_every sample_tokens"),
+        (1, math.inf, "early_stop batch_size batch_tokens steps epochs reference_batch lora_rank shard_ranks keep"),
+        (1e-30, 1e30, "lora_alpha"),
+        (1e-30, math.inf, "max_norm"),
+    )
+    for name in names.split()
 }
 
 
@@ -343,30 +331,30 @@ def _number(value: float) -> str:
 
 def _check_together(settings: Settings) -> None:
     if settings.validation is not None and settings.validation_data:
-        raise UsageError("--validation and --validation-data say the same thing in two ways: give one of them.")
+        raise UsageError("pass --validation or --validation-data, not both.")
     best, _ = settings.best_number
     if not best:
         raise UsageError(f"--best must name a number: got {settings.best!r}. E.g. --best loss, or --best accuracy:max.")
     if settings.early_stop is not None and settings.validation == 0 and best in ("loss", "perplexity"):
-        raise UsageError("--early-stop needs something to validate on, and --validation is 0.")
+        raise UsageError("--early-stop needs validation data, but --validation is 0.")
     if settings.early_stop is not None and settings.validate_every == 0:
-        raise UsageError("--early-stop compares validations, and --validate-every 0 has one only, in the end.")
+        raise UsageError("--early-stop compares several validations, but --validate-every 0 runs only one, at the end.")
     if settings.batch_ramp == 0 and settings.batch_ramp_start != DEFAULT_RAMP_START:
-        raise UsageError("--batch-ramp-start is where a ramp begins: give --batch-ramp too.")
+        raise UsageError("--batch-ramp-start needs --batch-ramp.")
     if settings.prompt is not None and settings.sample_tokens == 0:
-        raise UsageError("--prompt begins the text that is printed in the end, and --sample-tokens 0 prints none.")
+        raise UsageError("--prompt has no effect with --sample-tokens 0, which writes no text.")
     if len(settings.track) > 1 and "none" in settings.track:
-        raise UsageError(f"--track none stands alone: got {' '.join(settings.track)}.")
+        raise UsageError(f"--track none excludes other trackers: got {' '.join(settings.track)}.")
     for one, other in ALTERNATIVES:
         if getattr(settings, one) is not None and getattr(settings, other) is not None:
-            raise UsageError(f"{flag_of(one)} and {flag_of(other)} say the same thing in two ways: give one of them.")
+            raise UsageError(f"pass {flag_of(one)} or {flag_of(other)}, not both.")
     if (settings.lr_scale != "none") != (settings.reference_batch is not None):
-        raise UsageError("--lr-scale linear or sqrt and --reference-batch belong together: give both, or none.")
+        raise UsageError("pass both --lr-scale linear (or sqrt) and --reference-batch, or neither.")
     if settings.shard_ranks is not None and settings.parallel != "hsdp":
-        raise UsageError(f"--shard-ranks is for --parallel hsdp: got --parallel {settings.parallel}.")
+        raise UsageError(f"--shard-ranks needs --parallel hsdp: got --parallel {settings.parallel}.")
     for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"):
         if not settings.lora and getattr(settings, name) not in (None, ()):
-            raise UsageError(f"{flag_of(name)} is for --lora, which is not given.")
+            raise UsageError(f"{flag_of(name)} needs --lora.")
     if not settings.model:
         raise UsageError("--model must not be empty.")
 

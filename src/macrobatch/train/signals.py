@@ -24,16 +24,13 @@ class Signals:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     signals.received == signal.SIGTERM
     True
-
-    Args:
-        say: prints a message for the user.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._received = 0
         self._say = say
         self._when = 0.0
-        self._handling = _handled_by(self._handle)
+        self._handling = _handle_signals(self._handle)
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         self._again = AGAIN_BY_TORCHRUN if is_launched else AGAIN
         self._launcher = os.getppid() if is_launched else None
@@ -62,7 +59,8 @@ class Signals:
             end_at_once(number)
         elif not self._received:
             self.receive(number)
-            self._tell(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once again: at once.")
+            name = signal.Signals(number).name
+            self._tell(f"{name}: stopping after this step, with a checkpoint. Send it again to stop at once.")
 
     def _tell(self, text: str) -> None:
         if self._say is None:
@@ -85,9 +83,6 @@ def interruptible(*, is_first: bool = True) -> Iterator[None]:
     """A context outside of steps, in which a signal ends the process with one line, because nothing can be lost.
 
     A KeyboardInterrupt could be raised in the middle of an import, and would look like any error.
-
-    Args:
-        is_first: whether this rank prints the line.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -97,12 +92,12 @@ def interruptible(*, is_first: bool = True) -> Iterator[None]:
                 os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         end_at_once(number)
 
-    with _handled_by(end):
+    with _handle_signals(end):
         yield
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """A context in which `handler` handles the signals, except for ignored ones: nohup ignores SIGHUP."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

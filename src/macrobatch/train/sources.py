@@ -5,6 +5,7 @@ The files of a folder are sorted by name, so that the same data makes the same d
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -42,7 +43,7 @@ def read(source: Path, columns: Columns, *, warn: bool = True) -> Iterator[Docum
     if not source.is_file():
         raise UsageError(f"{str(source)!r} is neither a file nor a folder.")
     if not _is_readable(source):
-        raise UsageError(f"{source} is of a kind that is not read here. {_INSTEAD}")
+        raise UsageError(f"{source} has a format that is not supported. {_INSTEAD}")
     yield from _file(source, columns)
 
 
@@ -60,7 +61,7 @@ def _folder(folder: Path, columns: Columns, warn: bool) -> Iterator[Document]:
         yield from _file(path, columns)
     if not used:
         raise BatchError(
-            f"there is no text in the folder {folder}: found {counted(len(skipped), 'file')}, no text. {_INSTEAD}"
+            f"the folder {folder} has no text, only {counted(len(skipped), 'file')} of other formats. {_INSTEAD}"
             if skipped
             else f"the folder {folder} holds no file (hidden ones do not count)."
         )
@@ -96,8 +97,8 @@ def _file(path: Path, columns: Columns) -> Iterator[Document]:
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
         ".json": _json_list,
-        ".csv": _separated,
-        ".tsv": _separated,
+        ".csv": _csv,
+        ".tsv": _csv,
         ".parquet": _parquet,
         ".arrow": _arrow,
         ".feather": _arrow,
@@ -131,41 +132,37 @@ def blocks(text: str) -> list[str]:
 
 def _decoded_text(path: Path) -> Iterator[str]:
     """The text in a file, in parts, with line feeds as line ends."""
-    with compressed.opened(path) as file:
-        rest, position, is_first = b"", 0, True
+    decoder, size, carry, is_first = codecs.getincrementaldecoder("utf-8")(), 0, "", True
+    with compressed.open_file(path) as file:
         while True:
-            read = file.read(_AT_ONCE)
-            content = rest + read
-            # An incomplete character or line end waits for the next bytes.
-            size = len(content) - _half(content) if read else len(content)
-            text = _decoded(content[:size], str(path), position)
+            content = file.read(_AT_ONCE)
+            position = size - len(decoder.getstate()[0])  # of the first byte that is not decoded yet
+            try:
+                text = carry + decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                raise _decoding_error(error, str(path), position) from None
+            carry = "\r" if content and text.endswith("\r") else ""  # perhaps half of a line end
+            text = text[: len(text) - len(carry)]
             yield (text.removeprefix("\ufeff") if is_first else text).replace("\r\n", "\n")
-            if not read:
+            if not content:
                 return
-            rest, position, is_first = content[size:], position + size, is_first and not size
+            size, is_first = size + len(content), is_first and not text
 
 
-def _half(content: bytes) -> int:
-    """How many bytes at the end belong to an incomplete character or line end."""
-    for size in range(1, min(3, len(content)) + 1):
-        byte = content[-size]
-        if byte >= 0xC0:  # the first byte of a character
-            return size if size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
-        if byte < 0x80:
-            return int(content.endswith(b"\r"))
-    return 0
-
-
-def _decoded(content: bytes, where: str, position: int = 0) -> str:
+def _decode(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        if _is_binary(content):
-            raise BatchError(f"{where}: this is no text, but a binary file. Name files of text, or JSONL.") from None
-        raise BatchError(
-            f"{where}: not UTF-8; found the byte 0x{content[error.start]:02x} at position {position + error.start}. "
-            "Convert it, for instance with iconv -f latin1 -t utf-8."
-        ) from None
+        raise _decoding_error(error, where) from None
+
+
+def _decoding_error(error: UnicodeDecodeError, where: str, position: int = 0) -> BatchError:
+    if _is_binary(error.object):
+        return BatchError(f"{where}: this is a binary file, not text.")
+    return BatchError(
+        f"{where}: not UTF-8; found the byte 0x{error.object[error.start]:02x} at position {position + error.start}. "
+        "Convert it, for instance with iconv -f latin1 -t utf-8."
+    )
 
 
 def _is_binary(content: bytes) -> bool:
@@ -177,7 +174,7 @@ def _is_binary(content: bytes) -> bool:
 
 def _has_nul(path: Path) -> bool:
     """Whether a file is binary: texts have no NUL."""
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         return b"\0" in file.read(_AT_ONCE)
 
 
@@ -185,20 +182,20 @@ def _has_nul(path: Path) -> bool:
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[Document]:
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         # Only a line feed ends a line: strings in JSON may hold the other characters that Python treats as line ends.
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                text = _decoded(line.removesuffix(b"\n"), where).removeprefix("\ufeff")
-                yield columns.document(_parsed(text, where), where)
+                text = _decode(line.removesuffix(b"\n"), where).removeprefix("\ufeff")
+                yield columns.document(_parse_json(text, where), where)
 
 
 def _json_list(path: Path, columns: Columns) -> Iterator[Document]:
-    with compressed.opened(path) as file:
+    with compressed.open_file(path) as file:
         content = file.read()
     try:
-        records = _parsed(_decoded(content, str(path)).removeprefix("\ufeff"), str(path))
+        records = _parse_json(_decode(content, str(path)).removeprefix("\ufeff"), str(path))
     except _SeveralValuesError:
         yield from _json_lines(path, columns)  # JSON lines are often in files named .json
         return
@@ -216,7 +213,7 @@ class _SeveralValuesError(BatchError):
     """The text has a second JSON value after the first one."""
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -230,13 +227,13 @@ def _parsed(text: str, where: str) -> Any:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _separated(path: Path, columns: Columns) -> Iterator[Document]:
+def _csv(path: Path, columns: Columns) -> Iterator[Document]:
     """A table in CSV or TSV, whose first line names the columns."""
     separator = "\t" if _kind(path) == ".tsv" else ","
     number = 0
     limit = csv.field_size_limit(_LARGEST_CELL)
     try:
-        with compressed.opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        with compressed.open_file(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             rows = csv.reader(text, delimiter=separator, strict=True)
             names = next(rows, [])
             if len(set(names)) < len(names):
@@ -286,12 +283,12 @@ def _rows(path: Path, columns: Columns, batches: Callable[[], Iterator[Any]]) ->
     try:
         found = iter(batches())
     except (OSError, arrow.ArrowException) as error:
-        raise _no_table(path, error) from error
+        raise _table_error(path, error) from error
     while True:
         try:
             batch = next(found, None)
         except (OSError, arrow.ArrowException) as error:
-            raise _no_table(path, error) from error
+            raise _table_error(path, error) from error
         if batch is None:
             return
         for start in range(0, len(batch), _ROWS):
@@ -300,7 +297,7 @@ def _rows(path: Path, columns: Columns, batches: Callable[[], Iterator[Any]]) ->
                 yield columns.document(record, f"{path}, row {number}")
 
 
-def _no_table(path: Path, error: Exception) -> BatchError:
+def _table_error(path: Path, error: Exception) -> BatchError:
     return BatchError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}")
 
 

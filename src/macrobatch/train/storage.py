@@ -62,22 +62,22 @@ NAMED = {name: dtype for dtype, name in DTYPES.items()}
 def write(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Json, Json]:
     """Write the tensors to the disk. Returns the descriptions of tensors and of files, on the first rank only."""
     writer = _Writer(folder)
-    with _as_ours():
+    with _translate_errors():
         metadata = state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-    agreed(writer.problem)
+    agree(writer.problem)
     stored = {result.index: result.storage_data for of_rank in writer.results for result in of_rank}
     if rank() != 0:
         return {}, {}
     files = {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in stored.values()}
-    return {name: _described(name, one, stored) for name, one in metadata.state_dict_metadata.items()}, files
+    return {name: _tensor_entry(name, one, stored) for name, one in metadata.state_dict_metadata.items()}, files
 
 
 def read(folder: Path, held: Json, tensors: Mapping[str, Tensor]) -> None:
     """Fill these tensors in place, on as many ranks as there are now. `held` is the first result of `write`."""
     reader = _Reader(folder, held)
-    with _as_ours():
+    with _translate_errors():
         state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-    agreed(reader.problem)
+    agree(reader.problem)
 
 
 def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def by_the_first(act: Callable[[], T]) -> T:
+def on_first_rank(act: Callable[[], T]) -> T:
     """Run a function on the first rank, and return its result, or raise its error, on all ranks."""
     made: T | None = None
     problem: str | None = None
@@ -131,7 +131,7 @@ def by_the_first(act: Callable[[], T]) -> T:
     return made  # type: ignore[return-value]
 
 
-def agreed(problem: str | None) -> None:
+def agree(problem: str | None) -> None:
     """Raise an error on every rank if one of them has a problem."""
     problems = [problem]
     if dist.is_initialized():
@@ -143,7 +143,7 @@ def agreed(problem: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _as_ours() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """A context that turns torch's errors into ours, and hides its warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -169,15 +169,15 @@ class _Writer(StorageWriter):
         results: list[WriteResult] = []
         name = f"rank-{rank():05d}.safetensors"
         try:
-            stored = self._written(name, plan, planner)
+            stored = self._write(name, plan, planner)
             results = [WriteResult(item.index, 0, stored) for item in plan.items]
         except Exception as error:
             self.problem = f"{self.folder / name} on rank {rank()}: {error}."
             if not self.folder.is_dir():
                 self.problem += " All ranks must see the same folder."
-        return _done(results)
+        return _future(results)
 
-    def _written(self, name: str, plan: SavePlan, planner: SavePlanner) -> Json:
+    def _write(self, name: str, plan: SavePlan, planner: SavePlanner) -> Json:
         if not plan.items:
             return {}
         pieces = []
@@ -230,7 +230,7 @@ def _safetensors(
             yield (ctypes.c_char * content.nbytes).from_address(content.data_ptr())
 
 
-def _described(name: str, tensor: Any, stored: dict[MetadataIndex, Json]) -> Json:
+def _tensor_entry(name: str, tensor: Any, stored: dict[MetadataIndex, Json]) -> Json:
     """The dtype and shape of a tensor, and the file of each of its chunks."""
     chunks = [
         {
@@ -266,7 +266,7 @@ class _Reader(StorageReader):
             self._read(plan, planner)
         except Exception as error:
             self.problem = f"{self.folder} cannot be read on rank {rank()}: {error}."
-        return _done(None)
+        return _future(None)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         from safetensors import safe_open
@@ -308,7 +308,7 @@ class _Reader(StorageReader):
         return True
 
 
-def _done(value: T) -> Future[T]:
+def _future(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +23,10 @@ class Mixture:
 
     >>> Mixture([[0, 1, 2, 3, 4, 5], [6, 7]], [1, 3]).counts
     [2, 6]
-
-    Attributes:
-        members: the samples of each source.
-        weights: the share of each source, relative to the others.
     """
 
-    members: Sequence[Sequence[int]]
-    weights: Sequence[float]
+    members: Sequence[Sequence[int]]  # the samples of each source
+    weights: Sequence[float]  # the share of each source, relative to the others
 
     @property
     def counts(self) -> list[int]:
@@ -43,7 +40,7 @@ class Mixture:
             found[source] += 1
         return found
 
-    def drawn(self, epoch: int, seed: int) -> list[int]:
+    def draw(self, epoch: int, seed: int) -> list[int]:
         """The samples of an epoch, source after source."""
         drawn: list[int] = []
         for source, (members, count) in enumerate(zip(self.members, self.counts, strict=True)):
@@ -68,14 +65,8 @@ class Stream:
     >>> [len(batch) for batch in batches], sorted(batches[0] + batches[1] + batches[2])
     ([3, 3, 2, 0], [0, 0, 1, 1, 2, 2, 3, 3])
 
-    Args:
-        lengths: the tokens of each sample.
-        seed: determines the order.
-        batch_size: the number of samples in a batch. Pass either this or `batch_tokens`.
-        batch_tokens: the largest number of tokens in a batch. A longer sample is a batch of its own.
-        ramp: ``ramp(step)`` is the fraction of the batch size at this optimizer step, above 0 and at most 1.
-        epochs: the number of epochs, after which there are no more batches; None: there is no end.
-        mixture: the shares of several sources in an epoch; None: an epoch has each sample once.
+    A longer sample than `batch_tokens` is a batch of its own. ``ramp(step)`` is the fraction of the batch at a
+    step.
     """
 
     def __init__(
@@ -90,10 +81,7 @@ class Stream:
         mixture: Mixture | None = None,
     ) -> None:
         if (batch_size is None) == (batch_tokens is None):
-            raise UsageError(
-                f"a batch has so many samples or so many tokens: got batch_size={batch_size!r} and "
-                f"batch_tokens={batch_tokens!r}. Give one of them."
-            )
+            raise UsageError(f"pass batch_size or batch_tokens, not both: got {batch_size!r} and {batch_tokens!r}.")
         for name, value in {"batch_size": batch_size, "batch_tokens": batch_tokens, "epochs": epochs}.items():
             if value is not None and not _is_count(value):
                 raise UsageError(f"{name} must be a whole number, 1 or more: got {value!r}.")
@@ -135,15 +123,8 @@ class Stream:
         if self._batch_size is not None and self._ramp is None:
             whole, rest = divmod(epochs * len(self._lengths), self._batch_size)
             return (whole + 1, rest) if rest else (whole, self._batch_size)
-        again = Stream(
-            self._lengths,
-            seed=self._seed,
-            batch_size=self._batch_size,
-            batch_tokens=self._batch_tokens,
-            ramp=self._ramp,
-            epochs=epochs,
-            mixture=self._mixture,
-        )
+        again = copy.copy(self)
+        again._epochs, again._epoch, again._position, again._order = epochs, 0, 0, self._order_of(0)
         step = last = 0
         while batch := again.next(step):
             step, last = step + 1, len(batch)
@@ -153,12 +134,7 @@ class Stream:
 
     def state_dict(self) -> dict[str, int]:
         """The position in the data, as plain numbers."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "num_samples": len(self._lengths),
-        }
+        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "num_samples": len(self._lengths)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the position. Refuses a state with another seed or number of samples, whose batches would differ."""
@@ -167,16 +143,20 @@ class Stream:
             raise UsageError(f"this is not what a stream's state_dict returned: {dict(state)!r}.")
         for name in ("seed", "num_samples"):
             if state[name] != own[name]:
-                raise UsageError(f"the saved stream has {name} {state[name]}, this one {own[name]}: it cannot go on.")
+                raise UsageError(
+                    f"the checkpoint has {name} {state[name]}, this run {own[name]}: it cannot be resumed."
+                )
         if not (state["epoch"] >= 0 and 0 <= state["position"] <= len(self._lengths)):
-            raise UsageError(f"the saved stream stands outside of its {len(self._lengths)} samples: {dict(state)!r}.")
+            raise UsageError(
+                f"the checkpoint's position is past the end of the {len(self._lengths)} samples: {dict(state)!r}."
+            )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._lengths))) if self._mixture is None else self._mixture.drawn(epoch, self._seed)
+        order = list(range(len(self._lengths))) if self._mixture is None else self._mixture.draw(epoch, self._seed)
         random.Random(f"epoch {epoch} of seed {self._seed}").shuffle(order)
         return order
 
@@ -191,7 +171,7 @@ class Stream:
             )
         return fraction
 
-    def _upcoming(self) -> int | None:
+    def _next_sample(self) -> int | None:
         """The next sample, which is not taken yet; None at the end."""
         if self._position == len(self._order):
             if self._epochs is not None and self._epoch + 1 >= self._epochs:
@@ -203,14 +183,14 @@ class Stream:
 
     def _next_samples(self, count: int) -> list[int]:
         batch: list[int] = []
-        while len(batch) < count and (sample := self._upcoming()) is not None:
+        while len(batch) < count and (sample := self._next_sample()) is not None:
             batch.append(sample)
             self._position += 1
         return batch
 
     def _next_tokens(self, budget: int) -> list[int]:
         batch: list[int] = []
-        while (sample := self._upcoming()) is not None:
+        while (sample := self._next_sample()) is not None:
             budget -= self._lengths[sample]
             if batch and budget < 0:
                 break

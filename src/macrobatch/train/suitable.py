@@ -29,23 +29,19 @@ def require_causal(model: nn.Module, origin: Origin) -> None:
     one, other = (model(input_ids=row.unsqueeze(0)).logits[0, :4].double() for row in (ids, others))
     if (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UsageError(
-            f"{origin.said}: {type(model).__name__} is no causal model as it is configured: what it predicts depends "
-            "on later tokens, as in an encoder. Choose a decoder; for BERT and its kin, a config.json with "
+            f"{origin.label}: {type(model).__name__} is not causal as configured: its predictions depend on later "
+            "tokens, as in an encoder. Choose a decoder; for BERT and similar models, a config.json with "
             '"is_decoder": true makes one.'
         )
 
 
 class PaddingEffect(NamedTuple):
-    """The effect of padding on the right on the tokens before it.
+    """The effect of padding on the right on the tokens before it."""
 
-    Attributes:
-        is_none: there is no effect, even without an attention mask. Attention without a mask is faster, and its kernels
-            support any shape at once.
-        is_masked: with a mask, there is no effect except rounding.
-    """
-
+    # there is no effect, even without an attention mask. Attention without a mask is faster, and its kernels
+    # support any shape at once
     is_none: bool
-    is_masked: bool
+    is_masked: bool  # with a mask, there is no effect except rounding
 
 
 @contextlib.contextmanager

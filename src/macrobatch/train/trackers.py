@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from macrobatch.errors import UsageError, pip_install
-from macrobatch.train.events import Events
 from macrobatch.train.files import replace_whole
 
 State = Literal["finished", "interrupted", "failed"]
 Numbers = Mapping[str, float]
 
+EVENTS = "tensorboard"  # a folder inside the run folder
 IDS = "trackers.json"  # the id of the run in each tracker
 PATIENCE = 60.0  # seconds to wait for uploads at the end of a run
 
@@ -35,22 +35,15 @@ logger = logging.getLogger("macrobatch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
-    """What a tracker needs to know about the run.
+class TrackedRun:
+    """What a tracker needs to know about the run."""
 
-    Attributes:
-        folder: the folder of the run. The run has the folder's name.
-        project: the name of its project.
-        config: its settings.
-        resume_step: the step of the checkpoint that it resumes from, 0 if it had none; None for a new run.
-        id: the id of a resumed run in the tracker; None: it is new there.
-    """
-
-    folder: Path
-    project: str = "macrobatch"
-    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path  # the folder of the run. The run has the folder's name
+    project: str = "macrobatch"  # the name of its project
+    config: Mapping[str, Any] = field(default_factory=dict)  # its settings
+    # the step of the checkpoint that it resumes from, 0 if it had none; None for a new run
     resume_step: int | None = None
-    id: str | None = None
+    id: str | None = None  # the id of a resumed run in the tracker; None: it is new there
 
     @property
     def name(self) -> str:
@@ -73,11 +66,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. A tracker that fails is dropped with a warning.
-
-    Args:
-        named: the trackers by their names for users.
-    """
+    """Several trackers as one. A tracker that fails is dropped with a warning."""
 
     id = None
 
@@ -117,7 +106,7 @@ def require_installed(names: Sequence[str]) -> None:
             )
 
 
-def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
+def open_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
     """Begin or resume the run in each of these trackers; without any name, in TensorBoard.
 
     A tracker that cannot be opened is an error. It is only a warning if the run has already taken steps, which are
@@ -136,8 +125,8 @@ def open_trackers(names: Sequence[str], run: Tracked) -> Trackers:
             if not run.resume_step:
                 Trackers(found).close("failed")
                 raise UsageError(
-                    f"--track {name}: {kind.title} could not be opened: {_reason(error)}. {kind.hint} The run has not "
-                    "begun, and left nothing behind; or choose another --track."
+                    f"--track {name}: {kind.title} could not be opened: {_reason(error)}. {kind.hint} Or choose "
+                    "another --track. No run was started."
                 ) from None  # its traceback may hold a password
             logger.warning("%s gets no numbers of this run: %s", kind.title, _reason(error))
             continue
@@ -179,6 +168,45 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(?<=://)[^/\s]*@", "***@", text)
 
 
+# --------------------------------------------------------------------------------------------------- TensorBoard
+
+
+class TensorBoard:
+    """A folder of events, as a `Tracker`. A resumed run purges the events of the steps that it takes again."""
+
+    id = None
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer: Any = SummaryWriter(str(run.folder / EVENTS), purge_step=purge, flush_secs=10)
+        self._step = run.resume_step or 0
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._thread_failed
+        if run.config:
+            lines = [f"    {name} = {json.dumps(value)}" for name, value in run.config.items()]  # a block of Markdown
+            self._writer.add_text("settings", "\n".join(lines), self._step)
+
+    def add(self, step: int, numbers: Numbers) -> None:
+        """Write the numbers of a step."""
+        self._step = step
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, state: State) -> None:
+        """Write pending events, and the final state of the run."""
+        with contextlib.ExitStack() as last:
+            last.callback(setattr, threading, "excepthook", self._excepthook)
+            last.callback(self._writer.close)
+            self._writer.add_text("state", state, self._step)
+
+    def _thread_failed(self, thread: threading.ExceptHookArgs) -> None:
+        """Print no traceback for the writer's thread: it stores an error, and the next write raises it."""
+        if not type(thread.thread).__module__.startswith("tensorboard."):
+            self._excepthook(thread)
+
+
 # ---------------------------------------------------------------------------------------------- Weights & Biases
 
 
@@ -187,7 +215,7 @@ class WeightsAndBiases:
 
     EXIT_CODES: Mapping[State, int] = {"finished": 0, "interrupted": 130, "failed": 1}
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         self.id = run.id or uuid.uuid4().hex[:8]
@@ -229,7 +257,7 @@ class MLflow:
     STATES: Mapping[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
     MOST_PARAMETERS, MOST_METRICS, LONGEST = 100, 1000, 6000  # per request, and characters of a parameter
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
@@ -305,7 +333,7 @@ def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
 class Trackio:
     """A run of Trackio. It keeps all values of a step, as MLflow does."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         resume = "never" if run.id is None else "allow"
@@ -341,12 +369,12 @@ class Kind:
     title: str
     library: str
     package: str
-    open: Callable[[Tracked], Tracker]
+    open: Callable[[TrackedRun], Tracker]
     hint: str = ""
 
 
 KINDS = {
-    "tensorboard": Kind("TensorBoard", "tensorboard", "tensorboard", Events),
+    "tensorboard": Kind("TensorBoard", "tensorboard", "tensorboard", TensorBoard),
     "wandb": Kind(
         "Weights & Biases", "wandb", "wandb", WeightsAndBiases, "WANDB_MODE=offline keeps all in the run folder."
     ),

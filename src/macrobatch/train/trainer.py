@@ -6,7 +6,6 @@ takes its share, and `MacroStep` takes the exact step of the whole batch, howeve
 
 from __future__ import annotations
 
-import math
 import shlex
 import shutil
 import signal
@@ -24,10 +23,11 @@ from macrobatch._joint.balance import Balance
 from macrobatch._torch.modules import without_ddp
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.train import adapters, cutting, folder, generate, models, optimizers, report, trackers
+from macrobatch.train.charts import in_bytes
 from macrobatch.train.checkpoint import Checkpoints
 from macrobatch.train.data import Data
 from macrobatch.train.documents import Say
-from macrobatch.train.export import exported
+from macrobatch.train.export import export_model
 from macrobatch.train.files import replace_whole
 from macrobatch.train.hooks import Callback, Evaluate, Event, Hooks, perplexity_of
 from macrobatch.train.learner import Learner, Plan
@@ -36,7 +36,7 @@ from macrobatch.train.record import Recorder, Silent
 from macrobatch.train.settings import Settings
 from macrobatch.train.signals import Signals
 from macrobatch.train.stream import Mixture, share
-from macrobatch.train.world import World, joined
+from macrobatch.train.world import World, join_ranks
 
 
 def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: Evaluate | None = None) -> Outcome:
@@ -67,33 +67,33 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
     Raises:
         MacrobatchError: an error that the command would print, such as an invalid setting or a damaged file.
     """
-    with joined(settings) as world, ExitStack() as stack:
+    with join_ranks(settings) as world, ExitStack() as stack:
         settings = replace(settings, precision=models.precision_of(settings, world))
-        world.together(lambda: optimizers.check(settings))
-        world.together(lambda: models.check(settings, world))
-        world.together(lambda: trackers.require_installed(settings.trackers or ()) if world.is_first else None)
-        hooks = world.together(lambda: Hooks(settings, world, callbacks, evaluate))
+        world.on_all_ranks(lambda: optimizers.check(settings))
+        world.on_all_ranks(lambda: models.check(settings, world))
+        world.on_all_ranks(lambda: trackers.require_installed(settings.trackers or ()) if world.is_first else None)
+        hooks = world.on_all_ranks(lambda: Hooks(settings, world, callbacks, evaluate))
         hooks.agree()
-        found = world.told(str(world.together(lambda: folder.chosen(settings)) or ""))
-        data = world.together(lambda: Data.read(settings, _say_of(world), is_new=not found), alone_first=True)
+        found = world.broadcast(str(world.on_all_ranks(lambda: folder.run_to_resume(settings)) or ""))
+        data = world.on_all_ranks(lambda: Data.read(settings, _say_of(world), is_new=not found), alone_first=True)
         asked, settings = settings, replace(settings, seq_len=data.seq_len)
-        plan = world.together(lambda: Plan.made(settings, data, world))
-        model, balance = world.together(lambda: _model(settings, data))
+        plan = world.on_all_ranks(lambda: Plan.make(settings, data, world))
+        model, balance = world.on_all_ranks(lambda: _model(settings, data))
         identity = _identity(settings, plan, data, model) | _identity_of_adapter(model, world)
-        world.together(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, plan.micro), world))
-        learner = world.together(lambda: Learner(model, plan, settings, world, balance))
+        world.on_all_ranks(lambda: cutting.drop_damaged_sizes(cutting.fit_file(settings, plan.micro), world))
+        learner = world.on_all_ranks(lambda: Learner(model, plan, settings, world, balance))
         baseline = {} if found else hooks.check(learner.model, data.vocabulary)
-        run = Path(found or world.told(str(world.together(lambda: _begun(settings, world)))))
-        world.together(lambda: stack.enter_context(folder.locked(run)) if world.is_first else None)
-        past = world.together(lambda: _past(found, run, identity, settings))  # after the lock
+        run = Path(found or world.broadcast(str(world.on_all_ranks(lambda: _create_folder(settings, world)))))
+        world.on_all_ranks(lambda: stack.enter_context(folder.lock(run)) if world.is_first else None)
+        past = world.on_all_ranks(lambda: _past(found, run, identity, settings))  # after the lock
         owners = (folder.digest_of(identity), *(past.owners if past else ()))
         checkpoints = Checkpoints(run / "checkpoints", keep=settings.keep, owners=owners)
-        first = learner.resumed(checkpoints) if past else 0
+        first = learner.resume(checkpoints) if past else 0
         if past:
-            world.together(lambda: past.require_whole(first, plan.steps))
-        derived = _derived(settings, plan, data, learner, run)
+            world.on_all_ranks(lambda: past.require_whole(first, plan.steps))
+        derived = _derived_facts(settings, plan, data, learner, run)
         if first:
-            derived["model"] = f"{_named(settings, learner)}, resumed from step {first:,}"
+            derived["model"] = f"{_model_summary(settings, learner)}, resumed from step {first:,}"
         if past and plan.steps != past.steps:
             derived["steps"] += f", extended from {past.steps:,} to {plan.steps:,} steps"
         if world.is_first:
@@ -104,19 +104,19 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
                 folder.note(run, status=None, stopped=None)  # the run is no longer ended
             if past is None or plan.steps != past.steps:
                 unused = ["vocabulary_size"] if settings.tokenizer or learner.origin.tokenizer else []
-                folder.described(run, settings=asked, derived=derived, identity=identity, past=past, unused=unused)
+                folder.write_run_json(run, settings=asked, derived=derived, identity=identity, past=past, unused=unused)
             replace_whole(run / folder.CONFIG, settings.toml())
-        recorder: Silent = Silent()
+        recorder: Recorder | Silent = Silent()
         with Signals(say=lambda text: recorder.say(text)) as signals:
             resume_step = first if past else None
             try:
-                recorder = world.together(lambda: _recorder(run, plan.steps, resume_step, settings, world, signals))
+                recorder = world.on_all_ranks(lambda: _recorder(run, plan.steps, resume_step, settings, world, signals))
             except MacrobatchError:  # a tracker that cannot be opened
                 if past is None and world.is_first:
                     shutil.rmtree(run, ignore_errors=True)  # no step was taken
                 raise
             stack.enter_context(recorder)
-            recorder.derived(derived)
+            recorder.show_derived(derived)
             if past is None:
                 recorder.say(data.example)
             if baseline:
@@ -124,12 +124,18 @@ def train(settings: Settings, *, callbacks: Sequence[Callback] = (), evaluate: E
             if first == plan.steps:  # a killed process may not have written model and report
                 recorder.say(f"{run} is complete: it has taken its {first} steps.")
             status = _loop(learner, data, first, checkpoints, recorder, signals, hooks)
-            _ended(learner, data, run, recorder, checkpoints, status, hooks.is_stopped)
+            finish_run(learner, data, run, recorder, checkpoints, status, hooks.is_stopped)
             return Outcome(status, run=run, steps=learner.taken)
 
 
 def _loop(
-    learner: Learner, data: Data, first: int, checkpoints: Checkpoints, recorder: Silent, signals: Signals, hooks: Hooks
+    learner: Learner,
+    data: Data,
+    first: int,
+    checkpoints: Checkpoints,
+    recorder: Recorder | Silent,
+    signals: Signals,
+    hooks: Hooks,
 ) -> int:
     settings, steps, run = learner.settings, learner.plan.steps, checkpoints.folder.parent
     best = learner.best
@@ -143,7 +149,7 @@ def _loop(
         is_best = False
         if (len(data.validation) or hooks.evaluates) and _is_due(done, settings.validate_every, done == steps):
             with learner.clock.aside("validation"):
-                numbers = _validated(learner, data, hooks)
+                numbers = _validate(learner, data, hooks)
                 if numbers:
                     recorder.validation(done, numbers)
                     hooks.tell(Event(kind="validation", step=done, numbers={"step": done, **numbers}, run=run))
@@ -157,36 +163,36 @@ def _loop(
                 if learner.world.is_first:
                     folder.note_saved(run)
         if hooks.failure is not None:
-            recorder.warn(f"a callback or the evaluation failed: {_ended_after(done, run)}")
+            recorder.warn(f"a callback or the evaluation failed: {_resume_hint(done, run)}")
             raise hooks.failure
         if received:
             _say_ended(recorder, received, done, run)
             return 128 + received
         if hooks.is_stopped:
-            recorder.say(f"a callback asked to stop: {_ended_after(done, run)}")
+            recorder.say(f"a callback asked to stop: {_resume_hint(done, run)}")
             return 0
     return 0
 
 
-def _validated(learner: Learner, data: Data, hooks: Hooks) -> Mapping[str, float]:
+def _validate(learner: Learner, data: Data, hooks: Hooks) -> Mapping[str, float]:
     """The numbers of a validation: loss and perplexity if there is data for it, and those of the user's function."""
     numbers: dict[str, float] = {}
     if len(data.validation):
-        loss = learner.validated(data.validation)
+        loss = learner.validate(data.validation)
         numbers = {"loss": loss, "perplexity": perplexity_of(loss)}
-    return numbers | hooks.evaluated(learner.model, data.vocabulary)
+    return numbers | hooks.run_evaluation(learner.model, data.vocabulary)
 
 
-def _ended_after(step: int, run: Path) -> str:
+def _resume_hint(step: int, run: Path) -> str:
     again = f"macrobatch train --resume --out {shlex.quote(str(run))}"
-    return f"ended after step {step}, with a checkpoint. To go on from there: {again}"
+    return f"ended after step {step}, with a checkpoint. To resume: {again}"
 
 
-def _say_ended(recorder: Silent, received: int, step: int, run: Path) -> None:
+def _say_ended(recorder: Recorder | Silent, received: int, step: int, run: Path) -> None:
     """Print why the run ended, and how to resume it; on stderr if the output is closed."""
-    text = _ended_after(step, run)
+    text = _resume_hint(step, run)
     if received == signal.SIGPIPE:
-        recorder.warn(f"nobody reads the output any more, as a pipe or terminal was closed: {text}")
+        recorder.warn(f"the output was closed: {text}")
     else:
         recorder.say(f"{signal.Signals(received).name}: {text}")
 
@@ -195,29 +201,29 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
     return is_last or (every > 0 and step % every == 0)
 
 
-def _ended(
+def finish_run(
     learner: Learner,
     data: Data,
     run: Path,
-    recorder: Silent,
+    recorder: Recorder | Silent,
     checkpoints: Checkpoints,
     status: int,
     is_stopped: bool,
 ) -> None:
     """Write the model, the best model too if it is another one, the report, and a text by the model."""
-    export = partial(exported, has_balance=learner.balance is not None)
+    export = partial(export_model, has_balance=learner.balance is not None)
     written, *adapter = export(learner.model, run, data.vocabulary, learner.kept, learner.world)
     said = [f"model: {written}", *(f"adapter: {folder}" for folder in adapter)]
     if learner.best.step == learner.taken and learner.world.is_first:
         for name in ("model-best", "adapter-best"):
             shutil.rmtree(run / name, ignore_errors=True)  # from before the run was extended
-    if status == 0 and learner.restored_best(checkpoints):
+    if status == 0 and learner.load_best(checkpoints):
         best, *_ = export(learner.model, run, data.vocabulary, learner.kept, learner.world, which="-best")
         said.append(f"model of the best validation, after step {learner.best.step}: {best}")
     if learner.world.is_first:
         sample = _sample(learner, data, written) if status == 0 else None
         folder.note(run, status=status, sample=sample, stopped="by a callback" if is_stopped else None)
-        said.append(f"report: {report.written(run)}")
+        said.append(f"report: {report.write_report(run)}")
         state: trackers.State = "interrupted" if status else "finished"
         recorder.finish([*said, *([f"\n{sample}\n"] if sample else [])], state)
 
@@ -235,10 +241,10 @@ def _sample(learner: Learner, data: Data, exported: Path) -> str | None:
 
 
 def _model(settings: Settings, data: Data) -> tuple[nn.Module, Balance | None]:
-    model, balance = models.model_of(settings, data.vocabulary.size, data.vocabulary.end)
+    model, balance = models.build_model(settings, data.vocabulary.size, data.vocabulary.end)
     config: Any = model.config
     positions = models.longest_of(config)
-    data.fits(models.vocabulary_size_of(model), positions, packs=settings.pack)
+    data.check_fit(models.vocabulary_size_of(model), positions, packs=settings.pack)
     if settings.prompt is not None and settings.sample_tokens:
         size = len(data.vocabulary.start) + len(data.vocabulary.encode([settings.prompt])[0])
         if positions is not None and size > positions:
@@ -252,8 +258,8 @@ def _say_of(world: World) -> Say | None:
     return (lambda text: print(f"macrobatch: {text}", file=sys.stderr, flush=True)) if world.is_first else None
 
 
-def _begun(settings: Settings, world: World) -> Path | None:
-    return folder.made(settings) if world.is_first else None
+def _create_folder(settings: Settings, world: World) -> Path | None:
+    return folder.create_run_folder(settings) if world.is_first else None
 
 
 def _past(found: str, run: Path, identity: dict[str, Any], settings: Settings) -> folder.Past | None:
@@ -286,9 +292,9 @@ def _identity(settings: Settings, plan: Plan, data: Data, model: nn.Module) -> d
 
 def _identity_of_adapter(model: nn.Module, world: World) -> dict[str, Any]:
     """The identity of an adapter. It includes the frozen weights, because checkpoints do not hold them."""
-    adapter = adapters.described(model)
+    adapter = adapters.adapter_summary(model)
     frozen = adapters.frozen_fingerprint(model) if adapter and world.is_first else ""
-    return {"lora": adapter, "frozen": world.told(frozen) or None}
+    return {"lora": adapter, "frozen": world.broadcast(frozen) or None}
 
 
 def _identity_of_optimizer(settings: Settings) -> dict[str, Any] | None:
@@ -299,11 +305,11 @@ def _identity_of_optimizer(settings: Settings) -> dict[str, Any] | None:
 
 def _recorder(
     run: Path, steps: int, resume_step: int | None, settings: Settings, world: World, signals: Signals
-) -> Silent:
+) -> Recorder | Silent:
     if not world.is_first:
         return Silent()
     unread = partial(signals.receive, signal.SIGPIPE)
-    told = trackers.Tracked(
+    told = trackers.TrackedRun(
         folder=run, project=settings.track_project, config=settings.lasting, resume_step=resume_step
     )
     named = settings.trackers
@@ -311,7 +317,7 @@ def _recorder(
     return Recorder(run, total_steps=steps, resume_step=resume_step, tracker=tracker, unread=unread)
 
 
-def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:
+def _derived_facts(settings: Settings, plan: Plan, data: Data, learner: Learner, run: Path) -> dict[str, str]:
     """What was derived from settings and data, to print before the run begins."""
     world, corpus = learner.world, data.train
     batch = plan.stream().next(plan.steps)
@@ -325,28 +331,28 @@ def _derived(settings: Settings, plan: Plan, data: Data, learner: Learner, run: 
     room = f"; the model has {rows:,}" if rows != data.vocabulary.size else ""
     fixed, counted = optimizers.fixed_bytes(learner.model, settings, shards)
     return {
-        "model": f"{_named(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
-        **_trained(learner),
+        "model": f"{_model_summary(settings, learner)}, {'loaded' if learner.origin.has_weights else 'new weights'}",
+        **_adapter_summary(learner),
         **(
             {"experts": f"with their balance loss, {balance.coefficient:g} of it"}
             if (balance := learner.balance)
             else {}
         ),
         "data": f"{len(corpus):,} samples, {corpus.num_tokens:,} tokens; {len(data.validation):,} for validation",
-        **({"mixture": _mixed(plan.mixture, settings.data)} if plan.mixture else {}),
-        "lengths": data.described_lengths,
+        **({"mixture": _mixture_summary(plan.mixture, settings.data)} if plan.mixture else {}),
+        "lengths": data.length_summary,
         "vocabulary": f"{data.vocabulary.size:,} words, {of}{room}",
         "batch": f"{len(batch):,} samples, about {sum(plan.lengths[i] for i in batch):,} tokens{repeated}",
         "ranks": f"{world.size} on {world.device.type}" + (f", {settings.parallel}" if world.size > 1 else ""),
-        "micro-batches": cutting.described(plan.micro, mine),
-        "memory": f"{_bytes(fixed)} a rank for {counted}",
+        "micro-batches": cutting.cut_summary(plan.micro, mine),
+        "memory": f"{in_bytes(fixed)} a rank for {counted}",
         "steps": plan.extent,
         "learning rate": f"{plan.rate.peak:g}, {plan.rate.schedule}, {plan.rate.warmup} steps of warm-up",
         "run": str(run),
     }
 
 
-def _mixed(mixture: Mixture, names: Sequence[str]) -> str:
+def _mixture_summary(mixture: Mixture, names: Sequence[str]) -> str:
     """What an epoch has of each source."""
     parts = zip(names, mixture.members, mixture.counts, strict=True)
     return "; ".join(
@@ -354,19 +360,14 @@ def _mixed(mixture: Mixture, names: Sequence[str]) -> str:
     )
 
 
-def _trained(learner: Learner) -> dict[str, str]:
+def _adapter_summary(learner: Learner) -> dict[str, str]:
     """How many parameters are trained, if an adapter is trained."""
-    adapter = adapters.described(without_ddp(learner.model))
+    adapter = adapters.adapter_summary(without_ddp(learner.model))
     if adapter is None:
         return {}
     part = f"{learner.num_trained:,} of {learner.num_parameters:,} parameters"
     return {"trained": f"LoRA of rank {adapter['rank']}: {part} ({learner.num_trained / learner.num_parameters:.2%})"}
 
 
-def _named(settings: Settings, learner: Learner) -> str:
+def _model_summary(settings: Settings, learner: Learner) -> str:
     return f"{settings.model}: {learner.num_parameters:,} parameters in {settings.precision}"
-
-
-def _bytes(number: float) -> str:
-    power = min(int(math.log(max(number, 1), 1024)), 4)
-    return f"{number / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

@@ -64,7 +64,7 @@ def attention(
         return found
     given = [name for name in UNSUPPORTED if others.get(name) is not None] + (["dropout"] if dropout else [])
     if given:
-        raise UsageError(f"the kernels for sequences of unequal lengths know no {given[0]}.")
+        raise UsageError(f"the kernels for sequences of unequal lengths do not support {given[0]}.")
     rows, heads, width, _ = query.shape
     groups = heads // key.shape[1]
     if groups > 1:

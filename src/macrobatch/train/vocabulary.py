@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from macrobatch.errors import UsageError
-from macrobatch.train.cache import digest, kept
-from macrobatch.train.chat import CHATML, STOP, ChatTemplate, Marked, special_tokens, templates_in, tokens_in
+from macrobatch.train.cache import cached, digest
+from macrobatch.train.chat import CHATML, STOP, ChatTemplate, MarkedText, special_tokens, templates_in, tokens_in
 from macrobatch.train.documents import Document, Documents
-from macrobatch.train.limits import within
+from macrobatch.train.limits import run_within_limits
 from macrobatch.train.pretrained import read_json, reason
 from macrobatch.train.sources import blocks
 
@@ -42,17 +42,12 @@ _LONG = re.compile(rf"\s{{{_WORD // 4},}}|\S{{{_WORD // 4},}}")  # a character h
 class Vocabulary:
     """A tokenizer with its special tokens and its chat template.
 
-    >>> vocabulary = Vocabulary.trained([Document("def f(x): return x")] * 2, size=300)
+    >>> vocabulary = Vocabulary.train([Document("def f(x): return x")] * 2, size=300)
     >>> ids, = vocabulary.encode(["return x"])
     >>> vocabulary.decode(ids), vocabulary.decode([*ids, vocabulary.end])
     ('return x', 'return x')
 
-    Attributes:
-        size: one more than the largest id.
-        end: the id that ends a text.
-        pad: the id of the padding token. `collated` does not use it.
-        start: the ids that the tokenizer puts before every text; may be empty.
-        chat: the chat template; None: there is none.
+    `size` is one more than the largest id; `start` are the ids before every text, `end` is the one after it.
     """
 
     def __init__(
@@ -74,38 +69,38 @@ class Vocabulary:
         self.pad = end if pad is None else pad
         self.start = _before_a_text(tokenizer)
         found = templates_in(self._config, self._templates)
-        self.chat = None if found is None else ChatTemplate(tokenizer, found, special_tokens(self._told()))
+        self.chat = None if found is None else ChatTemplate(tokenizer, found, special_tokens(self._full_config()))
 
     def __len__(self) -> int:
         return self.size
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without start and end tokens."""
-        return list(self.encoded(texts))
+        return list(self.encode_each(texts))
 
-    def encoded(self, texts: Iterable[str | Marked]) -> Iterator[list[int]]:
+    def encode_each(self, texts: Iterable[str | MarkedText]) -> Iterator[list[int]]:
         """The ids of each text, one text after the other, for texts that should not be in memory at once.
 
         A text of more than 250,000 characters is encoded in parts that end at line ends. In a marked text, a token has
         a loss if it shares a character with a span. All other tokens have ``~id``, which is negative, in place of their
         id.
         """
-        waiting: list[str | Marked] = []
+        waiting: list[str | MarkedText] = []
         size = 0
         for text in texts:
             waiting.append(text)
             size += len(text if isinstance(text, str) else text.text)
             if size > _AT_ONCE:
-                yield from self._encoded(waiting)
+                yield from self._encode_batch(waiting)
                 waiting, size = [], 0
-        yield from self._encoded(waiting)
+        yield from self._encode_batch(waiting)
 
-    def _encoded(self, texts: list[str | Marked]) -> Iterator[list[int]]:
+    def _encode_batch(self, texts: list[str | MarkedText]) -> Iterator[list[int]]:
         plain = [part for text in texts if isinstance(text, str) for part in blocks(text)]
         # Not in parts, as other programs encode conversations; and with the position of each token.
-        marked = [text.text for text in texts if isinstance(text, Marked)]
+        marked = [text.text for text in texts if isinstance(text, MarkedText)]
 
-        def encoded() -> tuple[list[Any], list[Any]]:
+        def encode_both() -> tuple[list[Any], list[Any]]:
             return (
                 self._tokenizer.encode_batch_fast(plain, add_special_tokens=False),
                 self._placing.encode_batch(marked, add_special_tokens=False),
@@ -113,7 +108,7 @@ class Vocabulary:
 
         share = 1 + sum(map(len, [*plain, *marked])) / 1e6
         try:
-            parts, wholes = map(iter, within(encoded, "the tokenizer", share=share))
+            parts, wholes = map(iter, run_within_limits(encode_both, "the tokenizer", share=share))
         except TypeError:  # for a lone surrogate
             raise UsageError("a text holds half of a character (a lone surrogate): it cannot be encoded.") from None
         for text in texts:
@@ -121,7 +116,7 @@ class Vocabulary:
                 yield [token for _ in blocks(text) for token in next(parts).ids]
             else:
                 found = next(wholes)
-                yield _marked(found.ids, found.offsets, text.spans) + [self.end] * text.needs_end
+                yield _mark_learnt(found.ids, found.offsets, text.spans) + [self.end] * text.needs_end
 
     @cached_property
     def _placing(self) -> Tokenizer:
@@ -159,12 +154,14 @@ class Vocabulary:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(self._told(), indent=2) + "\n", encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(self._full_config(), indent=2) + "\n", encoding="utf-8"
+        )
         for place, template in self._templates.items():
             (folder / place).parent.mkdir(exist_ok=True)
             (folder / place).write_text(template, encoding="utf-8")
 
-    def _told(self) -> dict[str, Any]:
+    def _full_config(self) -> dict[str, Any]:
         """The content of its tokenizer_config.json."""
         name = self._tokenizer.id_to_token
         defaults = {
@@ -178,10 +175,10 @@ class Vocabulary:
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
         """Load a ``tokenizer.json``, a folder with one, or anything else that ``AutoTokenizer`` can load."""
-        return within(lambda: cls._loaded(Path(path)), f"loading the tokenizer {path}")
+        return run_within_limits(lambda: cls._load(Path(path)), f"loading the tokenizer {path}")
 
     @classmethod
-    def _loaded(cls, path: Path) -> Vocabulary:
+    def _load(cls, path: Path) -> Vocabulary:
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
             tokenizer, config, templates = _tokenizer_in(file), _config_beside(file), _templates_beside(file)
@@ -189,7 +186,7 @@ class Vocabulary:
             raise UsageError(f"{file} is no file.")
         else:
             (tokenizer, config), templates = _by_transformers(str(path)), {}
-        told = _special(tokenizer, config, "eos_token")
+        told = _special_id(tokenizer, config, "eos_token")
         ends = [told, *map(tokenizer.token_to_id, _ENDS)]
         end = next((found for found in ends if found is not None), None)
         if end is None:
@@ -197,12 +194,14 @@ class Vocabulary:
                 f'the tokenizer {path} does not say which token ends a text. Put {{"eos_token": "..."}} into a file '
                 "tokenizer_config.json beside its tokenizer.json."
             )
-        return cls(tokenizer, end=end, pad=_special(tokenizer, config, "pad_token"), config=config, templates=templates)
+        return cls(
+            tokenizer, end=end, pad=_special_id(tokenizer, config, "pad_token"), config=config, templates=templates
+        )
 
     # ------------------------------------------------------------------------------------------------------ training
 
     @classmethod
-    def trained(
+    def train(
         cls, documents: Iterable[Document], size: int, cache: Path | None = None, *, template: str = CHATML
     ) -> Vocabulary:
         """Train a byte-pair encoding of at most `size` ids. The same documents make the same vocabulary.
@@ -210,12 +209,8 @@ class Vocabulary:
         It can encode any text, because every byte has an id. With little text it has fewer ids than `size`. If there
         are conversations, it has a chat template, whose special tokens have their own ids.
 
-        Args:
-            documents: the documents to train on; if they are very large, only evenly spaced parts of them are used.
-            size: the largest number of ids. At least 257; if there are conversations, a few more.
-            cache: a folder in which to keep the result.
-            template: the chat template, if there are conversations. Strings in it such as <|this|> become special
-                tokens.
+        Of very large data only evenly spaced parts are used. Strings in `template` such as <|this|> become
+        special tokens.
         """
         documents = Documents.of(documents)
         marks = tokens_in(template) if documents.has_conversations else []
@@ -228,7 +223,7 @@ class Vocabulary:
             )
         texts = _some(documents)
         name = f"vocabulary-{size}-{digest([*special, str(_WORD), *texts])}"
-        content = kept(cache, name, lambda: _byte_pairs(texts, size, special).to_str().encode())
+        content = cached(cache, name, lambda: _byte_pairs(texts, size, special).to_str().encode())
         tokenizer = Tokenizer.from_str(content.decode())
         end = tokenizer.token_to_id(special[0])
         assert end is not None, "it was trained with it"
@@ -236,10 +231,10 @@ class Vocabulary:
         return cls(tokenizer, end=end, templates=templates)
 
 
-def _marked(ids: list[int], places: list[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+def _mark_learnt(ids: list[int], places: list[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
     """The id of each token that has a character in a span, and ``~id`` of all other tokens.
 
-    >>> _marked([5, 6, 7], [(0, 2), (2, 4), (4, 6)], [(3, 4)])
+    >>> _mark_learnt([5, 6, 7], [(0, 2), (2, 4), (4, 6)], [(3, 4)])
     [-6, 6, -8]
     """
     found, left = [], list(reversed(spans))
@@ -330,11 +325,10 @@ def _templates_beside(file: Path) -> dict[str, str]:
         raise UsageError(f"the chat templates beside {file} cannot be read: {error}.") from None
 
 
-def _special(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
-    """The id of a special token in a configuration, which is a string, or an object that holds it."""
-    token = config.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    found: int | None = tokenizer.token_to_id(token) if isinstance(token, str) else None
+def _special_id(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
+    """The id of a special token in a configuration."""
+    token = special_tokens(config).get(name)
+    found: int | None = None if token is None else tokenizer.token_to_id(token)
     return found
 
 

@@ -47,18 +47,18 @@ class World:
         """Whether this rank prints and writes for all."""
         return self.rank == 0
 
-    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank."""
         return [list(numbers)] if self.size == 1 else collectives.all_gather_numbers(numbers, self.host_group, HOST)
 
-    def told(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """The text of the first rank, on all ranks."""
         if self.size == 1:
             return text
         sent: str = collectives.broadcast_object(text, 0, self.host_group)
         return sent
 
-    def together(self, action: Callable[[], Result], *, alone_first: bool = False) -> Result:
+    def on_all_ranks(self, action: Callable[[], Result], *, alone_first: bool = False) -> Result:
         """Run a function on every rank. If it fails on one rank, raise an error on all of them.
 
         With `alone_first`, one rank of each host runs it before the others, which can then use the files that it
@@ -73,16 +73,16 @@ class World:
                     result.append(action())
             except Exception as error:
                 failure = error
-            failed = [rank for rank, (status,) in enumerate(self.gathered([failure is not None])) if status]
+            failed = [rank for rank, (status,) in enumerate(self.gather([failure is not None])) if status]
             if failure is not None and failed[0] == self.rank:
                 raise failure
             if failed:
-                raise OtherRankError(f"rank {failed[0]} could not go on.")
+                raise OtherRankError(f"rank {failed[0]} failed.")
         return result[0]
 
 
 @contextmanager
-def joined(settings: Settings) -> Iterator[World]:
+def join_ranks(settings: Settings) -> Iterator[World]:
     """A context that connects all ranks of torchrun, unless the program has done so; or this process alone."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = _device(settings, local)
@@ -111,11 +111,11 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return HOST
     if not torch.cuda.is_available():
-        raise BackendError("--device cuda: torch finds no GPU here. Say --device cpu, or leave it out.")
+        raise BackendError("--device cuda: torch finds no GPU. Pass --device cpu, or leave the flag out.")
     if local_rank >= torch.cuda.device_count():
         raise BackendError(
-            f"this host has {torch.cuda.device_count()} GPUs, and more ranks than that: lower --nproc-per-node, or say "
-            "--device cpu."
+            f"this host has {torch.cuda.device_count()} GPUs, but more ranks. Lower --nproc-per-node, or pass --device "
+            "cpu."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
