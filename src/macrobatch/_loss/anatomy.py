@@ -230,7 +230,9 @@ class _Reading:
         factor, divisors = (step.total_factor(), step.divisors_on_host()) if step.divisors else (step.factor, ())
         self.parts.append(Part(step.name, "mean", count, from_shape, factor, divisors, leaf_only, shape))
 
-    def add_sum(self, step: _Step, count: int | Tensor | None, leaf_only: bool = False) -> None:
+    def add_sum(
+        self, step: _Step, count: int | Tensor | None, leaf_only: bool = False, shape: tuple[int, ...] = ()
+    ) -> None:
         """Add a sum. Only one sum, which has its own count, may be divided: any other divisor is only a claim."""
         factor: float | Tensor = step.factor
         divisors: tuple[float, ...] = ()
@@ -250,7 +252,7 @@ class _Reading:
         has_other = any(isinstance(part.count, Tensor) and part.kind == "sum" for part in self.parts)
         if not self.takes_divisors and isinstance(count, Tensor) and has_other:
             raise _NotUnderstoodError(step.name)  # it would not be known which of them was divided
-        self.parts.append(Part(step.name, "sum", count, False, factor, divisors, leaf_only))
+        self.parts.append(Part(step.name, "sum", count, False, factor, divisors, leaf_only, shape))
 
 
 def _source_of(loss: Tensor) -> Edge:
@@ -388,7 +390,7 @@ def _loss(step: _Step, reading: _Reading) -> None:
     if reduction == REDUCTION_MEAN:
         reading.add_mean(step, math.prod(sizes[:-1] if step.name in BY_ROW else sizes), shape=sizes)
     else:
-        reading.add_sum(step, math.prod(sizes) if reading.takes_divisors else None)
+        reading.add_sum(step, math.prod(sizes) if reading.takes_divisors else None, shape=sizes)
 
 
 def _mean_or_sum(step: _Step, reading: _Reading) -> None:
