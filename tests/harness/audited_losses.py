@@ -127,6 +127,15 @@ def two_batches_in_two_lines() -> None:
         step(optimizer)
 
 
+@unknown
+def an_expert_for_each_micro_batch() -> None:
+    experts = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(3))
+    optimizer = sgd(experts)
+    for (x, y), expert in zip(batches([4] * 3), experts, strict=True):
+        F.cross_entropy(expert(x), y).backward()
+    step(optimizer)
+
+
 @program("wrong", 4.0, "not divided")
 def heads_in_undivided_windows() -> None:
     trunk, heads = network(8), nn.ModuleList(nn.Linear(8, CLASSES) for _ in range(2))

@@ -123,7 +123,8 @@ def _doubtful(terms: list[TermWeights], counts: set[int], world: int) -> Iterato
         for number in (1, *counts, world, *(count * world for count in counts)):
             said = f"is multiplied by {written:.6g}: whether {written * number:.6g} belongs to the loss cannot be told"
             yield written * number, said
-    if written is not None and factor is not None and abs(factor) < 1 < abs(written):
+    is_by_hand = factor is not None and not _is_made_of(abs(factor), counts, world)
+    if written is not None and factor is not None and is_by_hand and abs(factor) < 1 < abs(written):
         said = f"is multiplied by {written:.6g}, and gradients by {factor:.6g} later: a loss scale, or a mistake"
         yield written * factor, said
     if all(2.0 in share.divisors for share in shares):

@@ -32,7 +32,7 @@ def groupings(windows: Sequence[Sequence[Window]]) -> Iterator[tuple[Group, bool
     def by_graph(micro: Micro) -> str:
         return f"{micro.expression} {micro.reach}"
 
-    yield by_graph, True, False
+    yield by_graph, not _may_be_routed(micros), False
     if by_line:
         are_constants = _compare_with_constants(micros, by_graph)
         yield lambda micro: f"{by_graph(micro)} {_line(micro)}", are_constants, are_constants
@@ -41,6 +41,20 @@ def groupings(windows: Sequence[Sequence[Window]]) -> Iterator[tuple[Group, bool
 
 def _line(micro: Micro) -> str:
     return f"{micro.place} {micro.caller}"
+
+
+def _may_be_routed(micros: list[Micro]) -> bool:
+    """Whether one loss may reach other parameters in each micro-batch, as one of experts does.
+
+    Heads of several tasks have lines of their own, or targets in common.
+    """
+    reaches: dict[str, set[str]] = defaultdict(set)
+    repeats: dict[str, set[int]] = defaultdict(set)
+    for micro in micros:
+        loss = f"{micro.expression} {_line(micro)}"
+        reaches[loss].add(micro.reach)
+        repeats[loss].add(micro.repeats)
+    return any(len(found) > len(repeats[loss]) for loss, found in reaches.items())
 
 
 def _compare_with_constants(micros: list[Micro], by_graph: Group) -> bool:

@@ -146,7 +146,8 @@ class Watcher:
         micro.place, micro.caller = places(4)
         micro.is_again = max(map(self._times_seen, outputs)) > 0 and not inputs
         micro.repeats = 0 if target is None else self._times_seen(target)
-        micro.reach = f"{zlib.crc32(repr(sorted(numbers)).encode()):08x}"
+        trained = [number for leaf, number in zip(leaves, numbers, strict=True) if isinstance(leaf, nn.Parameter)]
+        micro.reach = f"{zlib.crc32(repr(sorted(trained)).encode()):08x}"
         return Backward(
             micro=micro,
             local=zeros(len(self._leaves)) if self._ledger.has_ranks else None,
